@@ -1,0 +1,55 @@
+# Each target sets up what it needs in .venv: `make train` on a fresh clone is enough.
+#   make train ARGS="--steps 50"        another Python: make PYTHON=python3.12 ...
+
+PYTHON ?= python3
+ARGS ?=
+
+# Relative paths only, so that the folder of the clone may have any name.
+BIN := .venv/bin
+READY := .venv/ready
+PACKAGES := schedules partition comm pipe viz experiments
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check types bench format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## create .venv with the tested versions (each target does so by itself)
+
+train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." passes options
+	$(BIN)/stagewright train $(ARGS)
+
+test: $(READY)  ## run all tests; ARGS="..." passes pytest's options
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+
+check: $(READY)  ## format, lint, types and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory types
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'not slow and not gloo'
+
+types: $(READY)  ## mypy in strict mode
+	MYPYPATH=.venv/link $(BIN)/mypy -m stagewright -m stagewright.__main__ $(PACKAGES:%=-p stagewright.%)
+
+bench: $(READY)  ## measure this runtime beside torch.distributed.pipelining; ARGS="..." passes options
+	$(BIN)/stagewright bench $(ARGS)
+
+format: $(READY)  ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build products (runs/ stays)
+	rm -rf .venv build dist stagewright.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first, by its exact version: pip then finds a local wheel if there is one. The link gives mypy the
+# package under its own name, which the folder of the clone need not have.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"stagewright needs Python 3.11 or newer, $(PYTHON) is {v}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	mkdir -p .venv/link
+	ln -sfn ../.. .venv/link/stagewright
+	@touch $@

@@ -1,0 +1,24 @@
+"""Pipeline-parallel training of PyTorch models: one schedule, checked, simulated, executed and drawn.
+
+`import stagewright` is cheap: what needs torch loads on first use, so that planning and drawing start
+at once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .pipe import PipelineModule
+
+__all__ = ["PipelineModule", "__version__"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Only here, never at the top: an import that runs with this file would load torch, and would break
+    # pytest, which imports the file under a name of its own because the repository root is the package.
+    if name == "PipelineModule":
+        from .pipe import PipelineModule
+
+        return PipelineModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

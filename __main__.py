@@ -1,0 +1,8 @@
+"""`python -m stagewright` is the `stagewright` command."""
+
+import sys
+
+from .experiments.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
+
+from .errors import PeerLost, PipelineError, PipelineTimeout, RankFailed
+from .failures import FailureBoard
+from .groups import World, join_world, link_groups, pipe_size
+from .process_group import ProcessGroupTransport
+from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
+
+__all__ = [
+    "FailureBoard",
+    "InProcessTransport",
+    "Mailbox",
+    "PeerLost",
+    "PipelineError",
+    "PipelineTimeout",
+    "ProcessGroupTransport",
+    "RankFailed",
+    "TensorSpec",
+    "Transport",
+    "World",
+    "join_world",
+    "link_groups",
+    "pipe_size",
+]

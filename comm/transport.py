@@ -1,0 +1,96 @@
+"""How messages travel between ranks: the contract, and the transport within one process.
+
+A message is a tuple of tensors under a `Message` key. A receive is posted ahead with the shapes expected; `wait`
+returns its tensors. On each directed link the receives are posted in the order of the sends (made sure by
+`check_lowered`), so a transport may match them by order alone. Sends never block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..schedules import Message
+
+
+class TensorSpec(NamedTuple):
+    """Shape and type of a tensor on its way; `requires_grad`: a gradient comes back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Transport(Protocol):
+    """One rank's end."""
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        """Post the receive of `message` from rank `peer`."""
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Hand over `message` for rank `peer`; returns at once."""
+
+    def ready(self, message: Message) -> bool:
+        """Whether `wait` may be called: always true where waiting blocks."""
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        """The tensors of a posted message; blocks for at most `timeout` [s], then raises PipelineTimeout."""
+
+    def acknowledged(self, messages: Sequence[Message]) -> None:
+        """These sends are known to be received: free what they hold."""
+
+    def end_of_program(self) -> None:
+        """All sends of a program are out: those of the program before must be through by now."""
+
+    def drain(self, timeout: float) -> None:
+        """Wait until all sends are through."""
+
+    def abort(self) -> None:
+        """After an error: let nobody wait for this rank any longer."""
+
+
+class Mailbox:
+    """What lies between the ranks of one process."""
+
+    def __init__(self) -> None:
+        self.messages: dict[tuple[int, Message], tuple[torch.Tensor, ...]] = {}  # (receiver, message) -> tensors
+
+
+class InProcessTransport:
+    """One rank's end of a `Mailbox`: sending is putting, no copy is made.
+
+    A receiver gets detached aliases of the sender's tensors.
+    """
+
+    def __init__(self, rank: int, mailbox: Mailbox) -> None:
+        self._rank = rank
+        self._mailbox = mailbox
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        """Nothing to prepare."""
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Put it into the peer's box."""
+        self._mailbox.messages[peer, message] = tuple(tensors)
+
+    def ready(self, message: Message) -> bool:
+        """Whether the peer has sent it."""
+        return (self._rank, message) in self._mailbox.messages
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        """Take it out; it must be `ready`."""
+        return self._mailbox.messages.pop((self._rank, message))
+
+    def acknowledged(self, messages: Sequence[Message]) -> None:
+        """Nothing is held."""
+
+    def end_of_program(self) -> None:
+        """Nothing is under way."""
+
+    def drain(self, timeout: float) -> None:
+        """Nothing is under way."""
+
+    def abort(self) -> None:
+        """Nobody else is waiting."""

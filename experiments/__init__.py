@@ -1,0 +1,1 @@
+"""The training command, its model and its corpus."""

@@ -1,0 +1,227 @@
+"""What a run leaves behind: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from .launcher import num_cores
+
+RUNS = Path("runs")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What went into a run.
+
+    Arguments:
+        name: of the run.
+        config: every option of the command, defaults included.
+        corpus_source, corpus_sha256: the text that it was trained on.
+        versions: of Python and of the packages that matter, by name.
+        host: name, processor, cores and system.
+        command: the words that started it.
+        started: local time, ISO 8601.
+    """
+
+    name: str
+    config: Mapping[str, object]
+    corpus_source: str
+    corpus_sha256: str
+    versions: Mapping[str, str]
+    host: Mapping[str, str]
+    command: tuple[str, ...]
+    started: str
+
+    @classmethod
+    def of(
+        cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str
+    ) -> Manifest:
+        """Of this process, now."""
+        return cls(
+            name=name,
+            config=dict(config),
+            corpus_source=corpus_source,
+            corpus_sha256=corpus_sha256,
+            versions={
+                "python": platform.python_version(),
+                **_package_versions("stagewright", "torch", "numpy"),
+            },
+            host={
+                "name": platform.node(),
+                "system": platform.platform(),
+                "processor": _processor(),
+                "cores": str(num_cores()),
+            },
+            command=tuple(sys.argv),
+            started=time.strftime("%Y-%m-%dT%H:%M:%S"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """One logged step: loss in nats and in bits a byte, times in seconds; None where it was not measured."""
+
+    step: int
+    tokens: int
+    loss: float
+    bits_per_byte: float
+    learning_rate: float
+    grad_norm: float | None
+    step_seconds: float
+    tokens_per_s: float
+    bubble: float | None = None
+    predicted_bubble: float | None = None
+    val_bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What came out of a run.
+
+    Arguments:
+        schedule, num_ranks, num_stages, num_microbatches, parameters: what was run.
+        steps, tokens: trained in all.
+        train_bits_per_byte: mean over the last steps; val_bits_per_byte: on the held-out text at the end.
+        tokens_per_s, seconds: of the training loop, without set-up and validation.
+        step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
+        bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
+        peak_memory_bytes: by rank; on the CPU the largest resident memory less what stood at the start.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    parameters: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    train_bits_per_byte: float
+    val_bits_per_byte: float
+    step_seconds: float
+    predicted_step_seconds: float
+    bubble: float
+    predicted_bubble: float
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder of one run. Made by `create`, which refuses one that is there already."""
+
+    path: Path
+
+    @classmethod
+    def check_free(cls, name: str, *, root: Path = RUNS) -> Path:
+        """Where the run would go; ValueError for an impossible name and for a run that exists."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2"
+            )
+        path = root / name
+        if path.exists():
+            raise ValueError(
+                f"the run folder {path} exists already: give this run another name "
+                f"(--name {_free_name(root, name)}), or delete the folder (rm -r {path})"
+            )
+        return path
+
+    @classmethod
+    def create(cls, manifest: Manifest, *, root: Path = RUNS) -> RunFolder:
+        """Make the folder and write its manifest; ValueError where `check_free` raises it."""
+        path = cls.check_free(manifest.name, root=root)
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"cannot make the run folder {path}: {error.strerror or error}") from error
+        (path / "manifest.json").write_text(_dumps(asdict(manifest)))
+        return cls(path=path)
+
+    def log(self, metrics: Metrics) -> None:
+        """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json."""
+        (self.path / "summary.json").write_text(_dumps(asdict(summary)))
+
+
+def find_run(path: Path, *, root: Path = RUNS) -> Path:
+    """The folder that a user means by `runs/<name>` or by the bare name; ValueError if there is none."""
+    for candidate in (path, root / path):
+        if candidate.is_dir():
+            return candidate
+    known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    there = (
+        f"; there are {', '.join(known)}" if known else "; there are no runs yet, type `stagewright train`"
+    )
+    raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
+
+
+class MemoryMeter:
+    """Peak resident memory of this process above what stands when the meter is made [bytes].
+
+    Reads /proc/self/status; 0 on systems without it.
+    """
+
+    def __init__(self) -> None:
+        with suppress(OSError):  # where it may not be reset, the peak counts what came before as well
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # forget the peak of importing torch and reading the corpus
+        self.at_start = _status_bytes("VmRSS")
+
+    def peak(self) -> int:
+        """The peak so far."""
+        return max(0, _status_bytes("VmHWM") - self.at_start)
+
+
+def _status_bytes(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
+
+
+def _free_name(root: Path, name: str) -> str:
+    number = 2
+    while (root / f"{name}-{number}").exists():
+        number += 1
+    return f"{name}-{number}"
+
+
+def _package_versions(*names: str) -> dict[str, str]:
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+
+
+def _dumps(record: Mapping[str, object]) -> str:
+    return json.dumps(record, indent=2) + "\n"

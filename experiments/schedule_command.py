@@ -1,0 +1,62 @@
+"""`stagewright schedule 1f1b --ranks 4 --microbatches 8`: print a schedule, or export it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from ..schedules import Schedule, build, check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """Print a schedule as a grid (a row a rank, a column a unit of time), or export it."""
+
+    schedule: tyro.conf.Positional[str]
+    """Name of the schedule: gpipe, 1f1b, interleaved, looped-bfs."""
+    ranks: int
+    """P, pipeline ranks."""
+    microbatches: int
+    """M, microbatches of a batch."""
+    chunks: int | None = None
+    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    format: Literal["grid", "csv", "json"] = "grid"
+    """grid: for people. csv: the table of torch.distributed.pipelining. json: everything."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Build, check and print."""
+    options = tyro.cli(ScheduleOptions, args=argv, prog="stagewright schedule")
+    schedule = build(
+        options.schedule,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_chunks=options.chunks,
+    )
+    check(schedule)
+    match options.format:
+        case "grid":
+            print(schedule.grid())
+        case "csv":
+            print(schedule.to_csv(), end="")
+        case "json":
+            print(schedule.to_json())
+    return 0
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A schedule from a file, JSON or CSV by its content; ValueError names the file and what is wrong."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the schedule {str(path)!r}: {error}") from error
+    try:
+        if text.lstrip().startswith("{"):
+            return Schedule.from_json(text)
+        return Schedule.from_csv(text, name=path.stem)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

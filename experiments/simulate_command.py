@@ -1,0 +1,162 @@
+"""`stagewright simulate interleaved --ranks 4 --microbatches 8`: what it costs, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ..schedules import (
+    Costs,
+    Schedule,
+    Timeline,
+    attribute_idle,
+    build,
+    check,
+    ideal_makespan,
+    lower_bound,
+    simulate,
+)
+from .schedule_command import read_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
+
+    schedule: tyro.conf.Positional[str | None] = None
+    """Name of the schedule: gpipe, 1f1b, interleaved, looped-bfs. Not needed with --csv."""
+    ranks: int | None = None
+    """P, pipeline ranks."""
+    microbatches: int | None = None
+    """M, microbatches of a batch."""
+    chunks: int | None = None
+    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    forward: tuple[float, ...] = (1.0,)
+    """F [s]."""
+    backward: tuple[float, ...] | None = None
+    """B [s] (default: twice the forward)."""
+    input_grad: tuple[float, ...] | None = None
+    """I [s], where the backward is split."""
+    weight_grad: tuple[float, ...] | None = None
+    """W [s], where the backward is split."""
+    latency: float = 0.0
+    """Of a message between ranks [s]."""
+    csv: Path | None = None
+    """Read the schedule from this file (CSV or JSON) instead of building it."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What `stagewright simulate` answers; times in the unit of the costs."""
+
+    schedule: str
+    num_ranks: int
+    num_chunks: int
+    num_stages: int
+    num_microbatches: int
+    makespan: float
+    makespan_bubble: float
+    span_bubble: float
+    bubble: float
+    ideal_makespan: float
+    lower_bound: float
+    peak_activations: list[int]
+    busy: list[float]
+    idle: list[dict[str, float]]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Build or read, check, simulate, print."""
+    options = tyro.cli(SimulateOptions, args=argv, prog="stagewright simulate")
+    schedule = _schedule(options)
+    check(schedule)
+    costs = Costs(
+        forward=_per_stage(options.forward),
+        backward=None if options.backward is None else _per_stage(options.backward),
+        input_grad=None if options.input_grad is None else _per_stage(options.input_grad),
+        weight_grad=None if options.weight_grad is None else _per_stage(options.weight_grad),
+        latency=options.latency,
+    )
+    answer = summarise(schedule, costs, simulate(schedule, costs))
+    if options.json:
+        # not asdict: its deep copies are of no use here
+        print(json.dumps({name: getattr(answer, name) for name in Simulated.__slots__}))
+    else:
+        print(_table(answer))
+    return 0
+
+
+def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulated:
+    """The figures of one simulated batch."""
+    return Simulated(
+        schedule=schedule.name,
+        num_ranks=schedule.num_ranks,
+        num_chunks=max(map(len, schedule.placement)),
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        makespan=timeline.makespan,
+        makespan_bubble=timeline.makespan_bubble,
+        span_bubble=timeline.span_bubble,
+        bubble=timeline.bubble,
+        ideal_makespan=ideal_makespan(schedule, costs),
+        lower_bound=lower_bound(schedule, costs),
+        peak_activations=list(timeline.peak_activations),
+        busy=[rank.busy for rank in timeline.ranks],
+        idle=[idle._asdict() for idle in attribute_idle(timeline)],
+    )
+
+
+def _schedule(options: SimulateOptions) -> Schedule:
+    if options.csv is not None:
+        schedule = read_schedule(options.csv)
+        for name, given, found in (
+            ("ranks", options.ranks, schedule.num_ranks),
+            ("microbatches", options.microbatches, schedule.num_microbatches),
+        ):
+            if given not in (None, found):
+                raise ValueError(
+                    f"--{name} {given} but {options.csv} has {found}: leave --{name} away, or make them agree"
+                )
+        return schedule
+    if options.schedule is None or options.ranks is None or options.microbatches is None:
+        raise ValueError(
+            "a schedule needs a name, --ranks and --microbatches, such as "
+            "`stagewright simulate 1f1b --ranks 4 --microbatches 8`, or --csv FILE"
+        )
+    return build(
+        options.schedule,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_chunks=options.chunks,
+    )
+
+
+def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _table(answer: Simulated) -> str:
+    lines = [
+        f"{answer.schedule}: {answer.num_ranks} ranks, {answer.num_chunks} chunks a rank, "
+        f"{answer.num_microbatches} microbatches (simulated)",
+        f"  makespan         {answer.makespan:10.6g}",
+        f"  lower bound      {answer.lower_bound:10.6g}   no order of this work can beat it",
+        f"  ideal makespan   {answer.ideal_makespan:10.6g}   a rank without idle time",
+        f"  makespan bubble  {answer.makespan_bubble:10.2%}",
+        f"  span bubble      {answer.span_bubble:10.2%}",
+        "",
+        "  rank       busy       idle  activations  largest idle cause",
+    ]
+    for rank, (busy, idle, peak) in enumerate(
+        zip(answer.busy, answer.idle, answer.peak_activations, strict=True)
+    ):
+        cause, most = max(idle.items(), key=lambda item: item[1])
+        why = f"{cause.replace('_', ' ')} ({most:.6g})" if most > 0 else "none"
+        lines.append(f"  {rank:>4} {busy:10.6g} {sum(idle.values()):10.6g} {peak:>12}  {why}")
+    return "\n".join(lines)

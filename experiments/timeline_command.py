@@ -1,0 +1,90 @@
+"""`stagewright timeline runs/<name>`: draw a run again from its timeline.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ..schedules import Timeline
+from .run_folder import find_run
+
+_TRACE = "timeline.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traces:
+    """One step of a run twice: as simulated from its measured costs, and as measured."""
+
+    predicted: Timeline
+    measured: Timeline
+
+    def write(self, folder: Path) -> None:
+        """Write timeline.json."""
+        pair = {
+            "predicted": json.loads(self.predicted.to_json()),
+            "measured": json.loads(self.measured.to_json()),
+        }
+        (folder / _TRACE).write_text(json.dumps(pair) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Traces:
+        """Read timeline.json; ValueError says what is missing."""
+        path = folder / _TRACE
+        try:
+            pair = json.loads(path.read_text())
+            predicted, measured = (
+                Timeline.from_json(json.dumps(pair[key])) for key in ("predicted", "measured")
+            )
+        except OSError as error:
+            raise ValueError(f"{folder} has no readable {_TRACE}: a run writes it when it is done") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a run's timeline: {error}") from error
+        return cls(predicted=predicted, measured=measured)
+
+    def draw(self, folder: Path) -> tuple[Path, Path]:
+        """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
+        from ..viz import render_comparison, write_perfetto  # matplotlib: only where something is drawn
+
+        picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
+        render_comparison(self.predicted, self.measured, picture)
+        write_perfetto(self.measured, trace)
+        return picture, trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineOptions:
+    """Draw a run's timeline (predicted above measured) and export it for Perfetto (ui.perfetto.dev)."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the run, runs/<name>, or its name."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read timeline.json, write the picture and the Perfetto trace."""
+    options = tyro.cli(TimelineOptions, args=argv, prog="stagewright timeline")
+    folder = find_run(options.folder)
+    traces = Traces.read(folder)
+    picture, trace = traces.draw(folder)
+    if options.json:
+        answer = {
+            "picture": str(picture),
+            "perfetto": str(trace),
+            "bubble": traces.measured.bubble,
+            "predicted_bubble": traces.predicted.bubble,
+            "step_seconds": traces.measured.makespan,
+            "predicted_step_seconds": traces.predicted.makespan,
+        }
+        print(json.dumps(answer))
+    else:
+        print(
+            f"{picture}: bubble {traces.measured.bubble:.1%} measured, "
+            f"{traces.predicted.bubble:.1%} predicted"
+        )
+        print(f"{trace}: open it at https://ui.perfetto.dev")
+    return 0

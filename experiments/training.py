@@ -1,0 +1,287 @@
+"""What one rank of `stagewright train` does: model, pipeline, training loop, validation, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..pipe import PipelineModule
+from ..schedules import Schedule, simulate
+from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
+from .gpt import GPT, GPTConfig, sample
+from .launcher import report_to_launcher
+from .progress import Progress, make_progress
+from .run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary
+from .timeline_command import Traces
+from .train import TrainOptions
+
+WARMUP = 0.1  # of the steps
+FINAL_RATE = 0.05  # of the peak learning rate
+WEIGHT_DECAY = 0.1
+MAX_GRAD_NORM = 1.0
+VALIDATION_WINDOWS = 512
+TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
+FIRST_TRACE = 3  # the steps before warm up caches and allocators
+SAMPLE_PROMPT = b"import "
+SAMPLE_BYTES = 240
+
+
+def train(options: TrainOptions, schedule: Schedule) -> int:
+    """Run this process's part of the training; exit status."""
+    with report_to_launcher():
+        rank = int(os.environ.get("RANK", "0"))
+        corpus = load_corpus(options.text)
+        corpus.check_length(options.length)
+        folder = _make_folder(options, corpus) if rank == 0 else None
+        _Training(options, schedule, corpus, folder).run()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def make_pipe(options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor) -> PipelineModule:
+    """The pipeline that the options describe; tokens: one batch [B, T]."""
+    return PipelineModule(
+        model,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: make_optimizer(parameters, lr=options.lr),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
+        max_grad_norm=MAX_GRAD_NORM,
+        example_inputs=(tokens,),
+        mesh={"pipe": schedule.num_ranks},
+        recompute=options.recompute,
+        seed=options.seed,
+        timeout=options.timeout,
+    )
+
+
+def make_model(options: TrainOptions) -> GPT:
+    """The same weights on each rank, from the seed."""
+    torch.manual_seed(options.seed)
+    return GPT(
+        GPTConfig(
+            length=options.length,
+            layers=options.layers,
+            width=options.width,
+            heads=options.heads,
+            dropout=options.dropout,
+        )
+    )
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """AdamW; decay pulls at matrices only (biases and norms have no scale to lose)."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
+
+
+def learning_rate_curve(steps: int) -> Callable[[int], float]:
+    """Fraction of the peak rate at each step: a straight line up, then half a cosine down to FINAL_RATE."""
+    warmup = max(1, round(WARMUP * steps))
+
+    def fraction(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return fraction
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """What has been measured so far."""
+
+    losses: list[float] = field(default_factory=list)  # [nats]
+    step_seconds: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    predicted_bubbles: list[float] = field(default_factory=list)
+    traces: Traces | None = None
+    seconds: float = 0.0
+
+
+class _Training:
+    """One rank's run; the collective calls stand in the same order on all ranks."""
+
+    def __init__(
+        self, options: TrainOptions, schedule: Schedule, corpus: Corpus, folder: RunFolder | None
+    ) -> None:
+        self.options = options
+        self.corpus = corpus
+        self.folder = folder
+        self.meter = MemoryMeter()
+        model = make_model(options)
+        self.config = model.config
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        first = self._batch(0)
+        self.pipe = make_pipe(options, schedule, model, first[0])
+        self.record = _Record()
+
+    def run(self) -> None:
+        with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
+            progress.note(self._title())
+            self._train(progress)
+        val_bits = bits_per_byte(self._validate())
+        weights = self.pipe.full_state_dict()
+        peaks = gather(self.meter.peak())
+        self.pipe.close()
+        if self.folder is not None:
+            self._leave_behind(self.folder, val_bits=val_bits, peaks=peaks, weights=weights)
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        options = self.options
+        return self.corpus.batch(
+            seed=options.seed, step=step, batch_size=options.batch, length=options.length
+        )
+
+    def _train(self, progress: Progress) -> None:
+        started = time.perf_counter()
+        rate = learning_rate_curve(self.options.steps)
+        for step in range(self.options.steps):
+            tokens, targets = self._batch(step)
+            before = time.perf_counter()
+            result = self.pipe.train_step(tokens, targets)
+            loss = result.loss
+            seconds = time.perf_counter() - before
+            self.record.losses.append(loss)
+            self.record.step_seconds.append(seconds)
+            if self._is_traced(step):
+                measured = result.timeline()
+                predicted = simulate(self.pipe.schedule, self.pipe.measured_costs())
+                self.record.traces = Traces(predicted=predicted, measured=measured)
+                self.record.bubbles.append(measured.bubble)
+                self.record.predicted_bubbles.append(predicted.bubble)
+            metrics = Metrics(
+                step=step,
+                tokens=(step + 1) * tokens.numel(),
+                loss=loss,
+                bits_per_byte=bits_per_byte(loss),
+                learning_rate=self.options.lr * rate(step),
+                grad_norm=result.grad_norm,
+                step_seconds=seconds,
+                tokens_per_s=tokens.numel() / seconds,
+                bubble=self.record.bubbles[-1] if self.record.bubbles else None,
+                predicted_bubble=self.record.predicted_bubbles[-1] if self.record.bubbles else None,
+            )
+            progress.step(metrics)
+            if self.folder is not None:
+                self.folder.log(metrics)
+        self.record.seconds = time.perf_counter() - started
+
+    def _is_traced(self, step: int) -> bool:
+        """Now and then, and at the end, so that a run of any length has a trace."""
+        return step % TRACE_EVERY == FIRST_TRACE or step == self.options.steps - 1
+
+    def _validate(self) -> float:
+        """Mean loss over the fixed windows of the held-out text [nats]."""
+        batches = self.corpus.validation_batches(
+            num_batches=max(1, VALIDATION_WINDOWS // self.options.batch),
+            batch_size=self.options.batch,
+            length=self.options.length,
+        )
+        return statistics.fmean(self.pipe.eval_step(tokens, targets).loss for tokens, targets in batches)
+
+    def _title(self) -> str:
+        schedule, options = self.pipe.schedule, self.options
+        return (
+            f"{self.num_parameters:,} parameters in {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+            f"{schedule.name}, {schedule.num_microbatches} microbatches; {options.steps} steps of "
+            f"{options.batch} x {options.length} bytes of {self.corpus.source}"
+        )
+
+    def _leave_behind(
+        self, folder: RunFolder, *, val_bits: float, peaks: tuple[int, ...], weights: dict[str, torch.Tensor]
+    ) -> None:
+        record, schedule = self.record, self.pipe.schedule
+        assert record.traces is not None
+        tokens = self.options.steps * self.options.batch * self.options.length
+        summary = Summary(
+            schedule=schedule.name,
+            num_ranks=schedule.num_ranks,
+            num_stages=schedule.num_stages,
+            num_microbatches=schedule.num_microbatches,
+            parameters=self.num_parameters,
+            steps=self.options.steps,
+            tokens=tokens,
+            seconds=record.seconds,
+            tokens_per_s=tokens / record.seconds,
+            train_bits_per_byte=bits_per_byte(statistics.fmean(record.losses[-20:])),
+            val_bits_per_byte=val_bits,
+            step_seconds=statistics.median(record.step_seconds),
+            predicted_step_seconds=record.traces.predicted.makespan,
+            bubble=statistics.median(record.bubbles),
+            predicted_bubble=statistics.median(record.predicted_bubbles),
+            peak_memory_bytes=peaks,
+        )
+        folder.write_summary(summary)
+        record.traces.write(folder.path)
+        picture, _ = record.traces.draw(folder.path)
+        if self.options.json:
+            print(json.dumps({**asdict(summary), "folder": str(folder.path)}))
+            return
+        print(report(summary))
+        print(f"\nsample after {SAMPLE_PROMPT.decode()!r}, from the gathered weights:\n")
+        print(self._sample(weights))
+        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, timeline.perfetto.json")
+
+    def _sample(self, weights: dict[str, torch.Tensor]) -> str:
+        """Text from a fresh model with the gathered weights: proof that they are whole."""
+        fresh = GPT(self.config)
+        fresh.load_state_dict(weights)
+        text = sample(
+            fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed
+        )
+        return (SAMPLE_PROMPT + text).decode(errors="replace")
+
+
+def gather(number: int) -> tuple[int, ...]:
+    """One number from each process, by rank; collective."""
+    if not dist.is_initialized():
+        return (number,)
+    numbers: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return tuple(numbers)
+
+
+def report(summary: Summary) -> str:
+    """The summary for people."""
+    peaks = ", ".join(f"{peak / 1e6:.0f} MB" for peak in summary.peak_memory_bytes)
+    return "\n".join(
+        [
+            "",
+            f"validation      {summary.val_bits_per_byte:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})",
+            f"speed           {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in {summary.seconds:.0f} s",
+            f"step            {summary.step_seconds * 1e3:.1f} ms "
+            f"(predicted without clipping {summary.predicted_step_seconds * 1e3:.1f} ms)",
+            f"bubble          {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
+            f"peak memory     {peaks} by process, above its start",
+        ]
+    )
+
+
+def _make_folder(options: TrainOptions, corpus: Corpus) -> RunFolder:
+    assert options.name is not None
+    return RunFolder.create(
+        Manifest.of(
+            name=options.name,
+            config=asdict(options),
+            corpus_source=corpus.source,
+            corpus_sha256=corpus.sha256,
+        )
+    )

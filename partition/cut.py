@@ -1,0 +1,77 @@
+"""Where to cut a sequence of units into stages: the one place into which the profile-driven partitioner plugs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SLACK = 1.1  # a stage may be this much heavier than the best balance if fewer bytes cross the cuts
+
+
+def cut_evenly(
+    weights: Sequence[float], *, num_stages: int, crossing_bytes: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Cut units 0..n-1 into contiguous stages of nearly equal weight.
+
+    First the smallest possible weight of the heaviest stage, then, among the cuts whose heaviest stage weighs at most
+    SLACK times that, the one over which the fewest bytes cross. Ties: the earliest cut.
+
+    Arguments:
+        weights: [n] of each unit, at least 0 (parameters today; seconds when a profile is there).
+        num_stages: S, at most n.
+        crossing_bytes: [n] bytes that cross a cut made before unit i (entry 0 is never used); none where not given.
+
+    Returns the first unit of each stage, [S], beginning with 0. Every stage has at least one unit.
+    Raises ValueError when there are fewer units than stages. O(S * n^2) numpy operations at most.
+
+    >>> cut_evenly([1, 1, 1, 3], num_stages=2)
+    (0, 3)
+    """
+    n = len(weights)
+    if not 1 <= num_stages <= n:
+        raise ValueError(
+            f"num_stages={num_stages} for a model of {n} units that can be cut apart: expected at most {n}; "
+            f"take fewer ranks or chunks (stages = ranks x chunks)"
+        )
+    # A small equal share for each unit spreads units without weight, and breaks ties towards equal counts.
+    padded = np.asarray(weights, dtype=float)
+    padded = padded + max(padded.sum(), 1.0) * 1e-6 / n
+    prefix = np.concatenate([[0.0], np.cumsum(padded)])
+    crossing = np.zeros(n) if crossing_bytes is None else np.asarray(crossing_bytes, dtype=float)
+    cap = _smallest_maximum(prefix, num_stages) * (SLACK if crossing_bytes is not None else 1.0 + 1e-9)
+    return _fewest_bytes(prefix, crossing, num_stages, cap)
+
+
+def _smallest_maximum(prefix: np.ndarray, num_stages: int) -> float:
+    """The least possible weight of the heaviest of `num_stages` contiguous non-empty parts."""
+    n = len(prefix) - 1
+    best = prefix.copy()  # best[j]: the first j units in the stages so far
+    best[0] = 0.0
+    for stage in range(1, num_stages):
+        longer = np.full(n + 1, np.inf)
+        for j in range(stage + 1, n + 1):
+            longer[j] = np.maximum(best[stage:j], prefix[j] - prefix[stage:j]).min()
+        best = longer
+    return float(best[n])
+
+
+def _fewest_bytes(prefix: np.ndarray, crossing: np.ndarray, num_stages: int, cap: float) -> tuple[int, ...]:
+    """The cut with the least bytes over it, no stage above `cap`."""
+    n = len(prefix) - 1
+    cost = np.where(prefix <= cap, 0.0, np.inf)
+    cost[0] = np.inf
+    choices = []
+    for stage in range(1, num_stages):
+        longer = np.full(n + 1, np.inf)
+        choice = np.zeros(n + 1, dtype=int)
+        for j in range(stage + 1, n + 1):
+            window = np.where(prefix[j] - prefix[stage:j] <= cap, cost[stage:j] + crossing[stage:j], np.inf)
+            choice[j] = stage + int(window.argmin())
+            longer[j] = window.min()
+        cost = longer
+        choices.append(choice)
+    starts = [n]
+    for choice in reversed(choices):
+        starts.append(int(choice[starts[-1]]))
+    return (0, *reversed(starts[1:]))

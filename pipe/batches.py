@@ -1,0 +1,101 @@
+"""Cutting a batch into microbatches, and putting losses together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .stage import LossValue
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A microbatch's loss is infinite or not a number; the message names step and microbatch."""
+
+
+def check_inputs(inputs: Sequence[object], num_microbatches: int) -> int:
+    """N of a batch; ValueError for what is no batch, for uneven sizes and for fewer samples than microbatches."""
+    if not inputs:
+        raise ValueError("no input: expected at least one tensor with the batch in dimension 0, then the target")
+    sizes = []
+    for position, x in enumerate(inputs):
+        if not isinstance(x, torch.Tensor) or x.dim() == 0:
+            shown = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"input {position} is {shown}: expected a tensor with the batch in dimension 0")
+        sizes.append(x.shape[0])
+    if len(set(sizes)) > 1:
+        raise ValueError(f"inputs have batch sizes {sizes}: expected the same number of samples in dimension 0")
+    if sizes[0] < num_microbatches:
+        raise ValueError(
+            f"a batch of {sizes[0]} samples for {num_microbatches} microbatches: expected at least one sample each; "
+            f"give larger batches or num_microbatches={max(1, sizes[0])}"
+        )
+    return int(sizes[0])
+
+
+def split_tensor(x: torch.Tensor, num_microbatches: int) -> tuple[torch.Tensor, ...]:
+    """[N, ...] -> M parts whose sizes differ by at most one."""
+    return torch.tensor_split(x, num_microbatches)
+
+
+def split_target(target: Any, num_microbatches: int, num_samples: int) -> list[object]:
+    """The target of each microbatch: every tensor in it is cut along dimension 0, anything else goes to all."""
+    leaves, spec = pytree.tree_flatten(target)
+    columns: list[Sequence[object]] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            if leaf.shape[0] != num_samples:
+                raise ValueError(
+                    f"a target of {leaf.shape[0]} samples for inputs of {num_samples}: expected the same "
+                    f"number in dimension 0"
+                )
+            columns.append(split_tensor(leaf, num_microbatches))
+        else:
+            columns.append([leaf] * num_microbatches)
+    return [pytree.tree_unflatten([column[k] for column in columns], spec) for k in range(num_microbatches)]
+
+
+def read_loss(value: object) -> LossValue:
+    """What loss_fn returned, as (loss, count); ValueError unless it is a scalar, or (sum, count)."""
+    count: object = None
+    loss = value
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise ValueError(f"loss_fn returned {len(value)} values: expected a scalar mean, or (sum, count)")
+        loss, count = value
+        count = count if isinstance(count, torch.Tensor) else torch.tensor(float(count))
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn returned {shown}: expected a scalar tensor; return loss.mean(), or (sum, count)")
+    assert count is None or isinstance(count, torch.Tensor)
+    return loss, count
+
+
+def combine_losses(losses: Sequence[LossValue], weights: Sequence[float], *, step: int) -> tuple[float, float | None]:
+    """(loss of the batch, sum of counts or None).
+
+    The mean is sum_k (n_k / N) loss_k, or sum_k sum_k / sum_k count_k.
+    Raises NonFiniteLossError with step and microbatch.
+    """
+    total = counts = 0.0
+    has_counts = losses[0][1] is not None
+    for k, (value, count) in enumerate(losses):
+        number = float(value)
+        if not math.isfinite(number):
+            raise NonFiniteLossError(
+                f"the loss of step {step}, microbatch {k} is {number}: no update was made. Expected a finite number; "
+                f"look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
+            )
+        if count is None:
+            total += weights[k] * number
+        else:
+            total += number
+            counts += float(count)
+    if not has_counts:
+        return total, None
+    if counts <= 0:
+        raise ValueError(f"loss_fn's counts of step {step} add up to {counts}: expected something to average over")
+    return total / counts, counts

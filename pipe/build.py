@@ -1,0 +1,164 @@
+"""From a model to stages: cut it, wire the parts, and find out which tensors each stage holds."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..partition.cut import cut_evenly
+from ..partition.trace import MODEL_INPUT, TracedModel, ValueRef
+from .chain import Chain, Unit, sequential_units, stage_units
+from .randomness import Seeder
+from .stage import Face
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A model cut into stages.
+
+    Arguments:
+        root: the user's model (or a ModuleList of the user's stages): its names are the original names.
+        names: [S] for people.
+        train, evaluate: [S] the stages in both modes.
+        traced_out_spec: how the model's flat outputs go together; None for a chain (its last stage knows).
+    """
+
+    root: nn.Module
+    names: tuple[str, ...]
+    train: tuple[Face, ...]
+    evaluate: tuple[Face, ...]
+    traced_out_spec: pytree.TreeSpec | None
+
+    def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
+        """The model's output from the flat outputs of the last stage."""
+        spec = self.traced_out_spec
+        if spec is None:
+            last = (self.train if training else self.evaluate)[-1].module
+            assert isinstance(last, Chain)
+            spec = last.out_spec
+        assert spec is not None
+        return pytree.tree_unflatten(list(flat), spec)
+
+
+def is_sequential(model: nn.Module) -> bool:
+    """Whether the children run one after the other (an nn.Sequential without a forward of its own)."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
+def cut_model(
+    model: nn.Module | None,
+    stages: Sequence[nn.Module] | None,
+    *,
+    example_inputs: Sequence[torch.Tensor],
+    num_stages: int,
+    split_points: Sequence[str] | None,
+    seeder: Seeder,
+) -> Parts:
+    """Cut a model, or take the user's stages as they are.
+
+    Raises ValueError for a model that cannot be cut into so many stages or cannot be traced, and for wrong split points.
+    """
+    if split_points is not None and len(split_points) != num_stages - 1:
+        raise ValueError(
+            f"split_points={list(split_points)} begin {len(split_points) + 1} stages and the schedule has {num_stages}: "
+            f"expected {num_stages - 1} names (each begins a stage; the first stage needs none)"
+        )
+    if stages is not None:
+        if len(stages) != num_stages:
+            raise ValueError(
+                f"stages= has {len(stages)} modules and the schedule has {num_stages} stages (ranks x chunks): "
+                f"expected one module a stage"
+            )
+        return _chain_parts(nn.ModuleList(stages), stage_units(stages), seeder, spread=True)
+    assert model is not None
+    if is_sequential(model):
+        assert isinstance(model, nn.Sequential)
+        units = sequential_units(model)
+        starts = _chain_starts(units, num_stages, split_points)
+        groups = [units[a:b] for a, b in zip(starts, [*starts[1:], len(units)], strict=True)]
+        return _chain_parts(model, groups, seeder, spread=False)
+    return _traced_parts(model, example_inputs, num_stages, split_points, seeder)
+
+
+def _chain_starts(units: Sequence[Unit], num_stages: int, split_points: Sequence[str] | None) -> tuple[int, ...]:
+    if split_points is None:
+        seen: set[int] = set()
+        weights = []
+        for unit in units:
+            fresh = [p for p in unit.module.parameters() if id(p) not in seen]
+            seen.update(map(id, fresh))
+            weights.append(float(sum(p.numel() for p in fresh)))
+        return cut_evenly(weights, num_stages=num_stages)
+    place = {unit.name: i for i, unit in enumerate(units)}
+    starts = [0]
+    for point in split_points:
+        if point not in place:
+            near = difflib.get_close_matches(point, place, n=3, cutoff=0.3) or list(place)[1:4]
+            raise ValueError(
+                f"split point {point!r} is no child of the nn.Sequential: expected the name of the child that begins "
+                f"a stage, such as {', '.join(map(repr, near))}"
+            )
+        if place[point] <= starts[-1]:
+            raise ValueError(
+                f"split point {point!r} stands at or before the one in front of it: expected names in order, "
+                f"each leaving something to the stage before"
+            )
+        starts.append(place[point])
+    return tuple(starts)
+
+
+def _chain_parts(root: nn.Module, groups: Sequence[Sequence[Unit]], seeder: Seeder, *, spread: bool) -> Parts:
+    def faces() -> tuple[Face, ...]:
+        # The inputs of later stages become known with the first inference.
+        return tuple(Face(module=Chain(units, seeder, spread=spread), inputs=()) for units in groups)
+
+    names = tuple(u[0].name if len(u) == 1 else f"{u[0].name} .. {u[-1].name}" for u in groups)
+    return Parts(root=root, names=names, train=faces(), evaluate=faces(), traced_out_spec=None)
+
+
+def with_model_inputs(parts: Parts, num_inputs: int) -> None:
+    """A chain's first stage takes all the model's inputs."""
+    if parts.traced_out_spec is None:
+        for face in (parts.train[0], parts.evaluate[0]):
+            face.inputs = tuple(ValueRef(MODEL_INPUT, slot) for slot in range(num_inputs))
+
+
+def _traced_parts(
+    model: nn.Module,
+    example_inputs: Sequence[torch.Tensor],
+    num_stages: int,
+    split_points: Sequence[str] | None,
+    seeder: Seeder,
+) -> Parts:
+    train = TracedModel(model, example_inputs, enter_unit=seeder.enter)
+    if split_points is None:
+        weights, crossing = train.parameter_weights(), train.crossing_bytes()
+        starts = cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing)
+    else:
+        starts = train.starts_at(split_points)
+    stage_of = train.assign(starts)
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()  # exported modules refuse eval(): the evaluation is traced by itself, over the same parameters
+    try:
+        evaluation = TracedModel(model, example_inputs, enter_unit=None)
+    finally:
+        for module, training in flags:
+            module.training = training
+    same = evaluation.assign_like(train.holders(stage_of), num_stages)
+    trained, evaluated = train.split(stage_of, num_stages), evaluation.split(same, num_stages)
+
+    def faces(cut) -> tuple[Face, ...]:  # type: ignore[no-untyped-def]
+        return tuple(Face(module=s.module, inputs=s.inputs, num_outputs=s.num_outputs) for s in cut)
+
+    return Parts(
+        root=model,
+        names=tuple(stage.name for stage in trained),
+        train=faces(trained),
+        evaluate=faces(evaluated),
+        traced_out_spec=train.out_spec,
+    )

@@ -1,0 +1,276 @@
+"""PipelineModule: the front door. A model, a schedule and a mesh become a training run over a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import pipe_size
+from ..comm.groups import World, join_world
+from ..schedules import Costs, Schedule, build, canonical_name
+from .optimizers import OptimizerFactory, SchedulerFactory
+from .results import EvalResult, StepResult
+from .runtime import Runtime, Settings
+from .stage import RECOMPUTE
+
+ScheduleLike = str | os.PathLike[str] | Schedule
+
+
+class PipelineModule:
+    """Trains a model as a pipeline of stages.
+
+    The model is cut into S = P * V stages, the schedule says who computes what when, and each `train_step` runs
+    one batch of M microbatches. The same script runs under torchrun (a process a rank) and alone (all ranks
+    in this process). The result equals one process that accumulates the same microbatches.
+
+    Arguments:
+        model: nn.Sequential, or any module that torch.export traces whole.
+        schedule: a name (`stagewright.schedules.BUILDERS`), a Schedule, or a .csv or .json file.
+        num_microbatches: M; 2P by default.
+        num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
+        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count).
+        optimizer: parameters -> torch optimizer; called once a stage. Needed by `train_step`.
+        lr_scheduler: optimizer -> learning-rate scheduler; called once a stage, stepped by `train_step`.
+        max_grad_norm: `train_step` clips the global gradient norm to it.
+        example_inputs: one local batch, dimension 0 is the batch; without it, the first call builds the stages.
+        mesh: {"pipe": P}; the number of processes by default (alone: 1).
+        split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
+        stages: instead of a model: S modules, each called with the outputs of the one before.
+        recompute: "none", "full" (keep a stage's inputs only, run its forward again in the backward), or one a stage.
+        seed: of dropout and the like.
+        device: of the run; where the model's parameters are, by default.
+        timeout: of every wait for another rank [s].
+
+    Raises ValueError, on every rank alike, for anything that does not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        schedule: ScheduleLike = "1f1b",
+        num_microbatches: int | None = None,
+        num_chunks: int | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        max_grad_norm: float | None = None,
+        example_inputs: Sequence[torch.Tensor] | None = None,
+        mesh: Mapping[str, int] | None = None,
+        split_points: Sequence[str] | None = None,
+        stages: Sequence[nn.Module] | None = None,
+        recompute: str | Sequence[str] = "none",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        _check_parts(model, stages, split_points)
+        root = model if model is not None else nn.ModuleList(stages or [])
+        run_on = _device_of(root) if device is None else torch.device(device)
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds above 0")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
+        for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if value is not None and not callable(value):
+                raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
+        given = _given_schedule(schedule)
+        if given is None:
+            canonical_name(str(schedule))  # refuse an unknown name before looking for other ranks
+        self.world: World = join_world(device=run_on, timeout=timeout)
+        num_ranks = pipe_size(mesh, self.world, wanted=None if given is None else given.num_ranks)
+        plan = given or build(
+            str(schedule),
+            num_ranks=num_ranks,
+            num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
+            num_chunks=num_chunks,
+        )
+        _check_given(plan, num_microbatches, num_chunks)
+        self._runtime = Runtime(
+            model=model,
+            stages=stages,
+            schedule=plan,
+            world=self.world,
+            settings=Settings(
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                max_grad_norm=max_grad_norm,
+                split_points=split_points,
+                recompute=_recompute_by_stage(recompute, plan.num_stages),
+                seed=seed,
+                device=run_on,
+                timeout=timeout,
+            ),
+        )
+        if example_inputs is not None:
+            self._runtime.build(tuple(example_inputs))
+
+    # Training
+
+    def train_step(self, *inputs_and_target: Any) -> StepResult:
+        """One batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`.
+
+        The last argument is the target (a tensor or a tuple), passed whole to `loss_fn(output, target)`; ranks of one
+        pipeline pass the same batch. Batches are cut with `torch.tensor_split`.
+
+        Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
+        and PeerLost with who waited for what.
+        """
+        return self._runtime.train_step(inputs_and_target)
+
+    def forward_backward(self, *inputs_and_target: Any) -> StepResult:
+        """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
+        return self._runtime.forward_backward(inputs_and_target)
+
+    def eval_step(self, *inputs_and_target: Any) -> EvalResult:
+        """Forwards alone, in evaluation mode. `eval_step(*inputs, target)`, or `eval_step(*inputs)` without a loss_fn."""
+        return self._runtime.eval_step(inputs_and_target)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
+
+        Collective over the processes.
+        """
+        return self._runtime.clip_grad_norm(max_norm)
+
+    def flush(self) -> list[StepResult]:
+        """What is still under way in the pipeline: nothing under a flush schedule."""
+        return []
+
+    # Parameters and state, under the model's original names
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This process's parameters (all of them where all ranks are in one process)."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This process's parameters with their names."""
+        return self._runtime.ownership.named_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this process's stages."""
+        return self._runtime.ownership.state_dict()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
+        return self._runtime.ownership.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
+        self._runtime.ownership.load_state_dict(state)
+
+    # What is known of the run
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is executed; with the model's own stage graph once the stages are built."""
+        return self._runtime.schedule
+
+    @property
+    def rank(self) -> int:
+        """This process's rank (0 where all are in one process)."""
+        return self.world.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        return self.schedule.num_ranks
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """[S] the modules of each stage."""
+        return self._runtime.parts.names
+
+    @property
+    def stage_num_parameters(self) -> tuple[int, ...]:
+        """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
+        return self._runtime.stage_num_parameters
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of this process's stages, in order."""
+        return self._runtime.optimizers
+
+    def measured_costs(self) -> Costs:
+        """Median seconds by stage and op over the last steps, without waits, and the link's latency.
+
+        For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
+        """
+        return self._runtime.measured_costs()
+
+    def forget_measurements(self) -> None:
+        """Drop the durations so far (the first steps are slower)."""
+        self._runtime.forget_measurements()
+
+    def close(self) -> None:
+        """Wait until all messages are through. Call it before the process group is destroyed."""
+        self._runtime.close()
+
+
+def _check_parts(
+    model: nn.Module | None, stages: Sequence[nn.Module] | None, split_points: Sequence[str] | None
+) -> None:
+    if (model is None) == (stages is None):
+        raise ValueError("expected either a model or stages=[...], not both and not neither")
+    if stages is not None and split_points is not None:
+        raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
+    if isinstance(split_points, str):
+        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r}]")
+    for part in [model] if stages is None else stages:
+        if not isinstance(part, nn.Module):
+            raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    """Where the model is: all its parameters must be on one device."""
+    devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
+    return devices.pop()
+
+
+def _given_schedule(schedule: ScheduleLike) -> Schedule | None:
+    """A schedule that was given whole: itself, or from a file. None: it is a name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    path = Path(schedule)
+    if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
+    try:
+        return Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _check_given(schedule: Schedule, num_microbatches: int | None, num_chunks: int | None) -> None:
+    """M and V beside a schedule that already has them must agree."""
+    if num_microbatches is not None and num_microbatches != schedule.num_microbatches:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} for a schedule of {schedule.num_microbatches}: "
+            f"expected {schedule.num_microbatches}, or leave it out"
+        )
+    chunks = max(len(stages) for stages in schedule.placement)
+    if num_chunks is not None and num_chunks != chunks:
+        raise ValueError(f"num_chunks={num_chunks} for a schedule with {chunks} stages a rank: expected {chunks}")
+
+
+def _recompute_by_stage(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    kinds = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
+    if len(kinds) != num_stages:
+        raise ValueError(f"recompute= has {len(kinds)} entries for {num_stages} stages: expected one, or one a stage")
+    for kind in kinds:
+        if kind not in RECOMPUTE:
+            raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}")
+    return kinds
+
+

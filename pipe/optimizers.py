@@ -1,0 +1,61 @@
+"""Optimizers: one a stage, over that stage's own parameters, and the norm over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class StageOptimizer:
+    """The optimizer of one stage and its learning-rate schedule; nothing where the stage has no parameter to train."""
+
+    def __init__(
+        self,
+        stage: int,
+        parameters: Sequence[nn.Parameter],
+        factory: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+    ) -> None:
+        self.stage = stage
+        self.optimizer = factory(list(parameters)) if parameters else None
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer= returned {type(self.optimizer).__name__}: expected a callable that takes a list of "
+                f"parameters and returns a torch.optim.Optimizer, such as lambda params: torch.optim.AdamW(params)"
+            )
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+
+    def step(self) -> None:
+        """Update, step the learning rate, drop the gradients."""
+        if self.optimizer is None:
+            return
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def squared_norm(parameters: Iterable[nn.Parameter], *, device: torch.device) -> torch.Tensor:
+    """Sum of squares of the gradients, float64 scalar on `device`."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+    for norm in norms:
+        total += norm.to(torch.float64).square()
+    return total
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies with."""
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,152 @@
+"""Which rank holds which tensor, by the model's original names; gathering, loading and freeing them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .build import Parts
+
+
+class Ownership:
+    """Names -> the stages that hold them. Built on every rank, alike, before anything is freed.
+
+    Arguments:
+        parts: the cut model.
+        owner_of: [S] the rank of each stage.
+        local_stages: of this process.
+    """
+
+    def __init__(self, parts: Parts, *, owner_of: Sequence[int], local_stages: Collection[int]) -> None:
+        self._root = parts.root
+        self._owner_of = owner_of
+        self._local = frozenset(local_stages)
+        held: dict[int, set[int]] = {}
+        for faces in (parts.train, parts.evaluate):
+            for stage, face in enumerate(faces):
+                for tensor in [*face.module.parameters(), *face.module.buffers()]:
+                    held.setdefault(id(tensor), set()).add(stage)
+        everything = [
+            *parts.root.named_parameters(remove_duplicate=False),
+            *parts.root.named_buffers(remove_duplicate=False),
+        ]
+        # What no stage uses stays with the first one.
+        self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
+        self._first_name: dict[str, str] = {}  # of tied names, the first one stands for all
+        by_id: dict[int, str] = {}
+        for name, tensor in everything:
+            self._first_name[name] = by_id.setdefault(id(tensor), name)
+        self._free(parts, {id(tensor) for name, tensor in everything if not self.is_local(name)})
+
+    def is_local(self, name: str) -> bool:
+        """Whether a stage of this process holds it."""
+        return not self._local.isdisjoint(self.stages[name])
+
+    def stage_parameters(self, stage: int) -> list[nn.Parameter]:
+        """The trainable parameters for the optimizer of a local stage; one that several local stages hold goes to the
+        first of them."""
+        return [
+            parameter
+            for name, parameter in self._root.named_parameters()
+            if self.is_local(name)
+            and parameter.requires_grad
+            and min(s for s in self.stages[name] if s in self._local) == stage
+        ]
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """The local parameters that count in the gradient norm: a tied one only where its first stage stands."""
+        return [p for name, p in self._root.named_parameters() if self.stages[name][0] in self._local]
+
+    def tied(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
+        found = []
+        for name, parameter in self._root.named_parameters():
+            ranks = tuple(sorted({self._owner_of[s] for s in self.stages[name]}))
+            if len(ranks) > 1 and parameter.requires_grad:
+                found.append((name, ranks))
+        return found
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This process's parameters under their original names."""
+        return [(name, p) for name, p in self._root.named_parameters() if self.is_local(name)]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This process's parameters and persistent buffers, original names."""
+        return {name: value for name, value in self._tensors().items() if self.is_local(name)}
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Everything on every rank, on the CPU. Collective over the processes."""
+        tensors = self._tensors()
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            first = self._first_name[name]
+            if first != name and first in full:
+                full[name] = full[first]
+                continue
+            value = tensor.detach()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                source = self._owner_of[self.stages[name][0]]
+                value = self._broadcast(value, source)
+            full[name] = value.cpu().clone()
+        return full
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load a full or a local state dict; ValueError names missing and unknown keys and wrong shapes."""
+        tensors = self._tensors()
+        wanted = {name for name in tensors if self.is_local(name)}
+        missing, unknown = sorted(wanted - state.keys()), sorted(state.keys() - tensors.keys())
+        if missing or unknown:
+            near = difflib.get_close_matches(unknown[0], tensors, n=1) if unknown else []
+            hint = f"; {unknown[0]!r} looks like {near[0]!r}" if near else ""
+            raise ValueError(
+                f"state dict: missing {missing[:5]}{'...' if len(missing) > 5 else ''}, "
+                f"unknown {unknown[:5]}{'...' if len(unknown) > 5 else ''}: expected the model's original names{hint}"
+            )
+        for name in wanted:
+            if tensors[name].shape != state[name].shape:
+                raise ValueError(
+                    f"state dict: {name!r} has shape {tuple(state[name].shape)}, "
+                    f"expected {tuple(tensors[name].shape)}"
+                )
+        with torch.no_grad():
+            for name in wanted:
+                tensors[name].copy_(state[name])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        state = self._root.state_dict(keep_vars=True)
+        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
+        return state
+
+    def _broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        mine = dist.get_rank() == source
+        buffer = value.to(device).contiguous() if mine else torch.empty(value.shape, dtype=value.dtype, device=device)
+        dist.broadcast(buffer, src=source)
+        return buffer
+
+    def _free(self, parts: Parts, gone: set[int]) -> None:
+        """Put meta tensors in the place of everything that this process does not hold."""
+        metas: dict[int, torch.Tensor] = {}
+        modules = [*parts.root.modules()]
+        for faces in (parts.train, parts.evaluate):
+            for face in faces:
+                modules += face.module.modules()
+        for module in modules:
+            for table in (module._parameters, module._buffers):
+                for name, value in list(table.items()):
+                    if value is None or id(value) not in gone:
+                        continue
+                    if id(value) not in metas:
+                        meta = torch.empty_like(value, device="meta")
+                        metas[id(value)] = (
+                            nn.Parameter(meta, requires_grad=value.requires_grad)
+                            if isinstance(value, nn.Parameter)
+                            else meta
+                        )
+                    setattr(module, name, metas[id(value)])

@@ -1,0 +1,123 @@
+"""What was measured: a rank's own record of a step, and the Timeline of all ranks put together."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
+from .clock import Clock, Stamp
+
+_WINDOW = 400  # durations remembered of each (stage, op)
+_REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
+
+
+class Recorder:
+    """One rank's stamps of the step that runs, and durations of the last ones."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._actions: list[tuple[Action, Stamp, Stamp]] = []
+        self._waits: list[tuple[Message, Stamp, Stamp]] = []
+        self._remembered = 0  # actions of this step whose durations are in already
+        self._durations: dict[tuple[int, Op], deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
+
+    def begin(self) -> None:
+        """A new step: the one before goes into the durations."""
+        self._remember()
+        self._actions, self._waits, self._remembered = [], [], 0
+
+    def action(self, action: Action, start: Stamp, end: Stamp) -> None:
+        """An action ran."""
+        self._actions.append((action, start, end))
+
+    def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
+        """These messages were waited for, and then there."""
+        self._waits += [(message, start, end) for message in messages]
+
+    def last_actions(self, count: int = 4) -> list[Action]:
+        """The newest actions of this step, oldest first."""
+        return [action for action, _, _ in self._actions[-count:]]
+
+    def snapshot(self) -> Callable[[], RankRecord]:
+        """This step's record, to be read now or later (reading a CUDA clock waits)."""
+        actions, waits, at = self._actions, self._waits, self.clock.seconds
+
+        def read() -> RankRecord:
+            return RankRecord(
+                compute=tuple(Span(a, at(start), at(end)) for a, start, end in actions),
+                arrivals=tuple((m, at(start), at(end)) for m, start, end in waits),
+            )
+
+        return read
+
+    def medians(self) -> dict[tuple[int, Op], float]:
+        """Median seconds by (stage, op), without waits, over the last steps."""
+        self._remember()
+        return {key: statistics.median(durations) for key, durations in self._durations.items()}
+
+    def forget(self) -> None:
+        """Drop the durations (the first steps are slower)."""
+        self._remembered = len(self._actions)
+        self._durations.clear()
+
+    def _remember(self) -> None:
+        at = self.clock.seconds
+        for action, start, end in self._actions[self._remembered :]:
+            self._durations[action.stage, action.op].append(at(end) - at(start))
+        self._remembered = len(self._actions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """One rank's step. arrivals: (message, wait began, message there), in seconds of the host's clock.
+
+    offset: to add to this rank's times to compare them with rank 0's (hosts differ).
+    """
+
+    compute: tuple[Span, ...]
+    arrivals: tuple[tuple[Message, float, float], ...]
+    offset: float = field(default=0.0)
+
+
+def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Timeline:
+    """The measured Timeline of all ranks, beginning at 0.
+
+    The comm lane of a rank shows the messages that it really had to wait for, from when they were made on the other
+    rank until they were there (one that came early was not seen to arrive).
+    """
+    made_at = {
+        _made(span.what): span.end + record.offset
+        for record in records
+        for span in record.compute
+        if isinstance(span.what, Action)
+    }
+    ranks = []
+    for record in records:
+        compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
+        comm = []
+        for message, began, there in record.arrivals:
+            made = made_at.get((message.kind is not MessageKind.GRAD, message.src, message.index))
+            if made is None or message.kind is MessageKind.LOSS or there - began < _REALLY_WAITED:
+                continue
+            comm.append(Span(message, min(made, there + record.offset), there + record.offset))
+        ranks.append(RankTrace(compute=compute, comm=tuple(sorted(comm, key=lambda span: span.start))))
+    timeline = Timeline(schedule=schedule, ranks=tuple(ranks), measured=True)
+    return timeline.shifted(-timeline.start)
+
+
+def _made(action: Action | Message) -> tuple[bool, int, int]:
+    """(is forward, stage, microbatch)."""
+    assert isinstance(action, Action)
+    return action.op is Op.F, action.stage, action.index
+
+
+def costs_from_medians(medians: Mapping[tuple[int, Op], float], *, num_stages: int, latency: float) -> Costs:
+    """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
+
+    def column(op: Op) -> list[float]:
+        return [medians.get((stage, op), 0.0) for stage in range(num_stages)]
+
+    return Costs(forward=column(Op.F), backward=column(Op.B), update=column(Op.U), latency=latency)

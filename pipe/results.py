@@ -1,0 +1,41 @@
+"""What a step returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..schedules import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One `train_step` or `forward_backward`, on every rank.
+
+    Arguments:
+        loss: of the batch; sum_k (n_k/N) loss_k.
+        loss_step: the step that it belongs to.
+        grad_norm: global gradient norm before clipping; None without max_grad_norm.
+    """
+
+    loss: float
+    loss_step: int
+    grad_norm: float | None = None
+    _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    def timeline(self) -> Timeline:
+        """The measured Timeline of this step, on every rank. Collective over the processes."""
+        return self._timeline()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """One `eval_step`.
+
+    Arguments:
+        loss: on every rank; None without a loss_fn.
+        output: of the whole batch, on the ranks of the last stage; None elsewhere.
+    """
+
+    loss: float | None
+    output: object

@@ -1,0 +1,359 @@
+"""The runtime behind PipelineModule: builds the stages of this process and runs batches through the engine.
+
+    build:  cut -> infer shapes -> wire -> schedule with the model's edges -> check -> lower -> links -> engine
+    step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import FailureBoard, InProcessTransport, Mailbox, ProcessGroupTransport, Transport, World, link_groups
+from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
+from ..schedules.ir import ScheduleError
+from .batches import check_inputs, combine_losses, read_loss, split_target, split_tensor
+from .build import Parts, cut_model, with_model_inputs
+from .clock import clock_for
+from .engine import Engine, LocalRank
+from .gradients import Gradients
+from .measure import gather_records, gather_costs
+from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
+from .ownership import Ownership
+from .randomness import Seeder
+from .recorder import Recorder
+from .results import EvalResult, StepResult
+from .shapes import Inference, signature
+from .stage import LossValue, Stage, Tensors
+from .wiring import Wiring
+from .worker import Batch, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What PipelineModule was told, checked; see there."""
+
+    loss_fn: Callable[[Any, Any], Any] | None
+    optimizer: OptimizerFactory | None
+    lr_scheduler: SchedulerFactory | None
+    max_grad_norm: float | None
+    split_points: Sequence[str] | None
+    recompute: tuple[str, ...]
+    seed: int
+    device: torch.device
+    timeout: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mode:
+    """The pipeline in one mode: training, or evaluation (forwards alone)."""
+
+    inference: Inference
+    wiring: Wiring
+    lowered: Lowered
+
+
+class Runtime:
+    """One process's part of the run."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | None,
+        stages: Sequence[nn.Module] | None,
+        schedule: Schedule,
+        world: World,
+        settings: Settings,
+    ) -> None:
+        _refuse_what_cannot_run(schedule)
+        self._model = model
+        self._stage_modules = stages
+        self._settings = settings
+        self._world = world
+        self._seeder = Seeder(settings.seed, settings.device)
+        self._num_steps = 0
+        self._built = False
+        self.schedule = schedule
+        check(schedule)
+
+    # Building
+
+    def build(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Cut and wire the model for inputs like these. Collective over the processes."""
+        settings, schedule, world = self._settings, self.schedule, self._world
+        check_inputs(inputs, schedule.num_microbatches)
+        inputs = [x.to(settings.device) for x in inputs]
+        self._parts = cut_model(
+            self._model,
+            self._stage_modules,
+            example_inputs=inputs,
+            num_stages=schedule.num_stages,
+            split_points=settings.split_points,
+            seeder=self._seeder,
+        )
+        with_model_inputs(self._parts, len(inputs))
+        self.stage_num_parameters = tuple(
+            sum(p.numel() for p in face.module.parameters()) for face in self._parts.train
+        )
+        microbatch = signature([split_tensor(x, schedule.num_microbatches)[0] for x in inputs])
+        self._train = self._make_mode(schedule, microbatch, training=True)
+        self._eval = self._make_mode(schedule.forward_only(), microbatch, training=False)
+        self.schedule = self._train.lowered.schedule
+        local = range(schedule.num_ranks) if not world.distributed else (world.rank,)
+        local_stages = {s for rank in local for s in schedule.placement[rank]}
+        owner_of = [ranks[0] for ranks in schedule.owners]
+        self._ownership = Ownership(self._parts, owner_of=owner_of, local_stages=local_stages)
+        for face in [*self._parts.train, *self._parts.evaluate]:
+            for index in local_stages:
+                if face in (self._parts.train[index], self._parts.evaluate[index]):
+                    face.module.to(settings.device)
+        self._make_engine(local)
+        self._gradients = Gradients(self._ownership, world, device=settings.device, timeout=settings.timeout)
+        self._optimizers: dict[int, StageOptimizer] = {}
+        if settings.optimizer is not None:
+            for s in sorted(local_stages):
+                self._optimizers[s] = StageOptimizer(
+                    s, self._ownership.stage_parameters(s), settings.optimizer, settings.lr_scheduler
+                )
+        self._built = True
+
+    def _make_mode(self, schedule: Schedule, microbatch: Any, *, training: bool) -> _Mode:
+        faces = self._parts.train if training else self._parts.evaluate
+        inference = Inference(faces, device=self._settings.device, training=training)
+        wiring = Wiring(faces, inference.outputs(microbatch))
+        wired = schedule.with_edges(wiring.edges())
+        check(wired)
+        lowered = lower(wired, share_loss=self._world.distributed and self._settings.loss_fn is not None)
+        check_lowered(lowered)
+        return _Mode(inference=inference, wiring=wiring, lowered=lowered)
+
+    def _make_engine(self, local: Sequence[int]) -> None:
+        settings, schedule, world = self._settings, self.schedule, self._world
+        if world.distributed:
+            links = sorted(
+                {
+                    (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
+                    for mode in (self._train, self._eval)
+                    for program in mode.lowered.programs
+                    for step in program.steps
+                    if not isinstance(step, Action)
+                }
+            )
+            groups = link_groups(links, world, device=settings.device, timeout=settings.timeout)
+            self._board = FailureBoard(torch.distributed.distributed_c10d._get_default_store(), world.rank)
+            transports: list[Transport] = [
+                ProcessGroupTransport(world.rank, groups, device=settings.device, timeout=settings.timeout)
+            ]
+        else:
+            mailbox = Mailbox()
+            self._board = FailureBoard(None, 0)
+            transports = [InProcessTransport(rank, mailbox) for rank in local]
+        clock = clock_for(settings.device)
+        ranks = []
+        for rank, transport in zip(local, transports, strict=True):
+            stages = {s: self._make_stage(s) for s in schedule.placement[rank]}
+            worker = Worker(rank, stages, num_stages=schedule.num_stages, seeder=self._seeder)
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=Recorder(clock)))
+        self._engine = Engine(ranks, timeout=settings.timeout)
+
+    def _make_stage(self, index: int) -> Stage:
+        is_last = index == self.schedule.num_stages - 1
+        stage = Stage(
+            index=index,
+            name=self._parts.names[index],
+            train=self._parts.train[index],
+            evaluate=self._parts.evaluate[index],
+            loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
+            recompute=self._settings.recompute[index],
+        )
+        stage.clone_inputs = index in self._train.inference.clone_inputs
+        return stage
+
+    def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:
+        assert self._settings.loss_fn is not None
+        return read_loss(self._settings.loss_fn(self._parts.output(flat, training=training), target))
+
+    # Running
+
+    def train_step(self, arguments: Sequence[Any]) -> StepResult:
+        """See PipelineModule.train_step."""
+        if self._settings.optimizer is None:
+            raise ValueError(
+                "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
+                "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
+            )
+        loss, step = self._run_training(arguments)
+        grad_norm = None
+        if self._settings.max_grad_norm is not None:
+            grad_norm = self._gradients.clip(self._settings.max_grad_norm)
+        for local in self._engine.ranks:
+            for s in sorted(local.worker.stages):
+                start = local.recorder.clock.stamp()
+                self._optimizers[s].step()
+                local.recorder.action(Action(s, Op.U, 0), start, local.recorder.clock.stamp())
+        return self._result(loss, step, grad_norm)
+
+    def forward_backward(self, arguments: Sequence[Any]) -> StepResult:
+        """See PipelineModule.forward_backward."""
+        loss, step = self._run_training(arguments)
+        return self._result(loss, step, None)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """See PipelineModule.clip_grad_norm_."""
+        self._require_built("clip_grad_norm_")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
+        return self._gradients.clip(max_norm)
+
+    def _run_training(self, arguments: Sequence[Any]) -> tuple[float, int]:
+        if self._settings.loss_fn is None:
+            raise ValueError(
+                "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
+                "which returns a scalar mean or (sum, count)"
+            )
+        batch = self._cut(arguments, training=True)
+        self._gradients.begin()
+        try:
+            self._run(self._train, batch, training=True)
+            total, counts = combine_losses(self._losses(batch), batch.weights, step=batch.step)
+        except Exception:
+            self._gradients.abandon()
+            raise
+        scale = 1.0 if counts is None else sum(len(x) for x in batch.inputs[0]) / counts
+        self._gradients.finish(scale=scale)
+        self._num_steps += 1
+        return total, batch.step
+
+    def eval_step(self, arguments: Sequence[Any]) -> EvalResult:
+        """See PipelineModule.eval_step."""
+        batch = self._cut(arguments, training=False)
+        modules = [s.evaluate.module for local in self._engine.ranks for s in local.worker.stages.values()]
+        flags = [(part, part.training) for module in modules for part in module.modules()]
+        for part, _ in flags:
+            part.training = False
+        try:
+            self._run(self._eval, batch, training=False)
+        finally:
+            for part, training in flags:
+                part.training = training
+        loss = None
+        if self._settings.loss_fn is not None:
+            loss, _ = combine_losses(self._losses(batch), batch.weights, step=batch.step)
+        output = None
+        last = next((r.worker for r in self._engine.ranks if r.worker.outputs), None)
+        if last is not None:
+            columns = zip(*(last.outputs[k] for k in range(batch.num_microbatches)), strict=True)
+            output = self._parts.output([torch.cat(column) for column in columns], training=False)
+        return EvalResult(loss=loss, output=output)
+
+    def _run(self, mode: _Mode, batch: Batch, *, training: bool) -> None:
+        """Run the engine; what fails here is told to the other ranks."""
+        try:
+            self._engine.run(mode.lowered, mode.wiring, batch, training=training)
+        except Exception as error:
+            told = self._board.report(error)
+            if self._world.distributed:
+                for local in self._engine.ranks:
+                    local.transport.abort()
+            if told is error:
+                raise
+            raise told from error
+
+    def _cut(self, arguments: Sequence[Any], *, training: bool) -> Batch:
+        """The batch as microbatches; the stages are built by the first one if they are not yet."""
+        inputs, target = (arguments[:-1], arguments[-1]) if self._settings.loss_fn is not None else (arguments, None)
+        num_microbatches = self.schedule.num_microbatches
+        num_samples = check_inputs(inputs, num_microbatches)
+        if not self._built:
+            self.build(inputs)
+        device = self._settings.device
+        columns = [split_tensor(x.to(device), num_microbatches) for x in inputs]
+        targets = split_target(_to_device(target, device), num_microbatches, num_samples)
+        inference = (self._train if training else self._eval).inference
+        specs = [inference.outputs(signature([column[k] for column in columns])) for k in range(num_microbatches)]
+        weights = [len(columns[0][k]) / num_samples for k in range(num_microbatches)]
+        return Batch(inputs=columns, targets=targets, specs=specs, weights=weights, step=self._num_steps)
+
+    def _losses(self, batch: Batch) -> list[LossValue]:
+        """Of all microbatches; over processes they came as a message."""
+        losses = next(r.worker.losses for r in self._engine.ranks if r.worker.losses)
+        return [losses[k] for k in range(batch.num_microbatches)]
+
+    def _result(self, loss: float, step: int, grad_norm: float | None) -> StepResult:
+        snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
+
+        def timeline() -> Timeline:
+            return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._world)
+
+        return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)
+
+    # What is known
+
+    @property
+    def parts(self) -> Parts:
+        """The cut model."""
+        self._require_built("stage_names")
+        return self._parts
+
+    @property
+    def ownership(self) -> Ownership:
+        """Names and tensors."""
+        self._require_built("parameters and state")
+        return self._ownership
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of the local stages, in order."""
+        self._require_built("optimizers")
+        return [o.optimizer for o in self._optimizers.values() if o.optimizer is not None]
+
+    def measured_costs(self) -> Costs:
+        """See PipelineModule.measured_costs."""
+        self._require_built("measured_costs")
+        return gather_costs(self.schedule, [local.recorder for local in self._engine.ranks], self._world)
+
+    def forget_measurements(self) -> None:
+        """See PipelineModule.forget_measurements."""
+        if self._built:
+            for local in self._engine.ranks:
+                local.recorder.forget()
+
+    def close(self) -> None:
+        """See PipelineModule.close."""
+        if self._built:
+            for local in self._engine.ranks:
+                local.transport.drain(self._settings.timeout)
+
+    def _require_built(self, what: str) -> None:
+        if not self._built:
+            raise ValueError(
+                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
+                f"or a first train_step"
+            )
+
+
+def _to_device(target: Any, device: torch.device) -> Any:
+    move: Callable[[Any], Any] = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    return torch.utils._pytree.tree_map(move, target)
+
+
+def _refuse_what_cannot_run(schedule: Schedule) -> None:
+    """The engine runs flush schedules with whole backwards and one owner a stage."""
+    if schedule.weight_rule != "flush" or schedule.num_batches > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
+            f"batches: expected a flush schedule; the runtime has no weight versions yet"
+        )
+    replicated = [s for s, ranks in enumerate(schedule.owners) if len(ranks) > 1]
+    if replicated:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} replicates the stages {replicated}: expected one rank a stage; "
+            f"the runtime has no replicas yet"
+        )
+    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B)), None)
+    if odd is not None:
+        raise ScheduleError(f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet")

@@ -1,0 +1,129 @@
+"""Shape inference: what every stage returns, found on fake tensors: nothing is computed and no buffer changes.
+
+Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..comm import TensorSpec
+from ..partition.trace import MODEL_INPUT
+from .chain import Chain
+from .stage import Face
+
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def signature(tensors: Sequence[torch.Tensor]) -> Signature:
+    """Shapes and types: what the inferred specs depend on."""
+    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+
+
+class Inference:
+    """Output specs of all stages for given model inputs, remembered by signature.
+
+    Arguments:
+        faces: the stages in one mode, in order.
+        device: of the run.
+        training: whether a graph is built, so that `requires_grad` of the outputs is known.
+    """
+
+    def __init__(self, faces: Sequence[Face], *, device: torch.device, training: bool) -> None:
+        self._faces = faces
+        self._device = device
+        self._training = training
+        self._known: dict[Signature, tuple[tuple[TensorSpec, ...], ...]] = {}
+        self.clone_inputs: set[int] = set()  # stages that change an input in place
+
+    def outputs(self, inputs: Signature) -> tuple[tuple[TensorSpec, ...], ...]:
+        """[S] tuples: the specs of each stage's outputs."""
+        if inputs not in self._known:
+            self._known[inputs] = tuple(
+                tuple(TensorSpec(tuple(int(n) for n in t.shape), t.dtype, t.requires_grad) for t in outputs)
+                for outputs in self.run_fake(inputs)
+            )
+        return self._known[inputs]
+
+    def run_fake(self, inputs: Signature) -> list[tuple[torch.Tensor, ...]]:
+        """The fake outputs of each stage."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        grad = torch.enable_grad() if self._training else torch.no_grad()
+        results: list[tuple[torch.Tensor, ...]] = []
+        with mode, grad:
+            flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs]
+            for index, face in enumerate(self._faces):
+                if isinstance(face.module, Chain) and index > 0:
+                    before = self._faces[index - 1].module
+                    assert isinstance(before, Chain)
+                    face.module.in_spec = before.out_spec
+                    face.inputs = _all_of(index - 1, len(results[-1]))
+                arguments = tuple(
+                    flat[ref.slot] if ref.producer == MODEL_INPUT else results[ref.producer][ref.slot]
+                    for ref in face.inputs
+                )
+                outputs = self._call(index, face.module, arguments)
+                face.num_outputs = len(outputs)
+                results.append(outputs)
+        return results
+
+    def _call(
+        self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        def leaves() -> tuple[torch.Tensor, ...]:
+            return tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments)
+
+        with _stand_ins(module, self._device):
+            if index in self.clone_inputs:
+                return tuple(module(*(x.clone() for x in leaves())))
+            try:
+                return tuple(module(*leaves()))
+            except RuntimeError as error:
+                if "in-place" not in str(error):
+                    raise
+                self.clone_inputs.add(index)
+                return tuple(module(*(x.clone() for x in leaves())))
+
+
+def _all_of(producer: int, count: int):  # type: ignore[no-untyped-def]
+    from ..partition.trace import ValueRef  # noqa: PLC0415
+
+    return tuple(ValueRef(producer, slot) for slot in range(count))
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within: fake tensors stand in for every parameter and buffer (called inside a fake mode)."""
+    fakes: dict[int, torch.Tensor] = {}
+    restore: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    weights = [m._flat_weights for m in recurrent]
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, value in table.items():
+                if value is None:
+                    continue
+                if id(value) not in fakes:
+                    fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+                    fakes[id(value)] = (
+                        nn.Parameter(fake, requires_grad=value.requires_grad)
+                        if isinstance(value, nn.Parameter)
+                        else fake
+                    )
+                restore.append((table, name, value))  # type: ignore[arg-type]
+    for table, name, value in restore:
+        table[name] = fakes[id(value)]
+    for rnn in recurrent:  # it keeps its parameters in a list of its own too
+        rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+    try:
+        yield
+    finally:
+        for table, name, value in restore:
+            table[name] = value
+        for rnn, flat in zip(recurrent, weights, strict=True):
+            rnn._flat_weights = flat

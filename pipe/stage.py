@@ -1,0 +1,193 @@
+"""One stage: a piece of the model with its forward, backward and recomputation of each microbatch.
+
+    forward(k):  inputs -> leaves -> module -> outputs (detached copies travel on; the graph stays here)
+    backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back)
+
+The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
+backward runs it again with the same random numbers and the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..comm import TensorSpec
+from ..partition.trace import ValueRef
+
+Tensors = tuple[torch.Tensor, ...]
+LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
+
+LossOf = Callable[[Tensors, object, bool], LossValue]
+
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(slots=True, kw_only=True)
+class Face:
+    """A stage in one mode (training or evaluation): what it runs and what it takes.
+
+    Arguments:
+        module: called with flat tensors; returns a tuple of tensors.
+        inputs: where each comes from.
+        outputs: specs of the last inference, by output slot (filled in by `infer`).
+    """
+
+    module: nn.Module
+    inputs: tuple[ValueRef, ...]
+    num_outputs: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a microbatch leaves behind between its forward and its backward."""
+
+    leaves: Tensors
+    outputs: Tensors | None
+    target: object
+    buffers: dict[str, torch.Tensor] | None = None
+
+
+class Stage:
+    """Runs one stage of the model on its rank.
+
+    Arguments:
+        index: s.
+        name: for people: the modules in it.
+        loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
+        recompute: "none" or "full".
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        name: str,
+        train: Face,
+        evaluate: Face,
+        loss_of: LossOf | None,
+        recompute: str,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.train = train
+        self.evaluate = evaluate
+        self.recompute = recompute
+        self.clone_inputs = False  # where the module changes its input in place
+        self._loss_of = loss_of
+        self._live: dict[int, _Live] = {}
+        self._moving: tuple[str, ...] | None = None  # names of buffers that a forward changes
+
+    @property
+    def num_live(self) -> int:
+        """Microbatches between their forward and their backward."""
+        return len(self._live)
+
+    def forward(
+        self, key: int, inputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec], target: object
+    ) -> tuple[Tensors, LossValue | None]:
+        """Run microbatch `key` for training.
+
+        Arguments:
+            inputs: by slot, without a graph.
+            specs: by slot; says which inputs want a gradient.
+            target: of this microbatch, for the loss on the last stage.
+
+        Returns the detached outputs (none where the loss is computed) and the detached loss.
+        """
+        leaves = tuple(
+            x.detach().requires_grad_(spec.requires_grad) for x, spec in zip(inputs, specs, strict=True)
+        )
+        live = _Live(leaves, None, target)
+        if self.recompute == "full":
+            live.buffers = self._snapshot_before_forward()
+            with torch.no_grad():
+                outputs, loss = self._run(leaves, target)
+            self._learn_moving_buffers(live.buffers)
+        else:
+            with torch.enable_grad():
+                outputs, loss = self._run(leaves, target)
+            live.outputs = outputs
+        self._live[key] = live
+        if loss is not None:
+            value, count = loss
+            return (), (value.detach(), None if count is None else count.detach())
+        return tuple(o.detach() for o in outputs), None
+
+    def evaluate_forward(self, inputs: Sequence[torch.Tensor], target: object) -> tuple[Tensors, LossValue | None]:
+        """Run a microbatch without a graph, in evaluation mode; the last stage returns outputs and loss."""
+        with torch.no_grad():
+            outputs = self.evaluate.module(*inputs)
+            loss = self._loss_of(outputs, target, False) if self._loss_of is not None else None
+        return outputs, loss
+
+    def backward(self, key: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Backward of microbatch `key`; parameter gradients add up in `.grad`.
+
+        Arguments:
+            gradients: by output slot (None: none comes); on a stage with a loss, its one weight.
+
+        Returns the gradient of each input that wants one, by slot (None for the others).
+        """
+        live = self._live.pop(key)
+        outputs = live.outputs
+        if outputs is None:
+            with torch.enable_grad(), self._buffers_as(live.buffers or {}):
+                outputs, _ = self._run(live.leaves, live.target)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return [
+            (torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves
+        ]
+
+    def drop(self) -> None:
+        """Forget all microbatches in flight (after an error)."""
+        self._live.clear()
+
+    def _run(self, leaves: Tensors, target: object) -> tuple[Tensors, LossValue | None]:
+        """The module and, on the last stage, the loss; with a loss the only output is its value."""
+        inputs = tuple(x.clone() for x in leaves) if self.clone_inputs else leaves
+        outputs = self.train.module(*inputs)
+        if self._loss_of is None:
+            return outputs, None
+        loss = self._loss_of(outputs, target, True)
+        return (loss[0],), loss
+
+    # Buffers under recomputation: the forward runs twice and must change them once, and the second run must see
+    # what the first one saw.
+
+    def _snapshot_before_forward(self) -> dict[str, torch.Tensor]:
+        buffers = dict(self.train.module.named_buffers())
+        names = buffers if self._moving is None else self._moving
+        return {name: buffers[name].clone() for name in names if name in buffers}
+
+    def _learn_moving_buffers(self, before: dict[str, torch.Tensor]) -> None:
+        if self._moving is None:
+            now = dict(self.train.module.named_buffers())
+            self._moving = tuple(name for name in before if not _same(before[name], now[name]))
+            for name in set(before) - set(self._moving):
+                del before[name]
+
+    @contextmanager
+    def _buffers_as(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Other tensors stand in for these buffers (the graph may keep them; the real ones are not touched)."""
+        places = []
+        for name, value in values.items():
+            path, _, leaf = name.rpartition(".")
+            owner = self.train.module.get_submodule(path)
+            places.append((owner, leaf, owner._buffers[leaf]))
+            owner._buffers[leaf] = value
+        try:
+            yield
+        finally:
+            for owner, leaf, real in places:
+                owner._buffers[leaf] = real
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

@@ -1,0 +1,179 @@
+"""A rank's worker: carries out compute actions and keeps the tensors that flow between them.
+
+The inbox holds what arrived (or was made by another stage of this rank), the outbox what is to be sent:
+
+    F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
+    B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import TensorSpec
+from ..partition.trace import MODEL_INPUT
+from ..schedules import Action, Message, MessageKind, Op
+from .randomness import Seeder
+from .stage import LossValue, Stage, Tensors
+from .wiring import OutputSpecs, Wiring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One batch, cut into M microbatches.
+
+    Arguments:
+        inputs: [num_inputs][M] tensors.
+        targets: [M], or None without a target.
+        specs: [M] output specs of all stages.
+        weights: [M], n_k / N: each microbatch's share of the samples.
+        step: number of this batch, for random numbers and reports.
+    """
+
+    inputs: Sequence[Sequence[torch.Tensor]]
+    targets: Sequence[object]
+    specs: Sequence[OutputSpecs]
+    weights: Sequence[float]
+    step: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return len(self.weights)
+
+
+class Worker:
+    """One rank of the pipeline: its stages and its tensors."""
+
+    def __init__(self, rank: int, stages: Mapping[int, Stage], *, num_stages: int, seeder: Seeder) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.losses: dict[int, LossValue] = {}  # by microbatch, on the rank of the last stage
+        self.outputs: dict[int, Tensors] = {}  # by microbatch, in evaluation
+        self._last = num_stages - 1
+        self._seeder = seeder
+        self._inbox: dict[Message, Tensors] = {}
+        self._outbox: dict[Message, Tensors] = {}
+
+    def begin(self, batch: Batch, wiring: Wiring, *, training: bool) -> None:
+        """A new batch: nothing of the one before is left."""
+        self._batch, self._wiring, self._training = batch, wiring, training
+        self._inbox.clear()
+        self._outbox.clear()
+        self.losses.clear()
+        self.outputs.clear()
+        for stage in self.stages.values():
+            stage.drop()
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        """What to expect of a message."""
+        if message.kind is MessageKind.LOSS:
+            return [TensorSpec((self._batch.num_microbatches, 2), torch.float64, False)]
+        return self._wiring.message_specs(message, self._batch.specs[message.index])
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """A message arrived."""
+        if message.kind is MessageKind.LOSS:
+            self._read_losses(tensors[0])
+        else:
+            self._inbox[message] = tensors
+
+    def take(self, message: Message) -> Tensors:
+        """A message to send."""
+        if message.kind is MessageKind.LOSS:
+            return (self._written_losses(),)
+        return self._outbox.pop(message)
+
+    def run(self, action: Action) -> None:
+        """Carry out one compute action; its inputs must be there."""
+        with self._seeder.action(step=self._batch.step, microbatch=action.index):
+            match action.op:
+                case Op.F:
+                    self._forward(action.stage, action.index)
+                case Op.B:
+                    self._backward(action.stage, action.index)
+                case _:
+                    raise AssertionError(f"{action} got past the check of the schedule")
+
+    def _forward(self, s: int, k: int) -> None:
+        stage, wiring, batch = self.stages[s], self._wiring, self._batch
+        specs = batch.specs[k]
+        face = stage.train if self._training else stage.evaluate
+        arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, k)) for p in wiring.producers[s]}
+        inputs: list[torch.Tensor] = []
+        input_specs: list[TensorSpec] = []
+        for ref in face.inputs:
+            if ref.producer == MODEL_INPUT:
+                x = batch.inputs[ref.slot][k]
+                inputs.append(x)
+                input_specs.append(TensorSpec(tuple(x.shape), x.dtype, False))
+            else:
+                inputs.append(arrived[ref.producer][wiring.acts[ref.producer, s].index(ref.slot)])
+                input_specs.append(specs[ref.producer][ref.slot])
+        target = batch.targets[k]
+        if self._training:
+            outputs, loss = stage.forward(k, inputs, input_specs, target)
+        else:
+            outputs, loss = stage.evaluate_forward(inputs, target)
+        if s == self._last:
+            if loss is not None:
+                self.losses[k] = loss
+            if not self._training:
+                self.outputs[k] = outputs
+            return
+        for c in wiring.consumers[s]:
+            self._emit(Message(MessageKind.ACT, s, c, k), tuple(outputs[slot] for slot in wiring.acts[s, c]))
+
+    def _backward(self, s: int, k: int) -> None:
+        stage, wiring, batch = self.stages[s], self._wiring, self._batch
+        gradients: list[torch.Tensor | None]
+        if s == self._last:
+            value, _ = self.losses[k]
+            gradients = [torch.full_like(value, batch.weights[k] if self.losses[k][1] is None else self._sum_scale())]
+        else:
+            gradients = [None] * len(batch.specs[k][s])
+            for c in wiring.consumers[s]:
+                if not wiring.grads[s, c]:
+                    continue
+                arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, k))
+                for slot, gradient in zip(wiring.grads[s, c], arrived, strict=True):
+                    known = gradients[slot]
+                    gradients[slot] = gradient if known is None else known + gradient
+        by_input = stage.backward(k, gradients)
+        for p in wiring.producers[s]:
+            if not wiring.grads[p, s]:
+                continue
+            by_slot: dict[int, torch.Tensor] = {}
+            for ref, gradient in zip(stage.train.inputs, by_input, strict=True):
+                if ref.producer == p and gradient is not None:
+                    by_slot[ref.slot] = gradient
+            self._emit(Message(MessageKind.GRAD, s, p, k), tuple(by_slot[slot] for slot in wiring.grads[p, s]))
+
+    def _sum_scale(self) -> float:
+        """With (sum, count) losses the count of the batch is known at its end only; until then: 1 / samples."""
+        return 1.0 / sum(_samples(x) for x in self._batch.inputs[0])
+
+    def _emit(self, message: Message, tensors: Tensors) -> None:
+        """To a stage of this rank it goes straight; else it waits to be sent."""
+        (self._inbox if message.dst in self.stages else self._outbox)[message] = tensors
+
+    def _written_losses(self) -> torch.Tensor:
+        """[M, 2]: value and count (nan without one) of each microbatch."""
+        device = next(iter(self.losses.values()))[0].device
+        rows = torch.full((self._batch.num_microbatches, 2), float("nan"), dtype=torch.float64, device=device)
+        for k, (value, count) in self.losses.items():
+            rows[k, 0] = value
+            if count is not None:
+                rows[k, 1] = count
+        return rows
+
+    def _read_losses(self, rows: torch.Tensor) -> None:
+        for k, (value, count) in enumerate(rows.cpu()):
+            self.losses[k] = (value, None if torch.isnan(count) else count)
+
+
+def _samples(x: torch.Tensor) -> int:
+    return int(x.shape[0])

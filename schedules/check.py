@@ -1,0 +1,197 @@
+"""The checker: proves a schedule complete and free of deadlock, or says exactly where it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
+from .lower import Lowered, Message
+from .needs import Needs
+from .versions import check_rule, derive_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `check` derived (never copied from what the schedule claims).
+
+    Arguments:
+        num_actions: compute actions over all ranks.
+        peak_activations: by rank, the most stage activations alive at once (from F to the end of B, or of W).
+        peak_versions: by rank, the most weight versions of one stage alive at once.
+    """
+
+    num_actions: int
+    peak_activations: tuple[int, ...]
+    peak_versions: tuple[int, ...]
+
+
+def check(schedule: Schedule) -> Report:
+    """Prove that the schedule can run to its end, or raise ScheduleError.
+
+    Checked: every action that is needed stands there exactly once, on the rank that owns it; each need is
+    met (no cycle over program order and data; the error prints the cycle); weight versions follow the
+    rule that the schedule claims. `check_lowered` does the same for the sends and receives of a lowered schedule.
+
+    O(actions * in-degree).
+    """
+    _check_complete(schedule)
+    _check_acyclic(schedule)
+    versions = derive_versions(schedule)
+    check_rule(schedule, versions)
+    return Report(
+        num_actions=sum(a.op in COMPUTE_OPS for program in schedule.programs for a in program),
+        peak_activations=tuple(peak_activations(program) for program in schedule.programs),
+        peak_versions=versions.peak_live,
+    )
+
+
+def check_lowered(lowered: Lowered) -> int:
+    """Prove that the sends and receives of each link are the same messages in the same order.
+
+    A transport may then match them by order alone. Returns the number of messages; raises ScheduleError
+    that names the link and the first place where the two sides differ.
+    """
+    sends: dict[tuple[int, int], list[Message]] = {}
+    receives: dict[tuple[int, int], list[Message]] = {}
+    for program in lowered.programs:
+        for step in program.steps:
+            if isinstance(step, Action):
+                continue
+            if step.is_send:
+                sends.setdefault((program.rank, step.peer), []).append(step.message)
+            else:
+                receives.setdefault((step.peer, program.rank), []).append(step.message)
+    for link in sorted(sends.keys() | receives.keys()):
+        sent, received = sends.get(link, []), receives.get(link, [])
+        for at, (one, other) in enumerate(zip_longest(sent, received)):
+            if one != other:
+                raise ScheduleError(
+                    f"link {link[0]} -> {link[1]}, message {at}: sent is {one or 'nothing'}, "
+                    f"received is {other or 'nothing'}; expected the same messages in the same order"
+                )
+    return sum(len(messages) for messages in sends.values())
+
+
+def peak_activations(program: tuple[Action, ...]) -> int:
+    """The most stage activations alive at once when a rank runs `program` in order."""
+    releasing = Op.W if any(a.op is Op.W for a in program) else Op.B
+    split = {(a.stage, a.index) for a in program if a.op is Op.W} if releasing is Op.W else ()
+    live = peak = 0
+    for stage, op, index in program:
+        if op is Op.F:
+            live += 1
+            peak = max(peak, live)
+        elif op is Op.W or (op is Op.B and (stage, index) not in split):
+            live -= 1
+    return peak
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Each (stage, microbatch) has one F, and B or I+W (none in a forward-only program), on its owner."""
+    counts: Counter[Action] = Counter()
+    for rank, program in enumerate(schedule.programs):
+        counts.update(program)
+        own = frozenset(schedule.placement[rank])
+        for position, action in enumerate(program):
+            stage, op, index = action
+            if op not in COMPUTE_OPS and op is not Op.U:
+                raise ScheduleError(
+                    f"{action} on rank {rank}, position {position}: a compute order holds F B I W U only; "
+                    f"communication is inserted by lowering"
+                )
+            if stage not in own:
+                raise ScheduleError(
+                    f"{action} on rank {rank}, position {position}: this rank holds the stages {sorted(own)}"
+                )
+            if op is not Op.U and index >= schedule.total_microbatches:
+                raise ScheduleError(
+                    f"{action} on rank {rank}, position {position}: microbatches are numbered "
+                    f"0..{schedule.total_microbatches - 1}"
+                )
+            if op is not Op.U and len(schedule.owners[stage]) > 1 and schedule.owner(stage, index) != rank:
+                raise ScheduleError(
+                    f"{action} on rank {rank}, position {position}: microbatch {index} of stage {stage} "
+                    f"belongs to rank {schedule.owner(stage, index)}"
+                )
+    twice = [action for action, count in counts.items() if count > 1]
+    if twice:
+        raise ScheduleError(f"{_some(twice)} stand more than once: expected each action once")
+    _check_pairs(schedule, counts)
+
+
+def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
+    has_backward = schedule.has_backward
+    missing: list[str] = []
+    for stage in range(schedule.num_stages):
+        for k in range(schedule.total_microbatches):
+            if (stage, "F", k) not in counts:
+                missing.append(str(Action(stage, Op.F, k)))
+            if not has_backward:
+                continue
+            whole, input_grad, weight_grad = ((stage, op, k) in counts for op in "BIW")
+            if whole and (input_grad or weight_grad):
+                raise ScheduleError(f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W")
+            if not whole and not (input_grad and weight_grad):
+                lacking = "I" if weight_grad else "W" if input_grad else "B"
+                missing.append(f"{stage}{lacking}{k}")
+    if missing:
+        raise ScheduleError(
+            f"missing: {_some(missing)}. Each stage needs F and B (or I and W) of each of the "
+            f"{schedule.total_microbatches} microbatches; stages: {schedule.num_stages}"
+        )
+
+
+def _check_acyclic(schedule: Schedule) -> None:
+    """Run all programs without time: whoever stands still at the end stands in (or behind) a cycle."""
+    needs = Needs(schedule)
+    done: set[Action] = set()
+    position = [0] * schedule.num_ranks
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(schedule.num_ranks))
+    while runnable:
+        rank = runnable.pop()
+        program = schedule.programs[rank]
+        at = position[rank]
+        while at < len(program):
+            action = program[at]
+            lacking = next((need for need in needs.of(action) if need not in done), None)
+            if lacking is not None:
+                waiting.setdefault(lacking, []).append(rank)
+                break
+            done.add(action)
+            if waiting:
+                runnable += waiting.pop(action, ())
+            at += 1
+        position[rank] = at
+    stuck = [rank for rank, program in enumerate(schedule.programs) if position[rank] < len(program)]
+    if stuck:
+        raise ScheduleError(_describe_cycle(schedule, needs, done, position, stuck[0]))
+
+
+def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int) -> str:
+    """Follow `waits for` from rank to rank until one comes round."""
+    path: list[tuple[int, Action, Action]] = []  # (rank, stands at, waits for)
+    while rank not in [r for r, _, _ in path]:
+        action = schedule.programs[rank][position[rank]]
+        need = next(n for n in needs.of(action) if n not in done)
+        path.append((rank, action, need))
+        rank = schedule.owner(need.stage, need.index)
+    cycle = path[[r for r, _, _ in path].index(rank) :]
+    lines = [f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"]
+    for r, action, need in cycle:
+        program, at = schedule.programs[r], position[r]
+        around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
+        other = schedule.owner(need.stage, need.index)
+        lines.append(
+            f"  rank {r} at position {at} ({around}) waits for {need}, "
+            f"at position {schedule.programs[other].index(need)} of rank {other}"
+        )
+    lines.append(f"move {cycle[0][2]} before whatever waits for it, or {cycle[0][1]} later")
+    return "\n".join(lines)
+
+
+def _some(items: list[str] | list[Action], *, most: int = 8) -> str:
+    shown = ", ".join(str(item) for item in items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

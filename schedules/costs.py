@@ -1,0 +1,118 @@
+"""What an action costs, and what a message costs: the inputs of the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .ir import Op
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds of ONE stage action (of a chunk, where a rank has several).
+
+    Each is one number for all stages or a sequence with one a stage. Where only one of
+    `backward` and (`input_grad`, `weight_grad`) is given, the other follows from
+    `backward = input_grad + weight_grad` (halves, when `backward` alone is known).
+
+    Arguments:
+        forward: F [s].
+        backward: B [s]; 2 * forward when no backward cost is given.
+        input_grad, weight_grad: I and W [s].
+        latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
+        update: optimizer step of the stage, the epilogue of a flush schedule [s].
+
+    Raises ValueError for a negative or non-finite number, or a half-given split.
+
+    >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).weight_grad
+    (1.5, 1.5)
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage | None = None
+    input_grad: PerStage | None = None
+    weight_grad: PerStage | None = None
+    latency: PerStage = 0.0
+    update: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.input_grad is None) != (self.weight_grad is None):
+            raise ValueError(
+                f"input_grad={self.input_grad}, weight_grad={self.weight_grad}: expected both or neither; "
+                f"give backward= for a backward that is not split"
+            )
+
+    def table(self, *, num_stages: int) -> CostTable:
+        """The same costs, one number a stage each."""
+
+        def spread(name: str, value: PerStage) -> tuple[float, ...]:
+            numbers = (
+                (float(value),) * num_stages if isinstance(value, int | float) else tuple(float(v) for v in value)
+            )
+            if len(numbers) != num_stages:
+                raise ValueError(
+                    f"{name} has {len(numbers)} numbers for {num_stages} stages: expected one number, or one a stage"
+                )
+            for number in numbers:
+                if not (number >= 0 and math.isfinite(number)):
+                    raise ValueError(f"{name}={number}: expected a finite number of seconds, at least 0")
+            return numbers
+
+        forward = spread("forward", self.forward)
+        if self.input_grad is not None and self.weight_grad is not None:
+            input_grad = spread("input_grad", self.input_grad)
+            weight_grad = spread("weight_grad", self.weight_grad)
+            whole = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
+            backward = whole if self.backward is None else spread("backward", self.backward)
+        else:
+            backward = (
+                tuple(2 * f for f in forward) if self.backward is None else spread("backward", self.backward)
+            )
+            input_grad = weight_grad = tuple(b / 2 for b in backward)
+        return CostTable(
+            forward=forward,
+            backward=backward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            latency=spread("latency", self.latency),
+            update=spread("update", self.update),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """`Costs` spread over the stages: tuples of S seconds."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    latency: tuple[float, ...]
+    update: tuple[float, ...]
+
+    def of(self, op: Op, stage: int) -> float:
+        """Seconds of one action of `stage`."""
+        return self.column(op)[stage]
+
+    def column(self, op: Op) -> tuple[float, ...]:
+        """Seconds of `op`, by stage."""
+        match op:
+            case Op.F:
+                return self.forward
+            case Op.B:
+                return self.backward
+            case Op.I:
+                return self.input_grad
+            case Op.W:
+                return self.weight_grad
+            case Op.U:
+                return self.update
+            case _:
+                raise ValueError(f"{op.value} has no cost of its own: expected one of F B I W U")
+
+
+UNIT_COSTS = Costs(forward=1.0, backward=1.0, input_grad=1.0, weight_grad=1.0)  # the time of grids and tables

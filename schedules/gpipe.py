@@ -1,0 +1,24 @@
+"""GPipe (Huang et al., 2019): all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from .ir import Action, Op, Schedule
+
+
+def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in microbatch order.
+
+        rank 0 | F0 F1 F2 F3 .  .  B0 B1 B2 B3
+        rank 1 | .  F0 F1 F2 F3 B0 B1 B2 B3
+
+    Makespan (M+P-1)(F+B) with equal stages and free links; every rank holds M activations.
+    """
+    programs = tuple(
+        tuple(Action(rank, op, k) for op in (Op.F, Op.B) for k in range(num_microbatches)) for rank in range(num_ranks)
+    )
+    return Schedule(
+        name="gpipe",
+        placement=tuple((rank,) for rank in range(num_ranks)),
+        programs=programs,
+        num_microbatches=num_microbatches,
+    )

@@ -1,0 +1,77 @@
+"""Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P): V chunks a rank, stage s on rank s mod P."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .ir import Action, Op, Schedule
+from .one_f_one_b import pair_up
+
+
+def cyclic_placement(*, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Stage s stands on rank s mod P: rank r holds r, P+r, 2P+r, ..."""
+    return tuple(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
+
+
+def microbatch_groups(*, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of the groups that pass through one chunk before the next chunk's turn.
+
+    A group smaller than P leaves ranks idle at each change of chunk, and one larger than P holds
+    more activations. So: as many groups as fit with at least P in each, the sizes as
+    even as possible, larger ones first (a later group may not be larger than the first: the
+    warm-up is made for the first).
+
+    >>> microbatch_groups(num_ranks=4, num_microbatches=11)
+    (6, 5)
+    >>> microbatch_groups(num_ranks=4, num_microbatches=3)
+    (3,)
+    """
+    num_groups = max(1, num_microbatches // num_ranks)
+    size, larger = divmod(num_microbatches, num_groups)
+    return (size + 1,) * larger + (size,) * (num_groups - larger)
+
+
+def interleaved(
+    *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, groups: Sequence[int] | None = None
+) -> Schedule:
+    """1F1B over V chunks a rank: the bubble shrinks by V, and messages multiply by V.
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 ...        P=2, V=2: rank 0 holds stages 0 and 2
+        rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 ...
+
+    Makespan (M*V+P-1)(F+B) when P divides M (F, B of one chunk, equal stages, free links); rank r
+    then holds (V-1)P + 2(P-1-r) + 1 chunk activations, where M allows.
+
+    Arguments:
+        groups: sizes of the microbatch groups, the largest first, together M; `microbatch_groups` by default.
+    """
+    sizes = tuple(groups or microbatch_groups(num_ranks=num_ranks, num_microbatches=num_microbatches))
+    if sum(sizes) != num_microbatches or min(sizes) < 1 or max(sizes) > sizes[0]:
+        raise ValueError(
+            f"groups={sizes} for num_microbatches={num_microbatches}: expected sizes of at least 1 "
+            f"that add up to the microbatches, none larger than the first"
+        )
+    programs = []
+    for rank in range(num_ranks):
+        forwards = _table(Op.F, rank, sizes, chunks=range(num_chunks), num_ranks=num_ranks)
+        backwards = _table(Op.B, rank, sizes, chunks=range(num_chunks - 1, -1, -1), num_ranks=num_ranks)
+        warmup = (num_chunks - 1) * sizes[0] + 2 * (num_ranks - 1 - rank)
+        programs.append(pair_up(forwards, backwards, warmup=warmup))
+    return Schedule(
+        name="interleaved",
+        placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),
+        programs=tuple(programs),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _table(op: Op, rank: int, sizes: Sequence[int], *, chunks: range, num_ranks: int) -> list[Action]:
+    """The actions of one op on one rank: group by group, in it chunk by chunk, in it by microbatch."""
+    actions = []
+    first = 0
+    for size in sizes:
+        for chunk in chunks:
+            stage = chunk * num_ranks + rank
+            actions += [Action(stage, op, k) for k in range(first, first + size)]
+        first += size
+    return actions

@@ -1,0 +1,219 @@
+"""The intermediate representation of a schedule: who computes what, in which order.
+
+A schedule is data. The same object is checked, simulated, executed and drawn:
+
+    rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3      Action = (stage, op, index), prints as 0F3
+    rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2 1F3 ...  a program = the ordered actions of one rank
+
+Symbols: P ranks, V chunks a rank, S = P*V stages, M microbatches of a batch; `index` of a
+compute action is the global microbatch t*M + k (batch t), of an update its update group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run as it stands; the message says where and why."""
+
+
+class Op(StrEnum):
+    """What an action does: compute (F, B, I, W), update (U), or communication."""
+
+    F = "F"  # forward
+    B = "B"  # whole backward
+    I = "I"  # input gradient  # noqa: E741 - the field's own letter
+    W = "W"  # weight gradient
+    U = "U"  # optimizer step of a stage: makes its next weight version
+    REDUCE_GRAD = "REDUCE_GRAD"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
+
+_ACTION = re.compile(r"(\d+)(REDUCE_GRAD|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|[FBIWU])(\d*)")
+
+
+class Action(NamedTuple):
+    """One step of one stage; prints and parses as `3F12`.
+
+    >>> str(Action(3, Op.F, 12)), Action.parse("3F12") == Action(3, Op.F, 12)
+    ('3F12', True)
+    """
+
+    stage: int
+    op: Op
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.index}"
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read `3F12`; ValueError for anything else."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None or (not match[3] and match[2] not in ("UNSHARD", "RESHARD", "REDUCE_GRAD")):
+            raise ValueError(
+                f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
+                f"with an op of F B I W U SEND_F RECV_F SEND_B RECV_B REDUCE_GRAD UNSHARD RESHARD"
+            )
+        return cls(int(match[1]), Op(match[2]), int(match[3] or 0))
+
+
+class Edge(NamedTuple):
+    """The outputs of stage `src` feed stage `dst`; `grad`: a gradient travels back."""
+
+    src: int
+    dst: int
+    grad: bool = True
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The stage graph of a plain chain: 0 -> 1 -> ... -> S-1."""
+    return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A program for each rank, with where the stages stand.
+
+    Invariant (made sure by `check`, not here): each stage's forward and backward of each
+    microbatch stand exactly once, on the rank that owns them, in an order without a deadlock.
+
+    Arguments:
+        name: of the family, for people.
+        placement: [P] tuples: the stages of each rank. A stage may stand on several ranks
+            (replicas): microbatch k of stage s belongs to `owners[s][k % len(owners[s])]`.
+        programs: [P] tuples of actions, each in the order in which its rank runs them.
+        num_microbatches: M, of one batch.
+        num_batches: how many batches the program spans; 1 for every flush schedule.
+        weight_rule: which weight version a forward uses ("flush": the one of the batch).
+        edges: the stage graph; a chain where not given. Skip connections add edges.
+
+    Raises ScheduleError when the parts do not fit together.
+    """
+
+    name: str
+    placement: tuple[tuple[int, ...], ...]
+    programs: tuple[tuple[Action, ...], ...]
+    num_microbatches: int
+    num_batches: int = 1
+    weight_rule: str = "flush"
+    edges: tuple[Edge, ...] | None = None
+    owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.placement or len(self.placement) != len(self.programs):
+            raise ScheduleError(
+                f"{len(self.placement)} ranks are placed and {len(self.programs)} have a program: "
+                f"expected one program a rank, and at least one rank"
+            )
+        if self.num_microbatches < 1 or self.num_batches < 1:
+            raise ScheduleError(
+                f"num_microbatches={self.num_microbatches}, num_batches={self.num_batches}: expected at least 1"
+            )
+        num_stages = 1 + max((stage for stages in self.placement for stage in stages), default=-1)
+        owners: list[list[int]] = [[] for _ in range(num_stages)]
+        for rank, stages in enumerate(self.placement):
+            for stage in stages:
+                if rank in owners[stage]:
+                    raise ScheduleError(f"stage {stage} stands twice on rank {rank}")
+                owners[stage].append(rank)
+        unplaced = [stage for stage, ranks in enumerate(owners) if not ranks]
+        if unplaced or not num_stages:
+            raise ScheduleError(
+                f"stages {unplaced} of {num_stages} stand on no rank: expected stages numbered from 0 without a gap"
+            )
+        object.__setattr__(self, "owners", tuple(tuple(ranks) for ranks in owners))
+        if self.edges is None:
+            object.__setattr__(self, "edges", chain(num_stages))
+        for edge in self.stage_edges:
+            if not 0 <= edge.src < edge.dst < num_stages:
+                raise ScheduleError(
+                    f"edge {edge.src} -> {edge.dst}: expected stages in ascending order below {num_stages}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """P, or R when stages are replicated."""
+        return len(self.placement)
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.owners)
+
+    @property
+    def stage_edges(self) -> tuple[Edge, ...]:
+        """The stage graph (never None)."""
+        assert self.edges is not None
+        return self.edges
+
+    @property
+    def total_microbatches(self) -> int:
+        """Microbatches over all batches of the program."""
+        return self.num_microbatches * self.num_batches
+
+    @property
+    def has_backward(self) -> bool:
+        """False for a forward-only (evaluation) program."""
+        return any(action.op in BACKWARD_OPS for program in self.programs for action in program)
+
+    def owner(self, stage: int, index: int) -> int:
+        """The rank that runs microbatch `index` of `stage`."""
+        ranks = self.owners[stage]
+        return ranks[0] if len(ranks) == 1 else ranks[(index % self.num_microbatches) % len(ranks)]
+
+    def with_edges(self, edges: Sequence[Edge]) -> Schedule:
+        """The same programs over another stage graph (skip connections)."""
+        return replace(self, edges=tuple(edges))
+
+    def forward_only(self) -> Schedule:
+        """The forwards alone, in the same order: what an evaluation runs."""
+        programs = tuple(tuple(a for a in program if a.op is Op.F) for program in self.programs)
+        return replace(self, programs=programs, weight_rule="flush")
+
+    def to_csv(self) -> str:
+        """torch.distributed.pipelining's table: a row a rank, a column a unit of time."""
+        from .text import to_csv  # noqa: PLC0415 - text needs this module
+
+        return to_csv(self)
+
+    @classmethod
+    def from_csv(cls, text: str, *, name: str = "csv") -> Schedule:
+        """Read `to_csv`'s form; ScheduleError names the row and column of a bad cell."""
+        from .text import from_csv  # noqa: PLC0415
+
+        return from_csv(text, name=name)
+
+    def to_json(self) -> str:
+        """Everything, as one JSON object."""
+        from .text import to_json  # noqa: PLC0415
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read `to_json`'s form; ScheduleError says which key is wrong."""
+        from .text import from_json  # noqa: PLC0415
+
+        return from_json(text)
+
+    def grid(self) -> str:
+        """The order as an aligned text grid, a row a rank, a column a unit of time."""
+        from .text import to_grid  # noqa: PLC0415
+
+        return to_grid(self)

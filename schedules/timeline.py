@@ -1,0 +1,160 @@
+"""What happened when: the same record for a simulated and for a measured run.
+
+    rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
+           |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
+
+All times are in seconds from one origin that the ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .check import peak_activations
+from .ir import COMPUTE_OPS, Action, Op, Schedule
+from .lower import Message, MessageKind
+
+
+class Span(NamedTuple):
+    """One action or message from `start` to `end` [s]."""
+
+    what: Action | Message
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """One rank: spans in ascending order of start; compute spans do not overlap.
+
+    comm holds the messages that this rank received.
+    """
+
+    compute: tuple[Span, ...]
+    comm: tuple[Span, ...] = ()
+
+    @property
+    def busy(self) -> float:
+        """Seconds of F, B, I and W (an update is not pipeline work)."""
+        return sum(end - start for what, start, end in self.compute if what.op in COMPUTE_OPS)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A run of `schedule`, simulated or measured.
+
+    Arguments:
+        schedule: what was run.
+        ranks: [P] traces.
+        measured: False when it comes from the simulator.
+    """
+
+    schedule: Schedule
+    ranks: tuple[RankTrace, ...]
+    measured: bool = False
+
+    @property
+    def start(self) -> float:
+        """The first start of any rank [s]."""
+        return min((rank.compute[0].start for rank in self.ranks if rank.compute), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The last end of any rank [s], updates included."""
+        return max((rank.compute[-1].end for rank in self.ranks if rank.compute), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end of any rank [s]."""
+        return self.end - self.start
+
+    @property
+    def span(self) -> float:
+        """The largest (last end - first start) of any one rank [s]."""
+        return max((r.compute[-1].end - r.compute[0].start for r in self.ranks if r.compute), default=0.0)
+
+    @property
+    def makespan_bubble(self) -> float:
+        """1 - busy / (P * makespan): what counts when the optimizer step synchronises the ranks."""
+        return self._idle_fraction(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """The same with the longest rank's own span: what counts when steps may overlap."""
+        return self._idle_fraction(self.span)
+
+    @property
+    def bubble(self) -> float:
+        """The makespan bubble (of one flush batch)."""
+        return self.makespan_bubble
+
+    def _idle_fraction(self, length: float) -> float:
+        if length <= 0:
+            return 0.0
+        return 1.0 - sum(rank.busy for rank in self.ranks) / (len(self.ranks) * length)
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """By rank, the most stage activations alive at once (from F to the end of B, or of W)."""
+        return tuple(peak_activations(tuple(s.what for s in r.compute)) for r in self.ranks)  # type: ignore[misc]
+
+    def shifted(self, offset: float) -> Timeline:
+        """The same run with all times moved by `offset` [s]."""
+
+        def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
+
+        ranks = tuple(RankTrace(compute=move(r.compute), comm=move(r.comm)) for r in self.ranks)
+        return Timeline(schedule=self.schedule, ranks=ranks, measured=self.measured)
+
+    def to_json(self) -> str:
+        """One JSON object: the schedule, and the spans as [what, start, end] in seconds."""
+        ranks = [
+            {
+                "compute": [[str(what), start, end] for what, start, end in rank.compute],
+                "comm": [[[m.kind.value, m.src, m.dst, m.index], s, e] for m, s, e in rank.comm],  # type: ignore[union-attr]
+            }
+            for rank in self.ranks
+        ]
+        schedule = json.loads(self.schedule.to_json())
+        return json.dumps({"version": 1, "measured": self.measured, "schedule": schedule, "ranks": ranks})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read `to_json`'s form; ValueError names a missing key or an unreadable span."""
+        try:
+            data = json.loads(text)
+            ranks = tuple(
+                RankTrace(
+                    compute=tuple(Span(Action.parse(what), start, end) for what, start, end in rank["compute"]),
+                    comm=tuple(
+                        Span(Message(MessageKind(kind), src, dst, index), start, end)
+                        for (kind, src, dst, index), start, end in rank["comm"]
+                    ),
+                )
+                for rank in data["ranks"]
+            )
+            schedule = Schedule.from_json(json.dumps(data["schedule"]))
+            return cls(schedule=schedule, ranks=ranks, measured=bool(data["measured"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
+
+
+class Idle(NamedTuple):
+    """Seconds in which a rank did not compute, by cause; they add up to makespan - busy.
+
+    warm_up: before its first action. drain: after its last one.
+    late_peer: an input was not made yet, beyond what imbalance explains. transfer: it was made and under way.
+    imbalance: waiting that no order could avoid, since another rank has more work of its own.
+    update: optimizer steps. unexplained: inputs were there and nothing ran (measured runs only).
+    """
+
+    warm_up: float
+    drain: float
+    late_peer: float
+    transfer: float
+    imbalance: float
+    update: float
+    unexplained: float

@@ -1,0 +1,21 @@
+"""One thread a process, before anything loads torch, and the pool of gloo workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from support.pool import Pool
+
+# The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
+# crawl, and a sum over another number of threads is another sum.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def gloo(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Gloo workers, started by the first case: `gloo.run(function, ranks=2, args=(...))`, results by rank."""
+    pool = Pool(filters=request.config.getini("filterwarnings"))
+    yield pool
+    pool.close()

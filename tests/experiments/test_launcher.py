@@ -1,0 +1,163 @@
+"""The launcher, with small Python programs for ranks: results, failures by name, and no hang in any case."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.launcher import LaunchResult, launch
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(60)]
+
+PRELUDE = """
+import os, sys, time
+from stagewright.experiments.launcher import report_to_launcher
+rank = int(os.environ["RANK"])
+"""
+
+
+def run(
+    program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float | None = 30.0
+) -> LaunchResult:
+    return launch(
+        [sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout
+    )
+
+
+def test_ranks_meet_in_the_launchers_store(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(
+        """
+import torch, torch.distributed as dist
+with report_to_launcher():
+    dist.init_process_group("gloo")
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    print(rank, "of", dist.get_world_size(), "sum", x.item(), "threads", os.environ["OMP_NUM_THREADS"])
+    dist.destroy_process_group()
+"""
+    )
+    assert result == LaunchResult(status=0, first_failed=None, report="")
+    out = capfd.readouterr().out
+    assert "0 of 2 sum 3.0 threads 1" in out
+    assert "1 of 2" not in out  # only rank 0 talks
+
+
+def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    result = run(
+        """
+with report_to_launcher():
+    if rank == 1:
+        raise RuntimeError("stage 3 has run dry")
+    time.sleep(100)
+""",
+        grace=0.2,
+    )
+    assert result.status == 1
+    assert result.first_failed == 1
+    assert "rank 1 failed first (exit status 1)" in result.report
+    assert "RuntimeError: stage 3 has run dry" in result.report
+    assert "rank 0 was still running and was stopped" in result.report
+
+
+def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
+    # Rank 1 fails, and takes long to be torn down; rank 0 fails of it and is gone at once.
+    result = run(
+        """
+import atexit
+if rank == 1:
+    atexit.register(time.sleep, 1.0)
+else:
+    time.sleep(0.5)
+with report_to_launcher():
+    raise RuntimeError(f"rank {rank} lost")
+"""
+    )
+    assert result.first_failed == 1
+    assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    result = run(
+        "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)", grace=0.2
+    )
+    assert result.first_failed == 1
+    assert result.status == 128 + signal.SIGKILL
+    assert "killed by SIGKILL" in result.report
+
+
+def test_an_abort_after_the_results_are_out_is_reported_and_not_fatal() -> None:
+    result = run("with report_to_launcher(): pass\nif rank == 1: os.abort()")
+    assert result.status == 0
+    assert result.first_failed is None
+    assert result.report == "rank 1: killed by SIGABRT after its results were out"
+
+
+def test_a_rank_that_hangs_after_its_results_are_out_is_stopped() -> None:
+    started = time.monotonic()
+    result = run("with report_to_launcher(): pass\nif rank == 1: time.sleep(100)", grace=0.3)
+    assert result.status == 0
+    assert "rank 1: stopped before it had ended" in result.report
+    assert time.monotonic() - started < 20
+
+
+def test_the_whole_has_a_time_limit() -> None:
+    result = run("time.sleep(100 * rank)", timeout=2.0)
+    assert result.status == 1
+    assert result.report == "rank 1: not done after 2 s; stopped"
+
+
+def test_ending_the_launcher_politely_ends_the_ranks(tmp_path: Path) -> None:
+    _end_launcher(tmp_path, signal.SIGTERM)
+
+
+def test_killing_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    _end_launcher(tmp_path, signal.SIGKILL)
+
+
+def _end_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    program = PRELUDE + (
+        f"with report_to_launcher():\n"
+        f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
+        f"    time.sleep(100)\n"
+    )
+    start = (
+        "import sys; from stagewright.experiments.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=20) != 0
+    _wait_for(lambda: not any(_alive(pid) for pid in pids))
+
+
+def _wait_for(condition: object, *, seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_no_ranks_at_all_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="num_ranks=0: expected at least 1"):
+        run("", num_ranks=0)

@@ -1,0 +1,94 @@
+"""The folder of a run: what is written, and that nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary, find_run
+
+
+def manifest(name: str) -> Manifest:
+    return Manifest.of(name=name, config={"steps": 3}, corpus_source="a text", corpus_sha256="ab")
+
+
+def test_a_run_leaves_manifest_metrics_and_summary(tmp_path: Path) -> None:
+    folder = RunFolder.create(manifest("one"), root=tmp_path)
+    for step in range(2):
+        folder.log(
+            Metrics(
+                step=step,
+                tokens=8,
+                loss=2.0,
+                bits_per_byte=2.9,
+                learning_rate=0.1,
+                grad_norm=None,
+                step_seconds=0.5,
+                tokens_per_s=16.0,
+            )
+        )
+    folder.write_summary(
+        Summary(
+            schedule="1f1b",
+            num_ranks=2,
+            num_stages=2,
+            num_microbatches=4,
+            parameters=10,
+            steps=2,
+            tokens=16,
+            seconds=1.0,
+            tokens_per_s=16.0,
+            train_bits_per_byte=2.9,
+            val_bits_per_byte=3.0,
+            step_seconds=0.5,
+            predicted_step_seconds=0.49,
+            bubble=0.1,
+            predicted_bubble=0.09,
+            peak_memory_bytes=(5, 6),
+        )
+    )
+    written = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert written["config"] == {"steps": 3}
+    assert written["corpus_sha256"] == "ab"
+    assert {"python", "torch", "numpy", "stagewright"} <= set(written["versions"])
+    assert {"name", "processor", "cores", "system"} <= set(written["host"])
+    lines = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert summary["val_bits_per_byte"] == 3.0
+    assert summary["peak_memory_bytes"] == [5, 6]
+
+
+def test_a_run_that_exists_is_never_touched_and_the_error_says_what_to_type(tmp_path: Path) -> None:
+    RunFolder.create(manifest("one"), root=tmp_path)
+    (tmp_path / "one-2").mkdir()
+    with pytest.raises(ValueError, match=r"exists already: .*\(--name one-3\).*\(rm -r .*one\)"):
+        RunFolder.create(manifest("one"), root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x", ".hidden", "a b"])
+def test_a_name_stays_inside_the_folder_of_runs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run name .*: expected letters"):
+        RunFolder.check_free(name, root=tmp_path)
+
+
+def test_a_run_is_found_by_path_and_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no runs yet, type `stagewright train`"):
+        find_run(Path("one"), root=tmp_path / "runs")
+    path = RunFolder.create(manifest("one"), root=tmp_path / "runs").path
+    assert find_run(path, root=tmp_path / "runs") == path
+    assert find_run(Path("one"), root=tmp_path / "runs") == path
+    with pytest.raises(ValueError, match=r"no run folder two: expected .*<name>; there are one"):
+        find_run(Path("two"), root=tmp_path / "runs")
+
+
+def test_peak_memory_counts_what_is_taken_after_the_start() -> None:
+    meter = MemoryMeter()
+    if meter.at_start == 0:
+        pytest.skip("no /proc/self/status here")
+    taken = bytearray(b"x") * 50_000_000
+    assert 40e6 < meter.peak() < 400e6
+    del taken
+    assert meter.peak() > 40e6  # a peak stays

@@ -1,0 +1,297 @@
+"""All ranks in one process against the reference: loss, gradients, parameters, buffers, dropout on, float64.
+
+    difference 0      one path, no ties: whatever the schedule, each sum runs over microbatches 0 .. M-1
+    below 1e-12       traced models with skips or ties, (sum, count) losses, clipping
+    below 1e-10       the same after AdamW steps
+
+The protocol that every case runs is at the head of support/cases.py; it also watches the global random state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Case, Layout, agree, difference
+from support.matrix import MICROBATCHES, all_layouts, cover, make_case
+from support.models import TASKS, make_batch, make_model, seeded_units
+from support.pipeline import clear, make_pipeline, run, users_model
+from support.reference import Seeder, accumulate, gradients, reference, reference_model
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+RANKS = (1, 2, 3, 4)
+LAYOUTS = all_layouts(ranks=RANKS)
+CHAINS = [name for name, task in TASKS.items() if task.kind != "traced"]
+TRACED = [name for name, task in TASKS.items() if task.kind == "traced"]
+
+
+def check(case: Case, layout: Layout) -> None:
+    agree(run(case, layout), reference(case), case)
+
+
+# --- the matrix ---
+
+
+@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
+    check(make_case("mlp", layout, num_microbatches), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"),
+    [
+        pytest.param(layout, MICROBATCHES[k % 4], id=f"{layout}-M{MICROBATCHES[k % 4]}")
+        for k, layout in enumerate(LAYOUTS)
+    ],
+)
+def test_gpt_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
+    check(make_case("gpt", layout, num_microbatches), layout)
+
+
+@pytest.mark.parametrize(("case", "layout"), cover(CHAINS, ranks=RANKS))
+def test_one_path(case: Case, layout: Layout) -> None:
+    check(case, layout)
+
+
+@pytest.mark.parametrize(("case", "layout"), cover(TRACED, ranks=RANKS))
+def test_traced_models(case: Case, layout: Layout) -> None:
+    check(case, layout)
+
+
+# --- what a case may ask for ---
+
+
+@pytest.mark.parametrize("task", ["gpt", "batchnorm"])
+@pytest.mark.parametrize("words", [("full", "none", "none", "full"), ("none", "full", "full", "none")])
+def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> None:
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2, recompute=words)
+    check(make_case(task, layout, 5), layout)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("task", "split_points", "frozen"),
+    [
+        pytest.param("mlp", ("6", "12"), ("3.", "9.bias", "12."), id="here-and-there"),
+        pytest.param("mlp", ("6", "12"), ("0.", "3."), id="first-stage"),
+        pytest.param("mlp", ("6", "12"), ("6.", "9."), id="middle-stage"),
+        pytest.param("mlp", ("6", "12"), ("12.", "15.", "18."), id="last-stage"),
+        pytest.param("gpt", ("4", "9"), ("0.", "2.", "3."), id="embedding-and-blocks"),
+        pytest.param("batchnorm", ("4", "12"), ("0.", "1."), id="batchnorm-still-counts"),
+        pytest.param("unet", ("down.1", "up.0"), ("stem", "down.0"), id="skip-without-gradient"),
+    ],
+)
+def test_frozen_parameters(
+    task: str, split_points: tuple[str, ...], frozen: tuple[str, ...], recompute: str
+) -> None:
+    layout = Layout(num_ranks=3, split_points=split_points, recompute=recompute)
+    check(make_case(task, layout, 5, frozen=frozen), layout)
+
+
+@pytest.mark.parametrize(
+    ("task", "split_points"),
+    [
+        pytest.param("mlp", ("1", "2", "17"), id="mlp-uneven"),
+        pytest.param("gpt", ("2", "8", "15"), id="gpt"),
+        pytest.param("unet", ("down.1", "middle", "up.1"), id="unet"),
+        pytest.param("two-inputs", ("layers.1", "layers.3", "head"), id="two-inputs"),
+        pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
+        pytest.param("batchnorm-cnn", ("convolutions.1", "convolutions.4", "head"), id="batchnorm-cnn"),
+    ],
+)
+def test_split_points_of_the_user(task: str, split_points: tuple[str, ...]) -> None:
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2, split_points=split_points)
+    check(make_case(task, layout, 5), layout)
+
+
+@pytest.mark.parametrize("task", ["mlp", "gpt", "lstm", "unet", "two-inputs", "tied-gpt", "masked-stages"])
+def test_batches_of_other_sizes(task: str) -> None:
+    """Larger and smaller than the example; 5 samples are microbatches of one."""
+    layout = Layout(num_ranks=3)
+    check(make_case(task, layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
+
+
+@pytest.mark.parametrize("task", ["batchnorm", "batchnorm-cnn"])
+def test_batchnorm_on_batches_of_other_sizes(task: str) -> None:
+    layout = Layout(num_ranks=3, recompute="full")
+    check(make_case(task, layout, 3, sizes=(9, 13, 6, 11, 7)), layout)
+
+
+@pytest.mark.parametrize("task", ["mlp", "batchnorm", "gpt-masked", "masked-stages", "tied-gpt"])
+def test_max_grad_norm(task: str) -> None:
+    """Over all stages at once; a tied weight counts once. SGD does not amplify the rounding of the norm."""
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
+    case = make_case(task, layout, 5, max_grad_norm=0.05, optimizer="sgd")
+    assert all(norm is not None and norm > 0.05 for norm in reference(case).grad_norms)
+    check(case, layout)
+
+
+def test_gradients_below_max_grad_norm_are_left_alone() -> None:
+    layout = Layout(num_ranks=2)
+    clipped, free = (make_case("mlp", layout, 4, max_grad_norm=norm) for norm in (1e6, None))
+    outcome, expected = run(clipped, layout), reference(free)
+    assert all(difference(outcome.state[name], expected.state[name]) == 0.0 for name in expected.state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_learning_rate_scheduler(optimizer: str) -> None:
+    layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=3)
+    check(make_case("mlp", layout, 4, decay=True, optimizer=optimizer), layout)
+
+
+def test_another_seed_is_another_run() -> None:
+    layout = Layout(num_ranks=2)
+    for seed in (0, -1, 2**64 - 1):
+        case = make_case("mlp", layout, 4, seed=seed, sizes=(11, 11))
+        check(case, layout)
+    losses = {reference(make_case("mlp", layout, 4, seed=seed, sizes=(11, 11))).losses[0] for seed in (0, 1)}
+    assert len(losses) == 2
+
+
+# --- calls outside the protocol ---
+
+
+def grads_of_calls(case: Case, calls: int) -> tuple[dict[str, Tensor], nn.Module]:
+    """Gradients of `calls` training calls that add up, on one process."""
+    model = reference_model(case)
+    seeder = Seeder(seeded_units(model), seed=case.seed)
+    with torch.random.fork_rng(devices=[]):
+        for call in range(calls):
+            accumulate(
+                model,
+                *make_batch(case.task, index=call, size=case.batch_sizes[0]),
+                case=case,
+                enter=lambda k, call=call: seeder.at(step=call, microbatch=k),
+            )
+    return gradients(model), model
+
+
+def batch_of(case: Case, call: int) -> tuple[Any, ...]:
+    inputs, target = make_batch(case.task, index=call, size=case.batch_sizes[0])
+    return (*inputs, target)
+
+
+@pytest.mark.parametrize("task", ["mlp", "gpt-masked", "tied-gpt"])
+def test_several_forward_backward_calls_add_up(task: str) -> None:
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
+    case = make_case(task, layout, 5)
+    model = users_model(case)
+    pipe = make_pipeline(case, layout, model, optimizer=None)
+    for call in range(3):
+        pipe.forward_backward(*batch_of(case, call))
+    pipe.close()
+    expected, _ = grads_of_calls(case, 3)
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
+
+
+@pytest.mark.parametrize("task", ["mlp", "tied-gpt"])
+def test_clip_grad_norm_over_all_stages(task: str) -> None:
+    layout = Layout(num_ranks=3)
+    case = make_case(task, layout, 5)
+    model = users_model(case)
+    pipe = make_pipeline(case, layout, model, optimizer=None)
+    pipe.forward_backward(*batch_of(case, 0))
+    norm = pipe.clip_grad_norm_(0.1)
+    pipe.close()
+    _, plain = grads_of_calls(case, 1)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)), abs=1e-12)
+    found, expected = gradients(model), gradients(plain)
+    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
+
+
+def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
+    layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=2)
+    case = make_case("mlp", layout, 4)
+    model = users_model(case)
+    pipe = make_pipeline(case, layout, model, optimizer=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    pipe.forward_backward(*batch_of(case, 0))  # the protocol's first call takes no step
+    for call in (1, 2, 3):
+        optimizer.zero_grad()
+        pipe.forward_backward(*batch_of(case, call))
+        optimizer.step()
+    pipe.close()
+    expected = reference(case).state
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("task", ["mlp", "batchnorm", "tied-gpt", "sequential-stages"])
+def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
+    layouts = (Layout(num_ranks=4), Layout(schedule="interleaved", num_ranks=2, num_chunks=2))
+    case = make_case(task, layouts[0], 5)
+    model = users_model(case)
+    trained = make_pipeline(case, layouts[0], model)
+    names = list(model.state_dict())
+    trained.train_step(*batch_of(case, 0))
+    state = {name: tensor.clone() for name, tensor in trained.full_state_dict().items()}
+    assert list(state) == names
+    assert trained.state_dict().keys() == set(names)  # all stages are local
+    evaluation = trained.eval_step(*batch_of(case, 1))
+    trained.close()
+
+    model = users_model(case)
+    fresh = make_pipeline(case, layouts[1], model)
+    fresh.load_state_dict(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in fresh.full_state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    again = fresh.eval_step(*batch_of(case, 1))
+    fresh.close()
+    assert again.loss == pytest.approx(evaluation.loss, abs=1e-12)
+    assert difference(again.output, evaluation.output) < 1e-12
+
+
+def test_a_loaded_tied_weight_stays_tied() -> None:
+    layout = Layout(num_ranks=3)
+    case = make_case("tied-gpt", layout, 4)
+    model = users_model(case)
+    pipe = make_pipeline(case, layout, model)
+    pipe.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+    pipe.train_step(*batch_of(case, 0))
+    state = pipe.full_state_dict()
+    pipe.close()
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, state["head.weight"])
+
+
+@pytest.mark.parametrize("task", ["batchnorm", "two-inputs"])
+def test_eval_step_without_a_loss(task: str) -> None:
+    inputs, _ = make_batch(task, index=0, size=11)
+    plain, model = make_model(task), make_model(task)
+    pipe = PipelineModule(model, num_microbatches=4, mesh={"pipe": 3}, example_inputs=inputs)
+    result = pipe.eval_step(*inputs)
+    pipe.close()
+    with torch.no_grad():
+        expected = plain.eval()(*inputs)
+    assert result.loss is None
+    for found, wanted in zip(_tuple(result.output), _tuple(expected), strict=True):
+        assert difference(found, wanted) < 1e-12
+        assert not found.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def _tuple(output: Any) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+@pytest.mark.parametrize("task", ["mlp", "two-inputs"])
+def test_without_example_inputs_the_first_call_builds(task: str) -> None:
+    layout = Layout(num_ranks=3)
+    case = make_case(task, layout, 5)
+    model = users_model(case)
+    pipe = make_pipeline(case, layout, model, example_inputs=None)
+    assert pipe.forward_backward(*batch_of(case, 0)).loss == pytest.approx(
+        reference(case).losses[0], abs=1e-12
+    )
+    found, expected = gradients(model), reference(case).first_grads
+    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
+    clear(pipe)
+    assert all(p.grad is None for p in model.parameters())
+    pipe.close()

@@ -1,0 +1,182 @@
+"""A pairwise cover of test_numerics.py over real gloo processes, and what only several processes can show."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.cases import Case, Layout, agree, difference
+from support.matrix import cover, make_case
+from support.models import TASKS, make_batch
+from support.pipeline import make_pipeline, run, users_model
+from support.pool import Pool
+from support.reference import copied, gradients, reference, reference_model
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.gloo
+
+RANKS = (2, 3, 4)
+CHAINS = [name for name, task in TASKS.items() if task.kind != "traced"]
+TRACED = [name for name, task in TASKS.items() if task.kind == "traced"]
+
+
+def check(gloo: Pool, case: Case, layout: Layout) -> None:
+    """Agreement includes: the same loss and the same full_state_dict on every rank."""
+    agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
+
+
+@pytest.mark.parametrize(("case", "layout"), cover(CHAINS, ranks=RANKS))
+def test_one_path(gloo: Pool, case: Case, layout: Layout) -> None:
+    check(gloo, case, layout)
+
+
+@pytest.mark.parametrize(("case", "layout"), cover(TRACED, ranks=RANKS))
+def test_traced_models(gloo: Pool, case: Case, layout: Layout) -> None:
+    check(gloo, case, layout)
+
+
+@pytest.mark.parametrize("task", ["batchnorm", "tied-gpt"])
+def test_max_grad_norm(gloo: Pool, task: str) -> None:
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
+    check(gloo, make_case(task, layout, 5, max_grad_norm=0.05, optimizer="sgd"), layout)
+
+
+@pytest.mark.parametrize("task", ["gpt", "unet"])
+def test_batches_of_other_sizes(gloo: Pool, task: str) -> None:
+    """Receive buffers were sized for the example; 5 samples are microbatches of one."""
+    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
+    check(gloo, make_case(task, layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
+
+
+@pytest.mark.parametrize("frozen", [("0.", "3."), ("6.", "9."), ("12.", "15.", "18.")], ids=str)
+def test_a_stage_without_gradients(gloo: Pool, frozen: tuple[str, ...]) -> None:
+    layout = Layout(num_ranks=3, split_points=("6", "12"))
+    check(gloo, make_case("mlp", layout, 5, frozen=frozen), layout)
+
+
+# --- what only several processes can show ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a rank has after a training step. The user's code still holds the model."""
+
+    names: tuple[str, ...]  # of pipe.named_parameters()
+    own_bytes: int  # behind pipe.parameters()
+    alive_bytes: int  # behind all Parameters that the user's model had at first
+    local_state: dict[str, Tensor]
+    full_state: dict[str, Tensor]
+
+
+def take_stock(case: Case, layout: Layout) -> Holdings:
+    model = users_model(case)
+    watched = [weakref.ref(parameter) for parameter in model.parameters()]
+    pipe = make_pipeline(case, layout, model)
+    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
+    pipe.train_step(*inputs, target)
+    gc.collect()
+    holdings = Holdings(
+        names=tuple(name for name, _ in pipe.named_parameters()),
+        own_bytes=storage_bytes(pipe.parameters()),
+        alive_bytes=storage_bytes(p for p in (look() for look in watched) if p is not None),
+        local_state=copied(pipe.state_dict()),
+        full_state=copied(pipe.full_state_dict()),
+    )
+    pipe.close()
+    return holdings
+
+
+def storage_bytes(parameters: Iterable[Tensor]) -> int:
+    storages = [p.untyped_storage() for p in parameters if p.device.type != "meta"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("task", ["gpt", "batchnorm", "unet", "sequential-stages"])
+def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
+    layout = Layout(schedule="interleaved", num_ranks=3, num_chunks=2)
+    case = make_case(task, layout, 4)
+    holdings = gloo.run(take_stock, ranks=3, args=(case, layout))
+    model = users_model(case)
+    owned = [name for rank in holdings for name in rank.names]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+    for rank in holdings:
+        assert 0 < rank.alive_bytes == rank.own_bytes < storage_bytes(model.parameters())
+        assert list(rank.full_state) == list(model.state_dict())
+        assert all(torch.equal(tensor, rank.full_state[name]) for name, tensor in rank.local_state.items())
+    local = [name for rank in holdings for name in rank.local_state]
+    assert sorted(local) == sorted(model.state_dict())
+
+
+def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
+    """Loads a full, then a local state dict; whether the weights are those of `state` after each."""
+    pipe = make_pipeline(case, layout, users_model(case))
+    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
+    pipe.load_state_dict(state)
+    local = copied(pipe.state_dict())
+    first = all(torch.equal(tensor, state[name]) for name, tensor in pipe.full_state_dict().items())
+    pipe.train_step(*inputs, target)
+    pipe.load_state_dict(local)
+    second = all(torch.equal(tensor, state[name]) for name, tensor in pipe.full_state_dict().items())
+    pipe.close()
+    return first and second
+
+
+@pytest.mark.parametrize("task", ["batchnorm", "tied-gpt"])
+def test_state_dicts_load_whole_and_by_rank(gloo: Pool, task: str) -> None:
+    layout = Layout(num_ranks=2)
+    case = make_case(task, layout, 4)
+    assert gloo.run(load_twice, ranks=2, args=(case, layout, reference(case).state)) == [True, True]
+
+
+def clip_by_hand(case: Case, layout: Layout) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """forward_backward, clip_grad_norm_ and the user's own optimizer over this rank's parameters."""
+    pipe = make_pipeline(case, layout, users_model(case), optimizer=None)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
+    pipe.forward_backward(*inputs, target)
+    norm = pipe.clip_grad_norm_(0.1)
+    found = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+    optimizer.step()
+    state = copied(pipe.full_state_dict())
+    pipe.close()
+    return norm, found, state
+
+
+@pytest.mark.parametrize("task", ["mlp", "tied-gpt"])
+def test_clip_grad_norm_and_the_users_own_optimizer(gloo: Pool, task: str) -> None:
+    layout = Layout(num_ranks=3)
+    case = make_case(task, layout, 5)
+    results = gloo.run(clip_by_hand, ranks=3, args=(case, layout))
+    plain = reference_model(case)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = reference(case).first_grads[name].clone()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    expected = gradients(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    for found_norm, found, state in results:
+        assert found_norm == pytest.approx(norm, abs=1e-12)
+        assert found_norm == results[0][0]
+        assert all(difference(found[name], expected[name]) < 1e-12 for name in found)
+        assert all(difference(state[name], tensor) < 1e-12 for name, tensor in plain.state_dict().items())
+
+
+def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]:
+    """No process group, no mesh, no example inputs: all of it comes from outside and the first call."""
+    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
+    pipe = make_pipeline(case, layout, users_model(case), mesh=None, example_inputs=None)
+    loss = pipe.forward_backward(*inputs, target).loss
+    position = (pipe.rank, pipe.num_ranks, loss)
+    pipe.close()
+    return position
+
+
+def test_the_environment_alone_is_enough(gloo: Pool) -> None:
+    layout = Layout(num_ranks=2)
+    case = make_case("mlp", layout, 5)
+    found = gloo.run(train_as_torchrun_does, ranks=2, args=(case, layout), group=False)
+    loss = reference(case).losses[0]
+    assert found == [(0, 2, loss), (1, 2, loss)]

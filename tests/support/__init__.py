@@ -1,0 +1,1 @@
+"""What the tests share: small models, the one-process reference, and a pool of gloo workers."""

@@ -1,0 +1,65 @@
+"""Which cases run on which layouts: the whole grid for one model, pairwise covers for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from .cases import Case, Layout
+from .models import TASKS
+from .pairwise import pairwise
+
+INTERLEAVING = ("interleaved", "looped-bfs")
+SCHEDULES = ("gpipe", "1f1b", *INTERLEAVING)
+CHUNKS = (1, 2, 3)
+# With the tasks' batch sizes: fewer than the ranks, no multiple of the ranks, no divisor of the samples.
+MICROBATCHES = (1, 2, 5, 8)
+
+
+def make_layout(schedule: str, num_ranks: int, num_chunks: int, *, recompute: str = "none") -> Layout:
+    """Names the number of chunks only to the schedules that take one."""
+    return Layout(
+        schedule=schedule,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks if schedule in INTERLEAVING else None,
+        recompute=recompute,
+    )
+
+
+def make_case(task: str, layout: Layout, num_microbatches: int, **options: Any) -> Case:
+    num_stages = layout.num_stages if TASKS[task].kind == "stages" else None
+    return Case(task=task, num_microbatches=num_microbatches, num_stages=num_stages, **options)
+
+
+def all_layouts(*, ranks: Sequence[int]) -> list[Layout]:
+    return [
+        make_layout(schedule, num_ranks, num_chunks)
+        for schedule in SCHEDULES
+        for num_ranks in ranks
+        for num_chunks in CHUNKS
+        if num_chunks == 1 or schedule in INTERLEAVING
+    ]
+
+
+def cover(tasks: Sequence[str], *, ranks: Sequence[int]) -> list[Any]:
+    """pytest parameters (case, layout) in which every two of task, schedule, P, V, M and recompute meet."""
+    rows = pairwise(
+        {
+            "ranks": ranks,
+            "task": tasks,
+            "schedule": SCHEDULES,
+            "chunks": CHUNKS,
+            "microbatches": MICROBATCHES,
+            "recompute": ("none", "full"),
+        },
+        allowed=lambda row: row["chunks"] == 1 or row["schedule"] in INTERLEAVING,
+    )
+    parameters = []
+    for row in rows:
+        layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
+        case = make_case(row["task"], layout, row["microbatches"])
+        name = f"{row['task']}-{layout}-M{row['microbatches']}"
+        parameters.append(pytest.param(case, layout, id=name))
+    return parameters

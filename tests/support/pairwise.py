@@ -1,0 +1,38 @@
+"""A small set of configurations in which every two values of any two factors meet (greedy, after AETG)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Pair = tuple[str, Any, str, Any]
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], *, allowed: Callable[[Row], bool] = lambda row: True, seed: int = 0
+) -> list[Row]:
+    """Rows that cover every pair of values which some allowed row has; the same rows for the same arguments.
+
+    >>> len(pairwise({"a": [1, 2], "b": [3, 4], "c": [5, 6]})) < 8
+    True
+    """
+    names = list(factors)
+    everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+    candidates = [row for row in everything if allowed(row)]
+    random.Random(seed).shuffle(candidates)
+    pairs = {id(row): frozenset(_pairs(row)) for row in candidates}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda row: len(pairs[id(row)] & missing))
+        missing -= pairs[id(best)]
+        chosen.append(best)
+    order = {id(row): k for k, row in enumerate(everything)}
+    return sorted(chosen, key=lambda row: order[id(row)])
+
+
+def _pairs(row: Row) -> Iterable[Pair]:
+    return ((a, row[a], b, row[b]) for a, b in itertools.combinations(row, 2))

@@ -1,0 +1,203 @@
+"""Long-lived gloo processes that the tests feed with cases: starting one costs seconds, a case little.
+
+    test  -- Pool.run(function, ranks=3, args=...) -->  workers 0, 1, 2: new process group, function(*args)
+          <-- results by rank, or CaseError with what every rank left behind
+
+Every case gets a fresh default process group of its own size, so that nothing is left over from the last one.
+After a case that failed in any way all workers are ended, and the next case starts new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .pool_worker import Order, Reply, serve
+
+_START_LIMIT = 120.0  # [s] importing torch on a busy machine takes its time
+_ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
+_END_GRACE = 5.0  # [s] for a worker to leave by itself
+_LOG_TAIL = 6000  # characters of a worker's output that a failure shows
+
+
+class CaseError(AssertionError):
+    """A case raised, died or hung on some rank; the message holds what each rank left behind."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    log: Path
+
+
+class Pool:
+    """Workers for cases of up to `max_ranks` ranks, started when first needed.
+
+    `filters` are warning filters in pytest's notation, set in each worker while it runs a case.
+    """
+
+    def __init__(self, *, max_ranks: int = 4, filters: Sequence[str] = ()) -> None:
+        self.max_ranks = max_ranks
+        self.filters = tuple(filters)
+        self._workers: list[_Worker] = []
+        self._store: Any = None
+        self._cases = 0
+        self._finalizer = weakref.finalize(self, _end, self._workers)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        ranks: int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 60.0,
+        group: bool = True,
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; returns the results by rank.
+
+        `function` stands at the top of any module (of a test file too); arguments and results are pickled.
+        With `group=False` there is no process group, only the environment that torchrun would set.
+        Raises CaseError when a rank raises, dies, or has not answered after `timeout` [s].
+        """
+        replies = self.replies(
+            function, ranks=ranks, args=args, kwargs=kwargs, timeout=timeout, group=group, grace=3.0
+        )
+        if any(reply.kind != "ok" for reply in replies):
+            raise CaseError(_story(function, replies))
+        return [reply.value for reply in replies]
+
+    def replies(
+        self,
+        function: Callable[..., Any],
+        *,
+        ranks: int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = 60.0,
+        group: bool = True,
+        grace: float | None = None,
+    ) -> list[Reply]:
+        """As `run`, but answers what became of each rank (`Reply.kind`: ok, error, died, hung).
+
+        Once a rank has failed, the others have `grace` [s] left (None: until `timeout`).
+        """
+        if not 1 <= ranks <= self.max_ranks:
+            raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
+        self._start(ranks)
+        self._cases += 1
+        port = _free_port()
+        payload = pickle.dumps((tuple(args), dict(kwargs or {})))
+        for rank, worker in enumerate(self._workers[:ranks]):
+            order = Order(
+                case=self._cases,
+                module=function.__module__,
+                file=sys.modules[function.__module__].__file__ or "",
+                function=function.__qualname__,
+                payload=payload,
+                rank=rank,
+                ranks=ranks,
+                timeout=timeout,
+                group=group,
+                master_port=port,
+                filters=self.filters,
+            )
+            worker.connection.send_bytes(pickle.dumps(order))
+        replies = self._collect(ranks, timeout=timeout, grace=grace)
+        if any(reply.kind != "ok" for reply in replies):
+            self.close()
+        return replies
+
+    def close(self) -> None:
+        """Ends all workers; a later case starts new ones."""
+        _end(self._workers)
+        self._store = None
+
+    def _start(self, ranks: int) -> None:
+        import torch.distributed as dist
+
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        started = []
+        for index in range(len(self._workers), ranks):
+            ours, theirs = context.Pipe()
+            descriptor, log = tempfile.mkstemp(prefix=f"stagewright-gloo-{index}-", suffix=".log")
+            os.close(descriptor)
+            process = context.Process(
+                target=serve, args=(theirs, log, self._store.port), daemon=True, name=f"gloo-{index}"
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process=process, connection=ours, log=Path(log)))
+            started.append(index)
+        for index in started:  # the clock of a case starts when all its workers stand
+            if not self._workers[index].connection.poll(_START_LIMIT):
+                self.close()
+                raise CaseError(f"gloo worker {index} did not start within {_START_LIMIT} s")
+            if self._workers[index].connection.recv_bytes() != b"ready":
+                raise AssertionError("a worker's first word is not 'ready'")
+
+    def _collect(self, ranks: int, *, timeout: float, grace: float | None) -> list[Reply]:
+        deadline = time.monotonic() + timeout + _ALARM_GRACE
+        replies: dict[int, Reply] = {}
+        while len(replies) < ranks:
+            waiting = {self._workers[r].connection: r for r in range(ranks) if r not in replies}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                replies[rank] = reply = self._reply(rank)
+                if reply.kind != "ok" and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [replies.get(r) or Reply(kind="hung", text=self._tail(r)) for r in range(ranks)]
+
+    def _reply(self, rank: int) -> Reply:
+        worker = self._workers[rank]
+        try:
+            reply: Reply = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            worker.process.join(_END_GRACE)
+            return Reply(kind="died", text=f"exit code {worker.process.exitcode}\n{self._tail(rank)}")
+        return reply
+
+    def _tail(self, rank: int) -> str:
+        return self._workers[rank].log.read_text(errors="replace")[-_LOG_TAIL:]
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.connection.close()  # an idle worker leaves at the end of its connection
+    for worker in workers:
+        # A busy worker is not asked twice: it may be deep in a collective.
+        worker.process.join(_END_GRACE / 10)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.log.unlink(missing_ok=True)
+    workers.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _story(function: Callable[..., Any], replies: list[Reply]) -> str:
+    parts = [f"{function.__module__}.{function.__qualname__} on {len(replies)} ranks (pid {os.getpid()})"]
+    parts += [f"--- rank {rank}: {reply.kind}\n{reply.text}" for rank, reply in enumerate(replies)]
+    return "\n".join(parts)

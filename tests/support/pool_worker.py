@@ -1,0 +1,141 @@
+"""The worker's side of `pool.py`: one process, one rank of every case that it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A case for one rank. `payload` is the pickled (args, kwargs)."""
+
+    case: int
+    module: str
+    file: str
+    function: str
+    payload: bytes
+    rank: int
+    ranks: int
+    timeout: float
+    group: bool
+    master_port: int
+    filters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What became of a case on one rank: kind is ok, error, died or hung; text a traceback or log tail."""
+
+    kind: str
+    value: Any = None
+    text: str = ""
+
+
+def serve(connection: Connection, log: str, store_port: int) -> None:
+    """Runs one case after the other until the connection ends."""
+    output = open(log, "w", buffering=1)  # noqa: SIM115  (lives as long as the process)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    faulthandler.enable(output)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            order: Order = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        output.write(f"case {order.case}, rank {order.rank} of {order.ranks}: {order.function}\n")
+        faulthandler.dump_traceback_later(order.timeout, file=output)
+        try:
+            value = _run(order, dist.PrefixStore(f"case{order.case}", store))
+            answer = pickle.dumps(Reply(kind="ok", value=value))
+        except BaseException:  # whatever a case raises is its result
+            answer = pickle.dumps(Reply(kind="error", text=traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()
+        connection.send_bytes(answer)
+
+
+def _run(order: Order, store: Any) -> Any:
+    import torch.distributed as dist
+
+    _set_environment(order)
+    function = _find(order)
+    args, kwargs = pickle.loads(order.payload)
+    if order.group:
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=order.rank,
+            world_size=order.ranks,
+            timeout=timedelta(seconds=order.timeout),
+        )
+    with _warning_filters(order.filters):
+        value = function(*args, **kwargs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def _set_environment(order: Order) -> None:
+    """What torchrun sets."""
+    os.environ |= {
+        "RANK": str(order.rank),
+        "LOCAL_RANK": str(order.rank),
+        "WORLD_SIZE": str(order.ranks),
+        "LOCAL_WORLD_SIZE": str(order.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(order.master_port),
+    }
+
+
+def _find(order: Order) -> Any:
+    """The function by its module's name, or by its file: a worker can't import test modules by name."""
+    if order.module.startswith("support."):
+        module = importlib.import_module(order.module)
+    elif order.module in sys.modules:
+        module = sys.modules[order.module]
+    else:
+        spec = importlib.util.spec_from_file_location(order.module, order.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[order.module] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in order.function.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@contextlib.contextmanager
+def _warning_filters(filters: tuple[str, ...]) -> Iterator[None]:
+    """Sets pytest's `filterwarnings` lines: action[:message[:category]], the last one that fits wins."""
+    with warnings.catch_warnings():
+        for line in filters:
+            action, message, category = (*line.split(":"), "", "")[:3]
+            module, _, name = category.rpartition(".")
+            kind = getattr(importlib.import_module(module or "builtins"), name) if name else Warning
+            warnings.filterwarnings(action, message=message.strip(), category=kind)  # type: ignore[arg-type]
+        yield

@@ -1,0 +1,111 @@
+"""The package as a whole: what importing it costs, and which folder may import which."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stagewright
+
+ROOT = Path(stagewright.__file__).parent
+
+# The arrows of CONTRIBUTING.md: folder -> folders that its files may import.
+ARROWS = {
+    "schedules": set(),
+    "partition": {"schedules"},
+    "comm": {"schedules"},
+    "viz": {"schedules"},
+    "pipe": {"schedules", "partition", "comm"},
+    "experiments": {"schedules", "partition", "comm", "viz", "pipe"},
+}
+WITHOUT_TORCH = {"schedules", "viz"}
+FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(source: str, package: tuple[str, ...]) -> set[str]:
+    """Dotted names that a file of `package` imports, at any depth of its code, relative ones with a dot.
+
+    `from ..a import b` names `.a.b`, seen from the root of the package: whether b is a module or a function
+    can't be told from the text, and the folder is the same.
+    """
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level > len(package) + 1:
+                raise ValueError(f"line {node.lineno}: {'.' * node.level} leads out of the package")
+            base = ["", *package[: len(package) + 1 - node.level]] if node.level else []
+            names |= {".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names}
+    return names
+
+
+def test_imported_reads_every_form_of_import():
+    source = "\n".join(
+        [
+            "import numpy as np, torch.nn",
+            "from torch import distributed",
+            "from . import ir",
+            "from .ir import Action",
+            "from .. import __version__, comm",
+            "def late():",
+            "    from ..schedules.ir import Op",
+        ]
+    )
+    assert imported(source, ("pipe",)) == {
+        "numpy",
+        "torch.nn",
+        "torch.distributed",
+        ".pipe.ir",
+        ".pipe.ir.Action",
+        ".__version__",
+        ".comm",
+        ".schedules.ir.Op",
+    }
+    assert imported("from ..blocks import A", ("pipe", "deep")) == {".pipe.blocks.A"}
+    with pytest.raises(ValueError, match=r"line 1: \.\.\. leads out"):
+        imported("from ... import x", ("pipe",))
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_follow_the_arrows(path):
+    folder = path.parts[0]
+    names = imported((ROOT / path).read_text(encoding="utf-8"), path.parent.parts)
+    inside = {name.split(".")[1] for name in names if name.startswith(".")}
+    outside = {name.split(".")[0] for name in names if not name.startswith(".")}
+
+    allowed = ARROWS[folder] | {folder, "__version__"}
+    assert inside <= allowed, f"{path} imports {sorted(inside - allowed)}"
+    assert "stagewright" not in outside, f"{path} imports its own package by name: use relative imports"
+    if folder in WITHOUT_TORCH:
+        assert "torch" not in outside, f"{path} imports torch"
+
+
+def test_every_folder_of_code_stands_in_the_arrows():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(ARROWS)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    ["stagewright", "stagewright.schedules, stagewright.viz", "stagewright.experiments.cli"],
+)
+def test_import_leaves_torch_out(modules):
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_pipeline_module_loads_on_first_use():
+    from stagewright.pipe import PipelineModule
+
+    assert stagewright.PipelineModule is PipelineModule
+    with pytest.raises(AttributeError, match="module 'stagewright' has no attribute 'PipelineModul'"):
+        _ = stagewright.PipelineModul
+
+
+def test_version_is_the_installed_one():
+    assert stagewright.__version__ == importlib.metadata.version("stagewright")
