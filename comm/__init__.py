@@ -1,12 +1,14 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .errors import PeerLost, PipelineError, PipelineTimeout, RankFailed
+from .collectives import Collectives
+from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard
 from .groups import World, join_world, link_groups, pipe_size
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
+    "Collectives",
     "FailureBoard",
     "InProcessTransport",
     "Mailbox",
@@ -14,7 +16,6 @@ __all__ = [
     "PipelineError",
     "PipelineTimeout",
     "ProcessGroupTransport",
-    "RankFailed",
     "TensorSpec",
     "Transport",
     "World",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class PipelineError(RuntimeError):
-    """A run that cannot go on. The message names the ranks and actions concerned."""
+    """A run that cannot go on. The message names the ranks and actions concerned.
+
+    peer: the rank that was waited for, where there is one.
+    """
+
+    def __init__(self, message: str, *, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class PipelineTimeout(PipelineError):
@@ -15,5 +22,13 @@ class PeerLost(PipelineError):
     """The connection to a rank broke: it died, or stopped after an error of its own."""
 
 
-class RankFailed(PipelineError):
-    """Another rank reported an error of its own; the message carries it."""
+def short_reason(error: BaseException) -> str:
+    """What a backend's error says, without source paths and addresses.
+
+    >>> short_reason(RuntimeError("[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3. x"))
+    'Connection closed by peer'
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if line.startswith("[/"):
+        line = line.partition("] ")[2]
+    return line.partition(" [")[0].partition(". ")[0][:160]

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .errors import short_reason
 from .process_group import Link
 
 AXES = ("pipe", "data", "tensor")
@@ -43,9 +44,8 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     try:
         dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
     except Exception as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise RuntimeError(
-            f"rank {rank} of {size} found no rendezvous at {address} within {timeout:g} s ({reason}): expected all "
+            f"rank {rank} of {size} found no rendezvous at {address} within {timeout:g} s ({short_reason(error)}): expected all "
             f"{size} ranks to be started with the same MASTER_ADDR and MASTER_PORT, each with its own RANK"
         ) from error
     return World(rank=dist.get_rank(), size=dist.get_world_size())

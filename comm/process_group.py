@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Message
-from .errors import PeerLost, PipelineTimeout
+from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
 Link = tuple[int, int]  # (sender, receiver), ranks along the pipeline
@@ -132,7 +132,7 @@ class ProcessGroupTransport:
         try:
             return operation([wire], index, tag)
         except RuntimeError as error:
-            raise PeerLost(_lost(peer, message, error)) from error
+            raise PeerLost(_lost(peer, message, error), peer=peer) from error
 
     def _finish(self, work: dist.Work, message: Message, peer: int, timeout: float) -> None:
         started = time.monotonic()
@@ -144,8 +144,8 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             waited = time.monotonic() - started
             if "timed out" in str(error).lower() or "timeout" in str(error).lower() or waited >= timeout:
-                raise PipelineTimeout(f"waited {waited:.1f} s for rank {peer}: {message}") from error
-            raise PeerLost(_lost(peer, message, error)) from error
+                raise PipelineTimeout(f"waited {waited:.1f} s for rank {peer}: {message}", peer=peer) from error
+            raise PeerLost(_lost(peer, message, error), peer=peer) from error
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,5 +154,4 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lost(peer: int, message: Message, error: Exception) -> str:
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return f"lost the connection to rank {peer} while waiting for the {message} ({reason})"
+    return f"lost the connection to rank {peer} while waiting for the {message} ({short_reason(error)})"

@@ -226,20 +226,32 @@ def _judge(ranks: list[_Rank]) -> LaunchResult:
             f"rank {rank.number}: {rank.how_it_ended} after its results were out" for rank in odd
         )
         return LaunchResult(status=0, first_failed=None, report=report)
+    status = failed[0].process.returncode or 1
+    return LaunchResult(
+        status=status if status > 0 else 128 - status,
+        first_failed=failed[0].number,
+        report=_failure_report(ranks, failed),
+    )
+
+
+def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
+    """Who failed first and what it said; rank 0's lines went to the terminal already."""
+    last_line = {rank.number: next(reversed(rank.last_lines()), "nothing") for rank in failed}
+    if len(failed) == len(ranks) > 1 and len(set(last_line.values())) == 1:
+        return f"all {len(ranks)} ranks failed alike ({failed[0].how_it_ended})"
     first, others = failed[0], failed[1:]
-    code = first.process.returncode or 1
-    lines = first.last_lines()
-    story = [f"rank {first.number} failed first ({first.how_it_ended}). Its last lines:"]
-    story += [f"  {line}" for line in lines] or ["  (it said nothing)"]
+    story = [
+        f"rank {first.number} failed first ({first.how_it_ended}); its last line: {last_line[first.number]}"
+    ]
+    if first.number != 0:
+        story += ["its last lines:", *(f"  {line}" for line in first.tail)]
     for rank in others:
-        said = next(reversed(rank.last_lines()), "nothing")
+        said = last_line[rank.number]
         story.append(f"rank {rank.number} failed after it ({rank.how_it_ended}); its last line: {said}")
     for rank in ranks:
         if rank not in failed and rank.process.returncode is None:
             story.append(f"rank {rank.number} was still running and was stopped")
-    return LaunchResult(
-        status=code if code > 0 else 128 - code, first_failed=first.number, report="\n".join(story)
-    )
+    return "\n".join(story)
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar on a terminal, plain lines elsewhere, nothing on the ranks that do not talk."""
+"""How a run shows itself: a bar on a terminal, plain lines elsewhere, nothing where a rank is silent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class PlainProgress(Progress):
         if done % self.every and done != self.steps:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self.started), 60)
-        self.note(f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}")
+        self.note(
+            f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}"
+        )
 
     def note(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
@@ -87,7 +89,7 @@ class BarProgress(Progress):
 
 
 def make_progress(*, rank: int, steps: int, json: bool) -> Progress:
-    """What suits this rank and its output; with `json` the standard output is kept free for the one object."""
+    """What suits this rank and its output; with `json` the standard output is kept free for the object."""
     if rank != 0:
         return Progress()
     stream = sys.stderr if json else sys.stdout
@@ -98,7 +100,8 @@ def make_progress(*, rank: int, steps: int, json: bool) -> Progress:
 
 def describe(metrics: Metrics) -> str:
     """The figures of a step in one line."""
-    text = f"loss {metrics.loss:.3f} = {metrics.bits_per_byte:.2f} bits/byte  {metrics.tokens_per_s:,.0f} tokens/s"
+    loss = f"loss {metrics.loss:.3f} = {metrics.bits_per_byte:.2f} bits/byte"
+    text = f"{loss}  {metrics.tokens_per_s:,.0f} tokens/s"
     if metrics.bubble is not None and metrics.predicted_bubble is not None:
         text += f"  bubble {metrics.bubble:.1%} (predicted {metrics.predicted_bubble:.1%})"
     return text

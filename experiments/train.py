@@ -16,13 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from ..schedules import Schedule, build, check
 from .run_folder import RunFolder
 from .schedule_command import read_schedule
+
+if TYPE_CHECKING:
+    from .gpt import GPTConfig
 
 DEFAULT_RANKS = 2
 
@@ -78,12 +81,9 @@ class TrainOptions:
         for option, least in (("steps", 1), ("batch", 1), ("length", 1), ("lr", 0.0), ("timeout", 0.0)):
             value = getattr(self, option)
             if value < least or (isinstance(least, float) and value == 0):
-                raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
-        if self.batch < self.microbatches:
-            raise ValueError(
-                f"--batch {self.batch} with --microbatches {self.microbatches}: a microbatch would be empty; "
-                f"expected --batch {self.microbatches} or more, or --microbatches {self.batch} or fewer"
-            )
+                raise ValueError(
+                    f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}"
+                )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -91,6 +91,10 @@ def run(argv: Sequence[str]) -> int:
     options = resolve(tyro.cli(TrainOptions, args=argv, prog="stagewright train"))
     schedule = make_schedule(options)
     if options.dry_run:
+        if "WORLD_SIZE" in os.environ:
+            raise ValueError(
+                "--dry-run needs one process only: type `stagewright train --dry-run` without torchrun"
+            )
         from .dry_run import show
 
         return show(options, schedule)
@@ -109,8 +113,8 @@ def resolve(options: TrainOptions) -> TrainOptions:
     ranks = options.ranks if options.ranks is not None else int(world or DEFAULT_RANKS)
     if world is not None and int(world) != ranks:
         raise ValueError(
-            f"--ranks {ranks} in one of {world} processes (WORLD_SIZE={world}): leave --ranks away under torchrun, "
-            f"or start {ranks} processes"
+            f"--ranks {ranks} in one of {world} processes (WORLD_SIZE={world}): leave --ranks away under "
+            f"torchrun, or start {ranks} processes"
         )
     name = options.name or time.strftime("gpt-%Y%m%d-%H%M%S")
     return replace(options, ranks=ranks, name=name)
@@ -123,8 +127,8 @@ def make_schedule(options: TrainOptions) -> Schedule:
         schedule = read_schedule(Path(options.schedule))
         if schedule.num_ranks != options.ranks:
             raise ValueError(
-                f"{options.schedule} is for {schedule.num_ranks} ranks: expected --ranks {schedule.num_ranks}, "
-                f"not {options.ranks}"
+                f"{options.schedule} is for {schedule.num_ranks} ranks: "
+                f"expected --ranks {schedule.num_ranks}, not {options.ranks}"
             )
     else:
         schedule = build(
@@ -134,7 +138,25 @@ def make_schedule(options: TrainOptions) -> Schedule:
             num_chunks=options.chunks,
         )
     check(schedule)
+    if options.batch < schedule.num_microbatches:
+        raise ValueError(
+            f"--batch {options.batch} for {schedule.num_microbatches} microbatches: one would be empty; "
+            f"expected --batch {schedule.num_microbatches} or more, or fewer --microbatches"
+        )
     return schedule
+
+
+def model_config(options: TrainOptions) -> GPTConfig:
+    """The GPT that the options mean; ValueError for sizes that do not fit."""
+    from .gpt import GPTConfig  # torch, which a mistake in the options above need not wait for
+
+    return GPTConfig(
+        length=options.length,
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        dropout=options.dropout,
+    )
 
 
 def _check_before_launch(options: TrainOptions) -> None:
@@ -143,6 +165,7 @@ def _check_before_launch(options: TrainOptions) -> None:
 
     assert options.name is not None
     RunFolder.check_free(options.name)
+    model_config(options)
     load_corpus(options.text).check_length(options.length)
 
 

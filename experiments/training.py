@@ -1,4 +1,4 @@
-"""What one rank of `stagewright train` does: model, pipeline, training loop, validation, and what is left behind."""
+"""What one rank of `stagewright train` does: model, pipeline, training loop, validation, results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..pipe import PipelineModule
 from ..schedules import Schedule, simulate
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
-from .gpt import GPT, GPTConfig, sample
+from .gpt import GPT, sample
 from .launcher import report_to_launcher
 from .progress import Progress, make_progress
 from .run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary
 from .timeline_command import Traces
-from .train import TrainOptions
+from .train import TrainOptions, model_config
 
 WARMUP = 0.1  # of the steps
 FINAL_RATE = 0.05  # of the peak learning rate
@@ -50,7 +50,9 @@ def train(options: TrainOptions, schedule: Schedule) -> int:
     return 0
 
 
-def make_pipe(options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor) -> PipelineModule:
+def make_pipe(
+    options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor
+) -> PipelineModule:
     """The pipeline that the options describe; tokens: one batch [B, T]."""
     return PipelineModule(
         model,
@@ -70,15 +72,7 @@ def make_pipe(options: TrainOptions, schedule: Schedule, model: nn.Module, token
 def make_model(options: TrainOptions) -> GPT:
     """The same weights on each rank, from the seed."""
     torch.manual_seed(options.seed)
-    return GPT(
-        GPTConfig(
-            length=options.length,
-            layers=options.layers,
-            width=options.width,
-            heads=options.heads,
-            dropout=options.dropout,
-        )
-    )
+    return GPT(model_config(options))
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
@@ -195,13 +189,15 @@ class _Training:
             batch_size=self.options.batch,
             length=self.options.length,
         )
-        return statistics.fmean(self.pipe.eval_step(tokens, targets).loss for tokens, targets in batches)
+        losses = [self.pipe.eval_step(tokens, targets).loss for tokens, targets in batches]
+        return statistics.fmean(loss for loss in losses if loss is not None)  # None: without a loss_fn only
 
     def _title(self) -> str:
         schedule, options = self.pipe.schedule, self.options
         return (
-            f"{self.num_parameters:,} parameters in {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-            f"{schedule.name}, {schedule.num_microbatches} microbatches; {options.steps} steps of "
+            f"{self.num_parameters:,} parameters in {schedule.num_stages} stages on "
+            f"{schedule.num_ranks} ranks, {schedule.name}, {schedule.num_microbatches} microbatches; "
+            f"{options.steps} steps of "
             f"{options.batch} x {options.length} bytes of {self.corpus.source}"
         )
 
@@ -261,18 +257,14 @@ def gather(number: int) -> tuple[int, ...]:
 
 def report(summary: Summary) -> str:
     """The summary for people."""
+    bits, predicted = summary.val_bits_per_byte, summary.predicted_step_seconds
     peaks = ", ".join(f"{peak / 1e6:.0f} MB" for peak in summary.peak_memory_bytes)
-    return "\n".join(
-        [
-            "",
-            f"validation      {summary.val_bits_per_byte:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})",
-            f"speed           {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in {summary.seconds:.0f} s",
-            f"step            {summary.step_seconds * 1e3:.1f} ms "
-            f"(predicted without clipping {summary.predicted_step_seconds * 1e3:.1f} ms)",
-            f"bubble          {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
-            f"peak memory     {peaks} by process, above its start",
-        ]
-    )
+    return f"""
+validation   {bits:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})
+speed        {summary.tokens_per_s:,.0f} tokens/s ({summary.tokens:,} tokens in {summary.seconds:.0f} s)
+step         {summary.step_seconds * 1e3:.1f} ms measured, {predicted * 1e3:.1f} ms predicted without clipping
+bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted
+peak memory  {peaks}, by process, above what stood at its start"""
 
 
 def _make_folder(options: TrainOptions, corpus: Corpus) -> RunFolder:

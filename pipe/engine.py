@@ -92,7 +92,8 @@ class Engine:
         try:
             return local.transport.wait(message, self._timeout)
         except PipelineError as error:
-            raise type(error)(f"rank {local.worker.rank}: {error}, needed {_story(local, wait)}") from error
+            story = f"rank {local.worker.rank}: {error}, needed {_story(local, wait)}"
+            raise type(error)(story, peer=error.peer) from error
 
     def _take_turns(self, runs: Sequence[Iterator[Wait]]) -> None:
         """Round and round until all have ended; a round in which none got on is a deadlock."""

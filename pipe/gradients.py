@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 
-from datetime import timedelta
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..comm import World
-from ..comm.groups import backend_for
+from ..comm import Collectives
 from .optimizers import clip_factor, scale_gradients, squared_norm
 from .ownership import Ownership
 
@@ -23,21 +19,18 @@ class Gradients:
     Making it is collective over the processes (it makes the groups of tied parameters).
     """
 
-    def __init__(self, ownership: Ownership, world: World, *, device: torch.device, timeout: float) -> None:
+    def __init__(self, ownership: Ownership, collectives: Collectives, *, rank: int, device: torch.device) -> None:
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
         self._counted = [p for p in ownership.counted_parameters() if p.requires_grad]
-        self._world = world
+        self._collectives = collectives
         self._device = device
-        self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._tied: list[tuple[str, nn.Parameter, tuple[int, ...]]] = []
         self._before: list[torch.Tensor | None] = []
         local = dict(ownership.named_parameters())
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for name, ranks in ownership.tied() if world.distributed else ():
-            if ranks not in groups:
-                limit = timedelta(seconds=timeout)
-                groups[ranks] = dist.new_group(list(ranks), backend=backend_for(device), timeout=limit)
-            if world.rank in ranks:
-                self._tied.append((local[name], groups[ranks]))
+        for name, ranks in ownership.tied():
+            collectives.subgroup(ranks)
+            if rank in ranks:
+                self._tied.append((name, local[name], ranks))
 
     def begin(self) -> None:
         """A batch begins: put aside what is there."""
@@ -56,10 +49,10 @@ class Gradients:
         """The batch is through: scale its gradients, sum those of tied parameters, and add what was there before."""
         if scale != 1.0:
             scale_gradients(self._parameters, scale)
-        for parameter, group in self._tied:
+        for name, parameter, ranks in self._tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+            self._collectives.all_reduce(parameter.grad, what=f"summing the gradient of tied {name!r}", ranks=ranks)
         for parameter, grad in zip(self._parameters, self._before, strict=True):
             if grad is None:
                 continue
@@ -71,8 +64,7 @@ class Gradients:
     def clip(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
         total = squared_norm(self._counted, device=self._device)
-        if self._world.distributed:
-            dist.all_reduce(total)
+        self._collectives.all_reduce(total, what="summing the gradient norm")
         norm = float(total.sqrt())
         factor = clip_factor(norm, max_norm)
         if factor < 1.0:

@@ -159,7 +159,7 @@ class PipelineModule:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
-        return self._runtime.ownership.full_state_dict()
+        return self._runtime.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""

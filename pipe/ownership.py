@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ..comm import Collectives
 from .build import Parts
 
 
@@ -78,7 +78,7 @@ class Ownership:
         """This process's parameters and persistent buffers, original names."""
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
         """Everything on every rank, on the CPU. Collective over the processes."""
         tensors = self._tensors()
         full: dict[str, torch.Tensor] = {}
@@ -87,10 +87,8 @@ class Ownership:
             if first != name and first in full:
                 full[name] = full[first]
                 continue
-            value = tensor.detach()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                source = self._owner_of[self.stages[name][0]]
-                value = self._broadcast(value, source)
+            source = self._owner_of[self.stages[name][0]]
+            value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
             full[name] = value.cpu().clone()
         return full
 
@@ -122,13 +120,6 @@ class Ownership:
         if odd:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
         return state
-
-    def _broadcast(self, value: torch.Tensor, source: int) -> torch.Tensor:
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-        mine = dist.get_rank() == source
-        buffer = value.to(device).contiguous() if mine else torch.empty(value.shape, dtype=value.dtype, device=device)
-        dist.broadcast(buffer, src=source)
-        return buffer
 
     def _free(self, parts: Parts, gone: set[int]) -> None:
         """Put meta tensors in the place of everything that this process does not hold."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import FailureBoard, InProcessTransport, Mailbox, ProcessGroupTransport, Transport, World, link_groups
+from ..comm import Collectives, FailureBoard, InProcessTransport, Mailbox, ProcessGroupTransport, Transport, World, link_groups
+from ..comm.ping_pong import one_way_seconds
 from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
 from ..schedules.ir import ScheduleError
 from .batches import check_inputs, combine_losses, read_loss, split_target, split_tensor
@@ -77,6 +78,7 @@ class Runtime:
         self._seeder = Seeder(settings.seed, settings.device)
         self._num_steps = 0
         self._built = False
+        self._latency: float | None = None
         self.schedule = schedule
         check(schedule)
 
@@ -102,6 +104,7 @@ class Runtime:
         microbatch = signature([split_tensor(x, schedule.num_microbatches)[0] for x in inputs])
         self._train = self._make_mode(schedule, microbatch, training=True)
         self._eval = self._make_mode(schedule.forward_only(), microbatch, training=False)
+        self._example_specs = self._train.inference.outputs(microbatch)
         self.schedule = self._train.lowered.schedule
         local = range(schedule.num_ranks) if not world.distributed else (world.rank,)
         local_stages = {s for rank in local for s in schedule.placement[rank]}
@@ -112,7 +115,8 @@ class Runtime:
                 if face in (self._parts.train[index], self._parts.evaluate[index]):
                     face.module.to(settings.device)
         self._make_engine(local)
-        self._gradients = Gradients(self._ownership, world, device=settings.device, timeout=settings.timeout)
+        self._collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
+        self._gradients = Gradients(self._ownership, self._collectives, rank=world.rank, device=settings.device)
         self._optimizers: dict[int, StageOptimizer] = {}
         if settings.optimizer is not None:
             for s in sorted(local_stages):
@@ -143,14 +147,17 @@ class Runtime:
                     if not isinstance(step, Action)
                 }
             )
+            self._links = set(links)
             groups = link_groups(links, world, device=settings.device, timeout=settings.timeout)
-            self._board = FailureBoard(torch.distributed.distributed_c10d._get_default_store(), world.rank)
+            self._board = FailureBoard(
+                torch.distributed.distributed_c10d._get_default_store(), rank=world.rank, size=world.size
+            )
             transports: list[Transport] = [
                 ProcessGroupTransport(world.rank, groups, device=settings.device, timeout=settings.timeout)
             ]
         else:
             mailbox = Mailbox()
-            self._board = FailureBoard(None, 0)
+            self._board = FailureBoard(None, rank=0, size=1)
             transports = [InProcessTransport(rank, mailbox) for rank in local]
         clock = clock_for(settings.device)
         ranks = []
@@ -255,10 +262,10 @@ class Runtime:
         try:
             self._engine.run(mode.lowered, mode.wiring, batch, training=training)
         except Exception as error:
-            told = self._board.report(error)
-            if self._world.distributed:
-                for local in self._engine.ranks:
-                    local.transport.abort()
+            self._board.write(error)
+            for local in self._engine.ranks:
+                local.transport.abort()
+            told = self._board.explain(error)
             if told is error:
                 raise
             raise told from error
@@ -287,7 +294,7 @@ class Runtime:
         snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
 
         def timeline() -> Timeline:
-            return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._world)
+            return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._collectives)
 
         return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)
 
@@ -298,6 +305,10 @@ class Runtime:
         """The cut model."""
         self._require_built("stage_names")
         return self._parts
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """See PipelineModule.full_state_dict."""
+        return self.ownership.full_state_dict(self._collectives)
 
     @property
     def ownership(self) -> Ownership:
@@ -314,7 +325,26 @@ class Runtime:
     def measured_costs(self) -> Costs:
         """See PipelineModule.measured_costs."""
         self._require_built("measured_costs")
-        return gather_costs(self.schedule, [local.recorder for local in self._engine.ranks], self._world)
+        recorders = [local.recorder for local in self._engine.ranks]
+        return gather_costs(self.schedule, recorders, self._collectives, latency=self._link_latency())
+
+    def _link_latency(self) -> float:
+        """Of an activation from stage 0 to its consumer on the next rank, measured once between ranks 0 and 1 [s]."""
+        if self._latency is None:
+            transport = self._engine.ranks[0].transport
+            links = {(0, 1), (1, 0)}
+            specs = self._example_specs[0]
+            if isinstance(transport, ProcessGroupTransport) and links <= self._links and specs:
+                self._latency = one_way_seconds(
+                    transport,
+                    rank=self._world.rank,
+                    specs=specs,
+                    device=self._settings.device,
+                    timeout=self._settings.timeout,
+                )
+            else:
+                self._latency = 0.0
+        return self._latency
 
     def forget_measurements(self) -> None:
         """See PipelineModule.forget_measurements."""

@@ -1,8 +1,8 @@
 """Schedules: who computes what, when, on which version of the weights. Pure: no torch.
 
-    build -> Schedule -> check     complete, free of deadlock, versions as claimed; or why not
-                      -> simulate  a Timeline under given Costs
-                      -> lower     the same with sends and receives, for the engine
+build -> Schedule -> check     complete, free of deadlock, versions as claimed; or why not
+                  -> simulate  a Timeline under given Costs
+                  -> lower     the same with sends and receives, for the engine
 """
 
 from .attribution import attribute_idle

@@ -55,7 +55,9 @@ def _heads(schedule: Schedule, table: CostTable) -> list[float]:
     for stage in range(schedule.num_stages):
         for edge in schedule.stage_edges:
             if edge.dst == stage:
-                arrival = heads[edge.src] + table.forward[edge.src] + _latency(schedule, table, edge.src, stage)
+                arrival = (
+                    heads[edge.src] + table.forward[edge.src] + _latency(schedule, table, edge.src, stage)
+                )
                 heads[stage] = max(heads[stage], arrival)
     return heads
 
@@ -67,6 +69,12 @@ def _tails(schedule: Schedule, table: CostTable) -> list[float]:
     for stage in range(schedule.num_stages):
         for edge in schedule.stage_edges:
             if edge.dst == stage and edge.grad:
-                one = min(table.input_grad[edge.src], table.backward[edge.src]) if split else table.backward[edge.src]
-                tails[stage] = max(tails[stage], _latency(schedule, table, stage, edge.src) + one + tails[edge.src])
+                one = (
+                    min(table.input_grad[edge.src], table.backward[edge.src])
+                    if split
+                    else table.backward[edge.src]
+                )
+                tails[stage] = max(
+                    tails[stage], _latency(schedule, table, stage, edge.src) + one + tails[edge.src]
+                )
     return tails

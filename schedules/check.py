@@ -132,7 +132,9 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
                 continue
             whole, input_grad, weight_grad = ((stage, op, k) in counts for op in "BIW")
             if whole and (input_grad or weight_grad):
-                raise ScheduleError(f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W")
+                raise ScheduleError(
+                    f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W"
+                )
             if not whole and not (input_grad and weight_grad):
                 lacking = "I" if weight_grad else "W" if input_grad else "B"
                 missing.append(f"{stage}{lacking}{k}")
@@ -170,7 +172,9 @@ def _check_acyclic(schedule: Schedule) -> None:
         raise ScheduleError(_describe_cycle(schedule, needs, done, position, stuck[0]))
 
 
-def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int) -> str:
+def _describe_cycle(
+    schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int
+) -> str:
     """Follow `waits for` from rank to rank until one comes round."""
     path: list[tuple[int, Action, Action]] = []  # (rank, stands at, waits for)
     while rank not in [r for r, _, _ in path]:
@@ -179,7 +183,9 @@ def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], positio
         path.append((rank, action, need))
         rank = schedule.owner(need.stage, need.index)
     cycle = path[[r for r, _, _ in path].index(rank) :]
-    lines = [f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"]
+    lines = [
+        f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"
+    ]
     for r, action, need in cycle:
         program, at = schedule.programs[r], position[r]
         around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])

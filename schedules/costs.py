@@ -51,7 +51,9 @@ class Costs:
 
         def spread(name: str, value: PerStage) -> tuple[float, ...]:
             numbers = (
-                (float(value),) * num_stages if isinstance(value, int | float) else tuple(float(v) for v in value)
+                (float(value),) * num_stages
+                if isinstance(value, int | float)
+                else tuple(float(v) for v in value)
             )
             if len(numbers) != num_stages:
                 raise ValueError(

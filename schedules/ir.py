@@ -27,7 +27,7 @@ class Op(StrEnum):
 
     F = "F"  # forward
     B = "B"  # whole backward
-    I = "I"  # input gradient  # noqa: E741 - the field's own letter
+    I = "I"  # input gradient
     W = "W"  # weight gradient
     U = "U"  # optimizer step of a stage: makes its next weight version
     REDUCE_GRAD = "REDUCE_GRAD"
@@ -54,12 +54,13 @@ class Action(NamedTuple):
 
     stage: int
     op: Op
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.index}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -188,32 +189,32 @@ class Schedule:
 
     def to_csv(self) -> str:
         """torch.distributed.pipelining's table: a row a rank, a column a unit of time."""
-        from .text import to_csv  # noqa: PLC0415 - text needs this module
+        from .text import to_csv
 
         return to_csv(self)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv") -> Schedule:
         """Read `to_csv`'s form; ScheduleError names the row and column of a bad cell."""
-        from .text import from_csv  # noqa: PLC0415
+        from .text import from_csv
 
         return from_csv(text, name=name)
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
-        from .text import to_json  # noqa: PLC0415
+        from .text import to_json
 
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """Read `to_json`'s form; ScheduleError says which key is wrong."""
-        from .text import from_json  # noqa: PLC0415
+        from .text import from_json
 
         return from_json(text)
 
     def grid(self) -> str:
         """The order as an aligned text grid, a row a rank, a column a unit of time."""
-        from .text import to_grid  # noqa: PLC0415
+        from .text import to_grid
 
         return to_grid(self)

@@ -1,9 +1,9 @@
 """What an action needs from others: the one place that knows the data dependencies.
 
-    F(s, k)   the output of every producer of s            (and the weights, see versions)
-    B(s, k)   the gradient from every consumer of s, and its own F(s, k)
-    I(s, k)   the same as B
-    W(s, k)   its own I(s, k)
+F(s, k)   the output of every producer of s            (and the weights, see versions)
+B(s, k)   the gradient from every consumer of s, and its own F(s, k)
+I(s, k)   the same as B
+W(s, k)   its own I(s, k)
 """
 
 from __future__ import annotations

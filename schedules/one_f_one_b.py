@@ -10,8 +10,8 @@ from .ir import Action, Op, Schedule
 def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
     """`warmup` forwards, then one forward and one backward in turn, then the rest of the backwards.
 
-        forwards   F0 F1 F2 F3     warmup=2:  F0 F1 | F2 B0 F3 B1 | B2 B3
-        backwards  B0 B1 B2 B3
+    forwards   F0 F1 F2 F3     warmup=2:  F0 F1 | F2 B0 F3 B1 | B2 B3
+    backwards  B0 B1 B2 B3
     """
     warmup = min(warmup, len(forwards))
     program = list(forwards[:warmup])

@@ -70,7 +70,11 @@ def build(
     (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
     """
     key = canonical_name(name)
-    for option, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+    for option, value in (
+        ("num_ranks", num_ranks),
+        ("num_microbatches", num_microbatches),
+        ("num_chunks", num_chunks),
+    ):
         if value is None and option == "num_chunks":
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -87,5 +91,7 @@ def build(
     unknown = sorted(set(options) - set(known))
     if unknown:
         own = sorted(set(known) - {"num_ranks", "num_microbatches"}) or ["none"]
-        raise ValueError(f"schedule {key!r} has no option {', '.join(unknown)}: its options are {', '.join(own)}")
+        raise ValueError(
+            f"schedule {key!r} has no option {', '.join(unknown)}: its options are {', '.join(own)}"
+        )
     return BUILDERS[key](num_ranks=num_ranks, num_microbatches=num_microbatches, **options)

@@ -33,7 +33,9 @@ def simulate(schedule: Schedule, costs: Costs, links: None = None) -> Timeline:
     (`check` says why). O(actions * log P).
     """
     if links is not None:
-        raise ValueError(f"links={links!r}: expected None; give the latency of messages as Costs(latency=...)")
+        raise ValueError(
+            f"links={links!r}: expected None; give the latency of messages as Costs(latency=...)"
+        )
     return _Simulation(schedule, costs.table(num_stages=schedule.num_stages)).run()
 
 
@@ -57,7 +59,9 @@ class _Simulation:
         self.durations = [table.column(op)[s] for op in _OPS for s in range(self.num_stages)]
         count = len(self.durations)
         self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
-        self.outputs: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # code -> (slot base, latency)
+        self.outputs: list[list[tuple[int, float]]] = [
+            [] for _ in range(count)
+        ]  # code -> (slot base, latency)
         self._wire()
 
     def _wire(self) -> None:
@@ -98,13 +102,19 @@ class _Simulation:
 
     def _encode(self) -> list[tuple[list[int], list[int]]]:
         """Programs as (codes, indices)."""
-        code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(_OPS) for s in range(self.num_stages)}
+        code_of = {
+            (op.value, s): i * self.num_stages + s
+            for i, op in enumerate(_OPS)
+            for s in range(self.num_stages)
+        }
         encoded = []
         for rank, program in enumerate(self.schedule.programs):
             try:
                 encoded.append(([code_of[op, stage] for stage, op, _ in program], [k for _, _, k in program]))
             except KeyError as error:
-                raise ScheduleError(f"rank {rank} runs {error.args[0]}, which has no cost: expected F B I W U") from None
+                raise ScheduleError(
+                    f"rank {rank} runs {error.args[0]}, which has no cost: expected F B I W U"
+                ) from None
         return encoded
 
     def _play(self, programs: list[tuple[list[int], list[int]]]) -> list[list[float]]:

@@ -35,7 +35,11 @@ def to_csv(schedule: Schedule) -> str:
 
     Raises ScheduleError for a schedule that the table cannot say (replicas, several batches, updates).
     """
-    if any(len(ranks) > 1 for ranks in schedule.owners) or schedule.num_batches > 1 or schedule.weight_rule != "flush":
+    if (
+        any(len(ranks) > 1 for ranks in schedule.owners)
+        or schedule.num_batches > 1
+        or schedule.weight_rule != "flush"
+    ):
         raise ScheduleError(
             f"schedule {schedule.name!r} has replicas, several batches or updates, which a CSV table cannot say: "
             f"expected a flush schedule with one owner a stage; use to_json"
@@ -104,7 +108,16 @@ def from_json(text: str) -> Schedule:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ScheduleError(f"not JSON: {error}") from None
-    expected = {"version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs"}
+    expected = {
+        "version",
+        "name",
+        "num_microbatches",
+        "num_batches",
+        "weight_rule",
+        "placement",
+        "edges",
+        "programs",
+    }
     if not isinstance(data, dict) or set(data) != expected:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise ScheduleError(f"a schedule has the keys {sorted(expected)}, found {found}")
@@ -137,10 +150,13 @@ def to_grid(schedule: Schedule) -> str:
     """
     rows = unit_time_cells(schedule)
     several = any(len(stages) > 1 for stages in schedule.placement)
-    texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows]
+    texts = [
+        ["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows
+    ]
     width = max((len(cell) for row in texts for cell in row), default=1)
     label = len(str(len(rows) - 1))
     lines = [
-        f"rank {rank:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip() for rank, row in enumerate(texts)
+        f"rank {rank:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        for rank, row in enumerate(texts)
     ]
     return "\n".join(lines)

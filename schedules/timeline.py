@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .check import peak_activations
-from .ir import COMPUTE_OPS, Action, Op, Schedule
+from .ir import COMPUTE_OPS, Action, Schedule
 from .lower import Message, MessageKind
 
 
@@ -128,7 +128,9 @@ class Timeline:
             data = json.loads(text)
             ranks = tuple(
                 RankTrace(
-                    compute=tuple(Span(Action.parse(what), start, end) for what, start, end in rank["compute"]),
+                    compute=tuple(
+                        Span(Action.parse(what), start, end) for what, start, end in rank["compute"]
+                    ),
                     comm=tuple(
                         Span(Message(MessageKind(kind), src, dst, index), start, end)
                         for (kind, src, dst, index), start, end in rank["comm"]
@@ -139,7 +141,9 @@ class Timeline:
             schedule = Schedule.from_json(json.dumps(data["schedule"]))
             return cls(schedule=schedule, ranks=ranks, measured=bool(data["measured"]))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
+            raise ValueError(
+                f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes"
+            ) from error
 
 
 class Idle(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case
-from support.models import TASKS, make_batch, make_model, seeded_units
+from support.models import make_batch, make_model, seeded_units
 from support.pipeline import clear, make_pipeline, run, users_model
 from support.reference import Seeder, accumulate, gradients, reference, reference_model
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from stagewright.pipe import PipelineModule
 
 RANKS = (1, 2, 3, 4)
 LAYOUTS = all_layouts(ranks=RANKS)
-CHAINS = [name for name, task in TASKS.items() if task.kind != "traced"]
-TRACED = [name for name, task in TASKS.items() if task.kind == "traced"]
 
 
 def check(case: Case, layout: Layout) -> None:
@@ -52,13 +50,8 @@ def test_gpt_under_every_schedule(layout: Layout, num_microbatches: int) -> None
     check(make_case("gpt", layout, num_microbatches), layout)
 
 
-@pytest.mark.parametrize(("case", "layout"), cover(CHAINS, ranks=RANKS))
-def test_one_path(case: Case, layout: Layout) -> None:
-    check(case, layout)
-
-
-@pytest.mark.parametrize(("case", "layout"), cover(TRACED, ranks=RANKS))
-def test_traced_models(case: Case, layout: Layout) -> None:
+@pytest.mark.parametrize(("case", "layout"), cover(ranks=RANKS))
+def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
 from support.matrix import cover, make_case
-from support.models import TASKS, make_batch
+from support.models import make_batch
 from support.pipeline import make_pipeline, run, users_model
 from support.pool import Pool
 from support.reference import copied, gradients, reference, reference_model
@@ -19,23 +19,14 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.gloo
 
-RANKS = (2, 3, 4)
-CHAINS = [name for name, task in TASKS.items() if task.kind != "traced"]
-TRACED = [name for name, task in TASKS.items() if task.kind == "traced"]
-
 
 def check(gloo: Pool, case: Case, layout: Layout) -> None:
     """Agreement includes: the same loss and the same full_state_dict on every rank."""
     agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
 
 
-@pytest.mark.parametrize(("case", "layout"), cover(CHAINS, ranks=RANKS))
-def test_one_path(gloo: Pool, case: Case, layout: Layout) -> None:
-    check(gloo, case, layout)
-
-
-@pytest.mark.parametrize(("case", "layout"), cover(TRACED, ranks=RANKS))
-def test_traced_models(gloo: Pool, case: Case, layout: Layout) -> None:
+@pytest.mark.parametrize(("case", "layout"), cover(ranks=(2, 3, 4)))
+def test_every_model(gloo: Pool, case: Case, layout: Layout) -> None:
     check(gloo, case, layout)
 
 

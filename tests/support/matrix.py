@@ -43,18 +43,19 @@ def all_layouts(*, ranks: Sequence[int]) -> list[Layout]:
     ]
 
 
-def cover(tasks: Sequence[str], *, ranks: Sequence[int]) -> list[Any]:
+def cover(*, ranks: Sequence[int]) -> list[Any]:
     """pytest parameters (case, layout) in which every two of task, schedule, P, V, M and recompute meet."""
     rows = pairwise(
         {
             "ranks": ranks,
-            "task": tasks,
+            "task": list(TASKS),
             "schedule": SCHEDULES,
             "chunks": CHUNKS,
             "microbatches": MICROBATCHES,
             "recompute": ("none", "full"),
         },
         allowed=lambda row: row["chunks"] == 1 or row["schedule"] in INTERLEAVING,
+        cost=lambda row: row["ranks"],
     )
     parameters = []
     for row in rows:

@@ -99,7 +99,7 @@ class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(D, D)
-        self.layers = nn.ModuleList(MaskedLayer() for _ in range(8))
+        self.layers = nn.ModuleList(MaskedLayer() for _ in range(6))
         self.head = nn.Linear(D, D)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ class TiedGPT(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, D)
         self.places = nn.Embedding(T, D)
         self.dropout = nn.Dropout(DROPOUT)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(D)
         self.head = nn.Linear(D, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight

@@ -12,9 +12,15 @@ Pair = tuple[str, Any, str, Any]
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Any]], *, allowed: Callable[[Row], bool] = lambda row: True, seed: int = 0
+    factors: Mapping[str, Sequence[Any]],
+    *,
+    allowed: Callable[[Row], bool] = lambda row: True,
+    cost: Callable[[Row], float] = lambda row: 0.0,
+    seed: int = 0,
 ) -> list[Row]:
     """Rows that cover every pair of values which some allowed row has; the same rows for the same arguments.
+
+    Of rows that cover equally many new pairs the one with the least `cost` is taken.
 
     >>> len(pairwise({"a": [1, 2], "b": [3, 4], "c": [5, 6]})) < 8
     True
@@ -27,7 +33,7 @@ def pairwise(
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(candidates, key=lambda row: len(pairs[id(row)] & missing))
+        best = max(candidates, key=lambda row: (len(pairs[id(row)] & missing), -cost(row)))
         missing -= pairs[id(best)]
         chosen.append(best)
     order = {id(row): k for k, row in enumerate(everything)}

@@ -129,5 +129,5 @@ def test_pairwise_covers_every_pair() -> None:
 
 def test_the_matrix_is_as_large_as_the_issue_asks() -> None:
     assert len(all_layouts(ranks=(1, 2, 3, 4))) == 4 + 4 + 12 + 12
-    names = [parameter.id for parameter in cover(list(TASKS), ranks=(2, 3, 4))]
+    names = [parameter.id for parameter in cover(ranks=(2, 3, 4))]
     assert len(names) == len(set(names)) < 60

@@ -1,0 +1,12 @@
+"""`stagewright bench`: this runtime beside torch.distributed.pipelining, in one run. See `command`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command; its module is loaded here, so that the processes that it starts load what they need alone."""
+    from .command import run as run_command
+
+    return run_command(argv)

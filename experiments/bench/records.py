@@ -1,0 +1,133 @@
+"""What the processes of a bench tell each other: records, a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One workload, run by both sides in turn.
+
+    Arguments:
+        torch, ours: [repetitions] step times [s].
+        makespans: [repetitions] of our timeline, first start to last end of any rank [s].
+        predicted: the simulator's makespan from the medians by stage and op, and `latency` [s].
+        latency: of one message, from a ping-pong [s].
+        boundary_bytes: of that message.
+    """
+
+    workload: str
+    torch: list[float]
+    ours: list[float]
+    makespans: list[float]
+    predicted: float
+    latency: float
+    boundary_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PingPong:
+    """One-way times over gloo, from just before the send to just after the wait [s].
+
+    tight: each side answers at once. paced: each side sleeps first, so that the receiver is fast asleep.
+    """
+
+    num_bytes: int
+    tight: list[float]
+    paced: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveBytes:
+    """The most bytes of receives posted and not consumed, of any rank.
+
+    torch: the receive buffers that its stages hold (it makes them for all microbatches at once).
+    """
+
+    schedule: str
+    num_microbatches: int
+    ours: int
+    torch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the time goes at no compute; seconds a microbatch, both ranks' work together.
+
+    Arguments:
+        in_process: [repetitions] a step with the in-process transport, by M.
+        autograd: [repetitions] the same forwards and backwards in a bare loop, by M.
+        profile: the most expensive functions of the in-process step; empty if not asked for.
+    """
+
+    schedule: str
+    in_process: list[float]
+    autograd: list[float]
+    profile: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatorSpeed:
+    """One process's measurement of the simulator.
+
+    Arguments:
+        actions_per_second: of `simulate` alone.
+        build_check_simulate: of the large schedule [s].
+        num_actions: of that schedule.
+        peak_bytes: resident, of the whole process.
+    """
+
+    actions_per_second: float
+    build_check_simulate: float
+    num_actions: int
+    peak_bytes: int
+
+
+Record = Measurement | PingPong | ReceiveBytes | Breakdown | SimulatorSpeed
+_TYPES: dict[str, type[Record]] = {
+    kind.__name__: kind for kind in (Measurement, PingPong, ReceiveBytes, Breakdown, SimulatorSpeed)
+}
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """A line each: {"type": ..., its fields}."""
+    path.write_text(
+        "".join(json.dumps({"type": type(r).__name__, **asdict(r)}) + "\n" for r in records), encoding="utf-8"
+    )
+
+
+def read_records(path: Path) -> list[Record]:
+    """What `write_records` wrote."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        records.append(_TYPES[fields.pop("type")](**fields))
+    return records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The median of some samples, with the smallest and the largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """At least one sample."""
+        return cls(median=median(samples), low=min(samples), high=max(samples))
+
+    @classmethod
+    def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+        """Of the ratios pair by pair: what disturbs a whole repetition disturbs both sides of it.
+
+        >>> Spread.of_ratios([1.0, 2.0, 6.0], [2.0, 4.0, 4.0])
+        Spread(median=0.5, low=0.5, high=1.5)
+        """
+        return cls.of([a / b for a, b in zip(numerators, denominators, strict=True)])

@@ -1,0 +1,123 @@
+"""The two sides: one batch through this runtime, and through torch.distributed.pipelining.
+
+What each does within a step is what its user has to call: cut the batch, forwards, backwards, gradients of the mean
+loss, the optimizer's step and zero_grad where the workload has an optimizer, zero_grad alone where it has none.
+What differs: this runtime also gives the loss to every rank and checks that it is finite; torch's last rank
+reads its own losses, and its other ranks know nothing of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from ...pipe import PipelineModule
+from ...pipe.results import StepResult
+from .models import Problem
+from .workloads import Workload
+
+
+class Side(Protocol):
+    """One of the two."""
+
+    loss: float | None  # of the last step; None on a rank that does not know it
+
+    def step(self) -> None:
+        """One batch, to its end on this rank."""
+
+
+class OurSide:
+    """PipelineModule over the processes of the bench."""
+
+    def __init__(self, workload: Workload, problem: Problem) -> None:
+        self.pipe = PipelineModule(
+            stages=problem.stages,
+            schedule=workload.schedule,
+            num_microbatches=workload.num_microbatches,
+            num_chunks=workload.num_chunks,
+            loss_fn=problem.loss_fn,
+            optimizer=problem.optimizer,
+            example_inputs=(problem.inputs,),
+        )
+        self.loss: float | None = None
+        self.result: StepResult | None = None
+        self._batch = (problem.inputs, problem.target)
+        self._has_optimizer = problem.optimizer is not None
+        self._parameters = self.pipe.parameters()
+
+    def step(self) -> None:
+        """See Side.step."""
+        if self._has_optimizer:
+            self.result = self.pipe.train_step(*self._batch)
+        else:
+            self.result = self.pipe.forward_backward(*self._batch)
+            _drop_gradients(self._parameters)
+        self.loss = self.result.loss
+
+
+class TorchSide:
+    """torch.distributed.pipelining over the same processes and the default process group."""
+
+    def __init__(self, workload: Workload, problem: Problem) -> None:
+        self.loss: float | None = None
+        rank, S = dist.get_rank(), workload.num_stages
+        mine = range(rank, S, workload.num_ranks)
+        device = torch.device("cpu")
+        self.stages = [PipelineStage(problem.stages[s], s, S, device) for s in mine]
+        self._schedule = self._make_schedule(workload, problem)
+        self._inputs = (problem.inputs,) if rank == 0 else ()
+        self._target = problem.target if S - 1 in mine else None
+        self._parameters = [p for stage in self.stages for p in stage.submod.parameters()]
+        self._optimizers = (
+            []
+            if problem.optimizer is None
+            else [problem.optimizer(list(stage.submod.parameters())) for stage in self.stages]
+        )
+
+    def _make_schedule(self, workload: Workload, problem: Problem):  # type: ignore[no-untyped-def]
+        """scale_grads (its default) divides the gradients by M: those of the mean loss."""
+        M, loss_fn = workload.num_microbatches, problem.loss_fn
+        if workload.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(self.stages, M, loss_fn=loss_fn)  # type: ignore[arg-type]
+        single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[workload.schedule]
+        return single(self.stages[0], M, loss_fn=loss_fn)
+
+    def step(self) -> None:
+        """See Side.step."""
+        losses: list[torch.Tensor] = []
+        # without return_outputs=False it would keep and join the outputs, which nobody wants here
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+        if losses:
+            self.loss = float(torch.stack(losses).mean())
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if not self._optimizers:
+            _drop_gradients(self._parameters)
+
+    @property
+    def receive_bytes(self) -> int:
+        """Of the receive buffers that its stages hold."""
+        infos = [
+            info
+            for stage in self.stages
+            for table in (stage.args_recv_info, stage.grad_recv_info)
+            for row in table.values()
+            for info in row
+        ]
+        buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,73 @@
+"""The simulator's own speed and memory, in a process of its own without torch (its peak counts the interpreter)."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import tyro
+
+from ...schedules import Costs, build, check, simulate
+from .records import SimulatorSpeed, write_records
+
+_COSTS = Costs(forward=1.0, backward=2.0, latency=0.01)
+_RUNS = 5  # of the small schedule in one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatorOptions:
+    """Where to write."""
+
+    out: Path
+    """The record goes here."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure once and write."""
+    write_records(tyro.cli(SimulatorOptions, args=argv).out, [measure_simulator()])
+
+
+def measure_simulator(
+    *, num_ranks: int = 64, num_chunks: int = 4, num_microbatches: int = 512
+) -> SimulatorSpeed:
+    """The rate on a schedule of ordinary size; then build, check and simulate the large one, once and cold."""
+    rate = _rate()
+    start = time.perf_counter()
+    schedule = build(
+        "interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    check(schedule)
+    timeline = simulate(schedule, _COSTS)
+    seconds = time.perf_counter() - start
+    return SimulatorSpeed(
+        actions_per_second=rate,
+        build_check_simulate=seconds,
+        num_actions=sum(len(rank.compute) for rank in timeline.ranks),
+        peak_bytes=_peak_resident_bytes(),
+    )
+
+
+def _rate() -> float:
+    """Compute actions a second of `simulate` alone: interleaved, P=8, V=2, M=512, which are 16,384 actions."""
+    schedule = build("interleaved", num_ranks=8, num_microbatches=512, num_chunks=2)
+    num_actions = sum(map(len, schedule.programs))
+    times = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        simulate(schedule, _COSTS)
+        times.append(time.perf_counter() - start)
+    return num_actions / median(times)
+
+
+def _peak_resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss depends on the system
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""One rank of a bench: a process with one thread, in which both sides run in turn.
+
+    stagewright bench -> launcher -> P x `python -m stagewright.experiments.bench.worker` -> rank 0 writes records
+
+How a step is timed, the same for both sides. Rank 0 names an instant a few milliseconds ahead; all ranks wait for it,
+then run one step; the step took from that instant to the end of the last rank. The processes share one host
+and so one monotonic clock. This is what a step takes when nothing of it overlaps with its neighbours. Steps in a row
+would say the same: under a flush schedule rank 0 has the first forward and the last backward, so that no rank
+can begin a batch in earnest before rank 0 is through with the one before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from ...comm import World, link_groups
+from ...schedules import simulate
+from ..launcher import report_to_launcher
+from .models import SPIN, Problem, make_problem, sleep_until
+from .records import Measurement, PingPong, ReceiveBytes, Record, write_records
+from .sides import OurSide, Side, TorchSide
+from .workloads import WORKLOADS, ModelKind, Workload
+
+PING_PONG = "ping-pong"
+RECEIVE_BYTES = "receive-bytes"
+
+_AHEAD = 0.005  # [s] from the naming of an instant to the instant
+_PAUSE = 0.002  # [s] before each answer of a paced ping-pong
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What a rank of a bench runs."""
+
+    jobs: tuple[str, ...]
+    """Names of workloads, ping-pong or receive-bytes, in order."""
+    repetitions: int
+    """Of each workload and side."""
+    out: Path
+    """Rank 0 writes the records here."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the jobs as one rank of a launched group."""
+    options = tyro.cli(WorkerOptions, args=argv)
+    torch.set_num_threads(1)
+    with report_to_launcher():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        records: list[Record] = []
+        for job in options.jobs:
+            if job == PING_PONG:
+                records.append(ping_pong(torch.zeros(1, 8), rounds=500))
+            elif job == RECEIVE_BYTES:
+                records += receive_bytes()
+            else:
+                records.append(measure(WORKLOADS[job], repetitions=options.repetitions))
+        if dist.get_rank() == 0:
+            write_records(options.out, records)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+# Workloads
+
+
+def measure(workload: Workload, *, repetitions: int) -> Measurement:
+    """Both sides in turn: torch, ours, torch, ours, ..."""
+    problem = make_problem(workload)  # fresh for each side: both train the same weights by themselves
+    boundary = problem.boundary
+    torch_side, our_side = TorchSide(workload, problem), OurSide(workload, make_problem(workload))
+    _warm_up(workload, torch_side, our_side)
+    our_side.pipe.forget_measurements()
+    times: dict[str, list[float]] = {"torch": [], "ours": []}
+    makespans = []
+    for repetition in range(repetitions):
+        times["torch"].append(_repetition(workload, torch_side))
+        times["ours"].append(_repetition(workload, our_side))
+        assert our_side.result is not None
+        makespans.append(our_side.result.timeline().makespan)
+        shown = ", ".join(f"{name} {values[-1] * 1e3:.2f} ms" for name, values in times.items())
+        say(f"{workload.name}: repetition {repetition + 1}/{repetitions}: {shown}")
+    costs = our_side.pipe.measured_costs()
+    schedule = our_side.pipe.schedule
+    our_side.pipe.close()
+    latency = median(ping_pong(boundary, rounds=50).paced)
+    return Measurement(
+        workload=workload.name,
+        torch=times["torch"],
+        ours=times["ours"],
+        makespans=makespans,
+        predicted=simulate(schedule, replace(costs, latency=latency)).makespan,
+        latency=latency,
+        boundary_bytes=_num_bytes(boundary),
+    )
+
+
+def _warm_up(workload: Workload, torch_side: Side, our_side: Side) -> None:
+    """First steps (torch infers its shapes in one), and a look whether both sides do the same work."""
+    for _ in range(_WARM_UP_STEPS):
+        for side in (torch_side, our_side):
+            _timed(side.step)
+        theirs, mine = torch_side.loss, our_side.loss
+        if theirs is not None and mine is not None and abs(theirs - mine) > 1e-4 * max(1.0, abs(theirs)):
+            raise RuntimeError(f"{workload.name}: torch's loss is {theirs}, ours {mine}: not the same work")
+
+
+def _repetition(workload: Workload, side: Side) -> float:
+    return median(_timed(side.step) for _ in range(workload.steps))
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Run a step on all ranks from one instant; seconds to the end of the last rank."""
+    instant = torch.zeros((), dtype=torch.float64)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        instant.fill_(time.perf_counter() + _AHEAD + SPIN)
+    dist.broadcast(instant, src=0)
+    start = float(instant)
+    sleep_until(start)
+    step()
+    end = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(end, op=dist.ReduceOp.MAX)
+    return float(end)
+
+
+# Messages
+
+
+def ping_pong(tensor: torch.Tensor, *, rounds: int) -> PingPong:
+    """One-way times between ranks 0 and 1 over a group like the runtime's; the other ranks look on."""
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    groups = link_groups([(0, 1), (1, 0)], world, device=tensor.device, timeout=60.0)
+    tight = _one_way_times(groups, tensor, rounds=rounds, pause=0.0)
+    paced = _one_way_times(groups, tensor, rounds=max(20, rounds // 5), pause=_PAUSE)
+    dist.barrier()
+    return PingPong(num_bytes=_num_bytes(tensor), tight=tight, paced=paced)
+
+
+def _one_way_times(
+    groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]],
+    tensor: torch.Tensor,
+    *,
+    rounds: int,
+    pause: float,
+) -> list[float]:
+    """[2 * rounds] seconds from before the send to after the wait; the first fifth is warm-up and left out."""
+    rank = dist.get_rank()
+    stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and the other way round, in turn
+    if rank < 2:
+        _, peer = groups[rank, 1 - rank]
+        group, buffer = groups[rank, 1 - rank][0], torch.empty_like(tensor)
+        warm_up = rounds // 5
+        for number in range(warm_up + rounds):
+            receive = group.recv([buffer], peer, number)
+            for is_send in (rank == 0, rank == 1):
+                if is_send:
+                    if pause:
+                        time.sleep(pause)
+                    stamps.append(time.perf_counter())
+                    send = group.send([tensor], peer, number)
+                else:
+                    receive.wait()
+                    stamps.append(time.perf_counter())
+            send.wait()
+        del stamps[: 2 * warm_up]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, stamps)
+    return [abs(a - b) for a, b in zip(everyone[0], everyone[1], strict=True)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# Receive buffers
+
+
+def receive_bytes() -> list[ReceiveBytes]:
+    """The peak over a step, sampled at every posting, for M=8 and M=64."""
+    records = []
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        for M in (8, 64):
+            workload = Workload(
+                name=f"{RECEIVE_BYTES}-{schedule}-{M}",
+                model=ModelKind.TINY,
+                schedule=schedule,
+                num_ranks=dist.get_world_size(),
+                num_microbatches=M,
+                num_chunks=2 if schedule == "interleaved" else 1,
+            )
+            records.append(_receive_bytes(workload, make_problem(workload)))
+            say(f"{workload.name}: ours {records[-1].ours} bytes, torch {records[-1].torch} bytes")
+    return records
+
+
+def _receive_bytes(workload: Workload, problem: Problem) -> ReceiveBytes:
+    ours, theirs = OurSide(workload, make_problem(workload)), TorchSide(workload, problem)
+    peak = _watch_receives(ours)
+    for side in (theirs, ours):
+        side.step()
+        side.step()
+    largest = torch.tensor([peak(), theirs.receive_bytes])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    ours.pipe.close()
+    return ReceiveBytes(
+        schedule=workload.schedule,
+        num_microbatches=workload.num_microbatches,
+        ours=int(largest[0]),
+        torch=int(largest[1]),
+    )
+
+
+def _watch_receives(side: OurSide) -> Callable[[], int]:
+    """Look at the transport's count behind every posting (only there can it grow); returns the peak's reader."""
+    transport = side.pipe._runtime._engine.ranks[0].transport
+    post, peak = transport.post, 0
+
+    def watched(*arguments: object) -> None:
+        nonlocal peak
+        post(*arguments)  # type: ignore[arg-type]
+        peak = max(peak, transport.unconsumed_bytes)  # type: ignore[attr-defined]
+
+    setattr(transport, "post", watched)  # noqa: B010 - mypy allows no assignment to a method
+    return lambda: peak
+
+
+if __name__ == "__main__":
+    main()

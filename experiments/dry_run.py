@@ -1,0 +1,157 @@
+"""`stagewright train --dry-run`: the cut, the grid, and what the simulator expects, without any training.
+
+Costs are proportional to parameters (forward 1 a parameter, backward 2): the run's shape, not its seconds.
+A real run times its own actions instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from ..schedules import Costs, Schedule, lower_bound, simulate
+from .corpus import loss_fn
+from .gpt import GPT
+from .train import TrainOptions
+from .training import make_model, make_pipe
+
+BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
+GRID_COLUMNS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage of the cut: what it holds, and on which rank."""
+
+    stage: int
+    rank: int
+    name: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a training run would look like.
+
+    Arguments:
+        stages: the cut.
+        bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
+        peak_activations: by rank, in stage activations.
+        state_bytes: by rank; parameters with their gradients and optimizer state.
+        activation_bytes: by rank; of the microbatches in flight.
+        costs: where the costs come from.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    parameters: int
+    stages: tuple[StagePlan, ...]
+    bubble: float
+    span_bubble: float
+    lower_bound_ratio: float
+    peak_activations: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    costs: str = "proportional to parameters (forward 1, backward 2); a real run measures its own"
+
+
+def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
+    """Cut the model as a run would, and simulate one batch."""
+    tokens = torch.zeros((options.batch, options.length), dtype=torch.int64)
+    pipe = make_pipe(options, schedule, model, tokens)  # all ranks in this process
+    stages = tuple(
+        StagePlan(stage=number, rank=schedule.owners[number][0], name=name, parameters=parameters)
+        for number, (name, parameters) in enumerate(
+            zip(pipe.stage_names, pipe.stage_num_parameters, strict=True)
+        )
+    )
+    weights = [float(stage.parameters) for stage in stages]
+    costs = Costs(forward=weights, backward=[2 * weight for weight in weights])
+    timeline = simulate(schedule, costs)
+    peaks = timeline.peak_activations
+    largest = tokens.tensor_split(schedule.num_microbatches)[0]
+    kept = kept_bytes(model, largest, recompute=options.recompute, num_stages=schedule.num_stages)
+    held = [sum(s.parameters for s in stages if s.rank == rank) for rank in range(schedule.num_ranks)]
+    return DryRun(
+        schedule=schedule.name,
+        num_ranks=schedule.num_ranks,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        parameters=sum(stage.parameters for stage in stages),
+        stages=stages,
+        bubble=timeline.bubble,
+        span_bubble=timeline.span_bubble,
+        lower_bound_ratio=timeline.makespan / lower_bound(schedule, costs),
+        peak_activations=peaks,
+        state_bytes=tuple(BYTES_A_PARAMETER * parameters for parameters in held),
+        activation_bytes=tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
+    )
+
+
+def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -> int:
+    """Bytes that autograd keeps of one microbatch over all stages, parameters apart; counted in one forward.
+
+    With recompute="full" a stage keeps its input alone: hidden vectors, float32 [B, T, D].
+    """
+    if recompute == "full":
+        return num_stages * tokens.numel() * model.config.width * torch.float32.itemsize
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = loss_fn(model(tokens), tokens)
+    assert (
+        loss.grad_fn is not None
+    )  # the graph is still there: no storage was freed and counted a second time
+    return sum(kept.values())
+
+
+def show(options: TrainOptions, schedule: Schedule) -> int:
+    """Print the prediction, for people or as one JSON object."""
+    answer = predict(options, schedule, make_model(options))
+    if options.json:
+        print(json.dumps(asdict(answer)))
+    else:
+        print(_text(answer, schedule))
+    return 0
+
+
+def _text(answer: DryRun, schedule: Schedule) -> str:
+    width = max(len(stage.name) for stage in answer.stages)
+    lines = [
+        f"{answer.parameters:,} parameters in {answer.num_stages} stages on {answer.num_ranks} ranks, "
+        f"{answer.schedule}, {answer.num_microbatches} microbatches (nothing is trained)",
+        "",
+        f"stage  rank  {'holds':<{width}}  parameters",
+        *(f"{s.stage:>5}  {s.rank:>4}  {s.name:<{width}}  {s.parameters:>10,}" for s in answer.stages),
+        "",
+        *(_shortened(line) for line in schedule.grid().splitlines()),
+        "",
+        f"predicted bubble   {answer.bubble:.1%} of the makespan, {answer.span_bubble:.1%} of the longest "
+        f"span; makespan {answer.lower_bound_ratio:.3f} x the lower bound",
+        f"                   costs {answer.costs}",
+        "predicted memory   rank   parameters, gradients, AdamW   activations in flight",
+    ]
+    for rank, (state, activations, peak) in enumerate(
+        zip(answer.state_bytes, answer.activation_bytes, answer.peak_activations, strict=True)
+    ):
+        lines.append(
+            f"                   {rank:>4}   {state / 1e6:>26.1f} MB   "
+            f"{activations / 1e6:.1f} MB ({peak} stages)"
+        )
+    return "\n".join(lines)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= GRID_COLUMNS else line[: GRID_COLUMNS - 4] + " ..."

@@ -1,0 +1,256 @@
+"""The training command: options, the dry run, and short runs through real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.dry_run import kept_bytes, predict
+from stagewright.experiments.gpt import GPT, GPTConfig
+from stagewright.experiments.progress import describe, make_progress
+from stagewright.experiments.run_folder import Metrics
+from stagewright.experiments.train import TrainOptions, make_schedule, resolve
+from stagewright.experiments.training import learning_rate_curve, make_model, make_optimizer
+
+TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
+SOME = Metrics(
+    step=1,
+    tokens=8,
+    loss=2.0,
+    bits_per_byte=2.885,
+    learning_rate=0.1,
+    grad_norm=1.0,
+    step_seconds=0.5,
+    tokens_per_s=1234.0,
+    bubble=0.125,
+    predicted_bubble=0.1,
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    return str(path)
+
+
+def test_the_default_run_stays_within_its_budget() -> None:
+    options = TrainOptions()
+    assert options.steps * options.batch * options.length <= 700_000
+    with torch.device("meta"):
+        config = GPTConfig(
+            layers=options.layers, width=options.width, heads=options.heads, length=options.length
+        )
+        parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
+    assert 4.5e6 < parameters < 5.5e6
+
+
+def test_the_learning_rate_goes_up_and_down_and_never_to_zero() -> None:
+    rates = [learning_rate_curve(50)(step) for step in range(51)]
+    top = rates.index(max(rates))
+    assert max(rates) == 1.0
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert min(rates) > 0
+
+
+def test_decay_pulls_at_matrices_only() -> None:
+    model = GPT(GPTConfig(layers=1, width=16, heads=2, length=8))
+    groups = make_optimizer(model.parameters(), lr=0.1).param_groups
+    assert {p.ndim for p in groups[0]["params"]} == {2}
+    assert {p.ndim for p in groups[1]["params"]} == {1}
+    assert groups[1]["weight_decay"] == 0.0
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_the_model_comes_from_the_seed_alone() -> None:
+    options = TrainOptions(layers=1, width=16, heads=2, length=8, seed=3)
+    one, other = make_model(options).state_dict(), make_model(options).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TrainOptions(steps=0), "--steps 0: expected at least 1"),
+        (TrainOptions(lr=0.0), "--lr 0.0: expected a number above 0"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(options: TrainOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(options)
+
+
+def test_ranks_follow_torchrun_and_must_agree_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(TrainOptions()).ranks == 2
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert resolve(TrainOptions()).ranks == 3
+    with pytest.raises(ValueError, match="--ranks 2 in one of 3 processes"):
+        resolve(TrainOptions(ranks=2))
+
+
+def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n")
+    assert make_schedule(TrainOptions(schedule=str(path), ranks=1)).num_stages == 1
+    with pytest.raises(ValueError, match=r"is for 1 ranks: expected --ranks 1, not 2"):
+        make_schedule(TrainOptions(schedule=str(path), ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--schedule", "1f2b"), "unknown schedule '1f2b'"),
+        (("--text", "nowhere.txt"), "cannot read the text file 'nowhere.txt'"),
+        (("--name", "a/b"), "run name 'a/b'"),
+        (("--batch", "4"), "--batch 4 for 8 microbatches: one would be empty"),
+        (("--width", "10"), "expected a width that the heads divide"),
+    ],
+)
+def test_mistakes_are_answered_before_any_process_starts(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_exists_is_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert main(["train", "--name", "mine"]) == 2
+    assert "(--name mine-2), or delete the folder (rm -r runs/mine)" in capsys.readouterr().err
+
+
+def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only() -> None:
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
+    tokens = torch.zeros((3, 16), dtype=torch.int64)
+    one_vector = 3 * 16 * 32 * 4  # bytes of [B, T, D]
+    kept = kept_bytes(model, tokens, recompute="none", num_stages=2)
+    # About 16 vectors a block (the inputs of its products and norms), and the logits.
+    assert 2 * 10 * one_vector < kept < 2 * 24 * one_vector + 3 * 3 * 16 * 256 * 4
+    assert kept_bytes(model, tokens, recompute="full", num_stages=2) == 2 * one_vector
+
+
+def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", *TINY, "--microbatches", "4"]) == 0
+    text = capsys.readouterr().out
+    for words in ("embedding.tokens", "head.linear", "rank 0 | ", "predicted bubble", "predicted memory"):
+        assert words in text
+    assert "costs proportional to parameters" in text
+
+
+def test_the_dry_run_adds_up() -> None:
+    options = resolve(TrainOptions(layers=2, width=32, heads=2, length=16, batch=8, microbatches=4))
+    model = make_model(options)
+    parameters = sum(p.numel() for p in model.parameters())
+    answer = predict(options, make_schedule(options), model)
+    assert answer.num_stages == len(answer.stages) == 4
+    assert sum(stage.parameters for stage in answer.stages) == answer.parameters == parameters
+    assert sum(answer.state_bytes) == 16 * parameters
+    assert 0 < answer.bubble < 1
+    assert answer.lower_bound_ratio >= 1
+
+
+def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "loss 2.000 = 2.88 bits/byte  1,234 tokens/s  bubble 12.5% (predicted 10.0%)"
+    assert describe(SOME) == line
+    for rank in (0, 1):
+        with make_progress(rank=rank, steps=2, json=False) as progress:
+            progress.step(SOME)
+    assert capsys.readouterr().out == f"step 2/2  0:00  {line}\n"
+    with make_progress(rank=0, steps=2, json=True) as progress:
+        progress.note("aside")
+    assert capsys.readouterr() == ("", "aside\n")
+
+
+def train(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright", "train", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
+    """A run folder holds all that a run leaves."""
+    names = {"manifest.json", "metrics.jsonl", "summary.json", "timeline.json", "timeline.png"}
+    assert names | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
+    found = json.loads((folder / "summary.json").read_text())
+    assert isinstance(found, dict)
+    assert found["tokens"] == 5 * 8 * 16
+    assert found["num_ranks"] == ranks
+    for key in ("tokens_per_s", "step_seconds", "predicted_step_seconds", "val_bits_per_byte"):
+        assert found[key] > 0
+    for key in ("bubble", "predicted_bubble"):
+        assert 0 <= found[key] < 1
+    return found
+
+
+@pytest.mark.gloo
+def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -> None:
+    done = train(tmp_path, *TINY, "--microbatches", "4", "--text", text, "--name", "one")
+    assert "step 5/5" in done.stdout
+    assert "sample after 'import '" in done.stdout
+    summary = check_run(tmp_path / "runs" / "one", ranks=2)
+    peaks = summary["peak_memory_bytes"]
+    assert isinstance(peaks, list)
+    assert len(peaks) == 2
+
+
+@pytest.mark.gloo
+def test_one_rank_trains_in_its_own_process_to_the_same_loss(tmp_path: Path, text: str) -> None:
+    common = (*TINY, "--microbatches", "4", "--text", text, "--json", "--dropout", "0.1")
+    alone = json.loads(
+        train(tmp_path, *common, "--name", "one", "--ranks", "1", "--schedule", "gpipe").stdout
+    )
+    pair = json.loads(train(tmp_path, *common, "--name", "two", "--schedule", "1f1b").stdout)
+    check_run(tmp_path / "runs" / "one", ranks=1)
+    check_run(tmp_path / "runs" / "two", ranks=2)
+    assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
+
+
+@pytest.mark.gloo
+def test_a_mistake_that_only_the_ranks_find_ends_them_all(tmp_path: Path, text: str) -> None:
+    # More stages than the model has places to cut.
+    done = train(
+        tmp_path,
+        *("--layers", "1", "--width", "8", "--heads", "1", "--length", "8", "--steps", "1", "--batch", "2"),
+        *("--microbatches", "2", "--chunks", "200", "--text", text, "--name", "one"),
+        status=2,
+    )
+    assert "stagewright: error: " in done.stderr
+    assert "num_stages=400" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gloo
+def test_a_timeline_is_drawn_again_from_its_file(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, *TINY, "--microbatches", "4", "--text", text, "--name", "one")
+    folder = tmp_path / "runs" / "one"
+    for name in ("timeline.png", "timeline.perfetto.json"):
+        (folder / name).unlink()
+    assert main(["timeline", str(folder), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert Path(answer["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert "traceEvents" in Path(answer["perfetto"]).read_text()
+    (folder / "timeline.json").write_text('{"measured": 3}')
+    assert main(["timeline", str(folder)]) == 2
+    assert "is not a run's timeline" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""One timeline drawn on one pair of axes: a row a rank, and beside it the row's idle time by cause.
+
+    rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
+           |       ---- ---             thin lanes of messages arriving
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..schedules import Action, Idle, Message, MessageKind, Op, Timeline, attribute_idle
+from .lanes import assign_lanes
+from .palette import (
+    CAUSE_HUES,
+    IDLE_FILL,
+    IDLE_HATCH,
+    MESSAGE_HUES,
+    OP_HUES,
+    OTHER_HUE,
+    RGB,
+    ink,
+    shade,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TOP = 0.07  # of a row: where its boxes begin
+_COMPUTE_ALONE, _COMPUTE_ABOVE = 0.86, 0.66  # height of the boxes without and with lanes below
+_LANES_TOP, _LANES_HEIGHT = 0.77, 0.18
+_SMALLEST, _LARGEST = 6.0, 11.0  # font sizes of microbatch numbers [points]
+_DIGIT = 0.64  # width of a digit of DejaVu Sans, in font sizes
+_FILLED = 0.05  # of the boxes may stay without a number for the sake of a larger font
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How seconds become pixels.
+
+    Arguments:
+        unit: seconds of one unit of the x axis.
+        length: of the x axis [s].
+        width: of the axes [pixels].
+        row: height of one rank [pixels].
+        dpi: pixels an inch.
+        with_lanes: True where messages are drawn below the boxes.
+    """
+
+    unit: float
+    length: float
+    width: float
+    row: float
+    dpi: float
+    with_lanes: bool
+
+    def pixels(self, seconds: float) -> float:
+        """Width on the page."""
+        return seconds / self.length * self.width
+
+    @property
+    def box_height(self) -> float:
+        """Of a compute box, in rows."""
+        return _COMPUTE_ABOVE if self.with_lanes else _COMPUTE_ALONE
+
+
+def num_chunks(timeline: Timeline) -> int:
+    """V: the most stages of any rank."""
+    return max(len(stages) for stages in timeline.schedule.placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Box:
+    rank: int
+    start: float  # [s] from the timeline's own start
+    width: float
+    label: str
+    colour: RGB
+
+
+def _boxes(timeline: Timeline) -> list[_Box]:
+    chunk_of = [{stage: c for c, stage in enumerate(stages)} for stages in timeline.schedule.placement]
+    chunks = num_chunks(timeline)
+    boxes = []
+    for rank, trace in enumerate(timeline.ranks):
+        for action, start, end in trace.compute:
+            assert isinstance(action, Action)
+            hue = OP_HUES.get(action.op, OTHER_HUE)
+            colour = shade(hue, chunk=chunk_of[rank].get(action.stage, 0), num_chunks=chunks)
+            label = "U" if action.op is Op.U else str(action.index)
+            boxes.append(
+                _Box(rank=rank, start=start - timeline.start, width=end - start, label=label, colour=colour)
+            )
+    return boxes
+
+
+def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+    """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
+    boxes = _boxes(timeline)
+    _draw_idle(axes, timeline, scale)
+    _draw_boxes(axes, boxes, scale)
+    _draw_labels(axes, boxes, scale)
+    if scale.with_lanes:
+        _draw_messages(axes, timeline, scale)
+    axes.set_xlim(0, scale.length / scale.unit)
+    _style_rows(axes, len(timeline.ranks), scale)
+    every = max(1, round(14 / scale.row))
+    ranks = range(0, len(timeline.ranks), every)
+    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
+    axes.tick_params(axis="y", length=0, labelsize=min(10.0, max(7.0, 0.45 * scale.row)))
+
+
+def _style_rows(axes: Axes, num_rows: int, scale: Scale) -> None:
+    axes.set_ylim(num_rows, 0)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#808080")
+    axes.tick_params(axis="x", colors="#404040", labelsize=9)
+
+
+def _draw_idle(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+    """A hatched band a rank, from the first start to the last end of all; boxes will cover what was busy."""
+    from matplotlib.patches import Rectangle
+
+    for rank in range(len(timeline.ranks)):
+        band = Rectangle(
+            (0, rank + _TOP),
+            timeline.makespan / scale.unit,
+            scale.box_height,
+            facecolor=IDLE_FILL,
+            edgecolor=IDLE_HATCH,
+            hatch="/////",
+            linewidth=0,
+        )
+        axes.add_patch(band)
+
+
+def _draw_boxes(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
+    from matplotlib.collections import PolyCollection
+
+    if not boxes:
+        return
+    widths = sorted(scale.pixels(box.width) for box in boxes)
+    corners = [_corners(b.start / scale.unit, b.width / scale.unit, b.rank + _TOP, scale.box_height) for b in boxes]
+    axes.add_collection(
+        PolyCollection(
+            corners,
+            facecolors=[box.colour for box in boxes],
+            edgecolors="white",
+            linewidths=0.7 if widths[len(widths) // 10] > 6 else 0.25 if widths[len(widths) // 2] > 3 else 0.0,
+        ),
+        autolim=False,
+    )
+
+
+def _corners(x: float, width: float, y: float, height: float) -> list[tuple[float, float]]:
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
+    """Numbers in the boxes, all of one font size; those that do not fit are left out."""
+    per_point = scale.dpi / 72
+    highest = 0.8 * scale.box_height * scale.row / per_point
+    largest = [(scale.pixels(box.width) - 2) / (per_point * _DIGIT * len(box.label)) for box in boxes]
+    ranked = sorted(largest)
+    wished = ranked[int(_FILLED * len(ranked))] if ranked else _SMALLEST
+    size = min(max(wished, _SMALLEST), highest, _LARGEST)
+    if size < _SMALLEST:
+        return
+    middle = _TOP + scale.box_height / 2
+    for box, fits in zip(boxes, largest, strict=True):
+        if fits >= size:
+            axes.text(
+                (box.start + box.width / 2) / scale.unit,
+                box.rank + middle,
+                box.label,
+                size=size,
+                color=ink(box.colour),
+                ha="center",
+                va="center_baseline",
+            )
+
+
+def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+    """Thin bars below the boxes of the receiver, beside each other where messages overlap."""
+    from matplotlib.collections import PolyCollection
+
+    lanes = [assign_lanes([(start, end) for _, start, end in trace.comm]) for trace in timeline.ranks]
+    height = _LANES_HEIGHT / (1 + max((lane for ranks in lanes for lane in ranks), default=0))
+    corners, colours = [], []
+    for rank, trace in enumerate(timeline.ranks):
+        for (message, start, end), lane in zip(trace.comm, lanes[rank], strict=True):
+            assert isinstance(message, Message)
+            x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
+            corners.append(_corners(x, width, rank + _LANES_TOP + lane * height, height))
+            colours.append(MESSAGE_HUES[message.kind])
+    if corners:
+        collection = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.3)
+        axes.add_collection(collection, autolim=False)
+
+
+def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float) -> None:
+    """Each rank's idle time, stacked by cause, in per cent of the makespan; the x axis ends at `limit`."""
+    left = [0.0] * len(timeline.ranks)
+    rows = [rank + _TOP + scale.box_height / 2 for rank in range(len(timeline.ranks))]
+    idle = attribute_idle(timeline)
+    for cause in Idle._fields:
+        shares = [100 * getattr(rank, cause) / timeline.makespan for rank in idle]
+        axes.barh(rows, shares, height=scale.box_height, left=left, color=CAUSE_HUES[cause])
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.set_xlim(0, limit)
+    axes.set_yticks([])
+    _style_rows(axes, len(timeline.ranks), scale)
+    if scale.row >= 18:
+        for y, total in zip(rows, left, strict=True):
+            axes.text(total + 0.02 * limit, y, f"{total:.0f}%", size=8, va="center", color="#404040")
+
+
+def causes_of(timeline: Timeline) -> list[str]:
+    """The causes of idle time that show in a picture of it (0.1% of the makespan, on any rank)."""
+    idle = attribute_idle(timeline)
+    least = 1e-3 * timeline.makespan
+    return [c for c in Idle._fields if any(getattr(rank, c) > least for rank in idle)]
+
+
+def ops_of(timeline: Timeline) -> set[Op]:
+    """The ops that were run."""
+    return {span.what.op for trace in timeline.ranks for span in trace.compute if isinstance(span.what, Action)}
+
+
+def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
+    """What arrived."""
+    return {span.what.kind for trace in timeline.ranks for span in trace.comm if isinstance(span.what, Message)}

@@ -1,0 +1,69 @@
+"""The colours of pictures: the op gives the hue, the chunk its shade.
+
+Hues are those of Okabe and Ito ("Color Universal Design", 2008) and, for idle causes, of Tol's muted scheme
+("Colour Schemes", SRON/EPS/TN/09-002), which stay apart under the common forms of colour blindness.
+"""
+
+from __future__ import annotations
+
+from ..schedules import MessageKind, Op
+
+RGB = tuple[float, float, float]
+
+OP_HUES = {
+    Op.F: "#0072B2",  # blue
+    Op.B: "#E69F00",  # orange
+    Op.I: "#009E73",  # green
+    Op.W: "#CC79A7",  # pink
+    Op.U: "#5C5C5C",  # grey
+}
+OP_WORDS = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I input gradient",
+    Op.W: "W weight gradient",
+    Op.U: "U update",
+}
+OTHER_HUE = "#A6A6A6"  # gathers, reductions
+MESSAGE_HUES = {
+    MessageKind.ACT: OP_HUES[Op.F],  # the hue of the op that makes it
+    MessageKind.GRAD: "#D55E00",  # an orange that shows in a thin lane
+    MessageKind.LOSS: OP_HUES[Op.U],
+}
+MESSAGE_WORDS = {
+    MessageKind.ACT: "activations arriving",
+    MessageKind.GRAD: "gradients arriving",
+    MessageKind.LOSS: "loss arriving",
+}
+CAUSE_HUES = {  # by field of `Idle`
+    "warm_up": "#DDCC77",
+    "drain": "#999933",
+    "late_peer": "#882255",
+    "transfer": "#88CCEE",
+    "imbalance": "#CC6677",
+    "update": OP_HUES[Op.U],
+    "unexplained": "#1A1A1A",
+}
+IDLE_FILL, IDLE_HATCH = "#FAFAFA", "#CDCDCD"
+_PALEST = 0.58  # how far the last chunk's shade is mixed with white
+
+
+def shade(hue: str, *, chunk: int, num_chunks: int) -> RGB:
+    """The colour of a chunk: chunk 0 has the full hue, the last one the palest.
+
+    >>> shade("#0000FF", chunk=0, num_chunks=2)
+    (0.0, 0.0, 1.0)
+    """
+    white = _PALEST * chunk / max(num_chunks - 1, 1)
+    red, green, blue = (int(hue[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
+
+
+def ink(background: RGB) -> str:
+    """Black or white, whichever has more contrast (relative luminance as in WCAG 2).
+
+    >>> ink((0.0, 0.0, 0.5)), ink((1.0, 1.0, 0.0))
+    ('white', 'black')
+    """
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in background)
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "white"

@@ -1,0 +1,164 @@
+"""Timelines as trace files for ui.perfetto.dev (and chrome://tracing).
+
+    process "predicted rank 0"   thread "compute"     | F 0 | F 1 |      | B 0 |
+                                 thread "receive"              | grad 0 |          flow arrows go from the
+                                 thread "receive 2"                 | grad 1 |     maker to the consumer
+    process "predicted rank 1"   ...
+
+Format: "Trace Event Format" (Duffy et al., the Catapult project). Perfetto picks a slice's colour from its name
+without the digits, hence `F 3`; slices of one thread that overlap must nest, hence the lanes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..schedules import Action, Message, MessageKind, Op, Timeline
+from .gaps import Gap, find_arrows, find_gaps
+from .lanes import assign_lanes
+
+_Event = dict[str, Any]  # as the format has it
+
+# Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
+# still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
+_TICKS_PER_US = 8
+_COMPUTE, _RECEIVE = 0, 100  # first thread id of each kind of lane
+
+
+def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+    """Write a trace in which each rank is a process; times in microseconds from each timeline's first start.
+
+    The same timelines always give the same bytes. O(actions + messages).
+
+    Arguments:
+        timelines: one, or several as (name, timeline) such as ("predicted", t), one below the other.
+        path: of the JSON file.
+
+    Raises ValueError for an empty sequence or a name that stands twice.
+    """
+    named = [("", timelines)] if isinstance(timelines, Timeline) else list(timelines)
+    names = [name for name, _ in named]
+    if not names:
+        raise ValueError("timelines=[]: expected a Timeline, or at least one (name, Timeline)")
+    if len(set(names)) < len(names):
+        raise ValueError(f"timelines named {names}: expected another name for each")
+    events: list[_Event] = []
+    pid = arrow_id = 0
+    for name, timeline in named:
+        trace = _Trace(name, timeline, first_pid=pid, first_arrow=arrow_id)
+        events += trace.events
+        pid += len(timeline.ranks)
+        arrow_id += trace.num_arrows
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    facts = json.dumps({name or "timeline": _facts(timeline) for name, timeline in named})
+    text = f'{{"displayTimeUnit":"ms",\n"otherData":{facts},\n"traceEvents":[\n{lines}\n]}}\n'
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _facts(timeline: Timeline) -> _Event:
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "measured": timeline.measured,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "makespan_seconds": timeline.makespan,
+        "makespan_bubble": timeline.makespan_bubble,
+        "span_bubble": timeline.span_bubble,
+    }
+
+
+class _Place(NamedTuple):
+    """Where a slice stands: its thread, start and end [ticks]."""
+
+    tid: int
+    start: int
+    end: int
+
+
+class _Trace:
+    """The events of one timeline: metadata, then slices, then flows.
+
+    The order in the file matters where times are equal: a flow binds to the slice that is open when it is read.
+    """
+
+    def __init__(self, name: str, timeline: Timeline, *, first_pid: int, first_arrow: int) -> None:
+        self.timeline = timeline
+        self.first_pid = first_pid
+        self.first_arrow = first_arrow
+        self.num_arrows = 0
+        self._origin = timeline.start
+        self._places: list[dict[Action | Message, _Place]] = [{} for _ in timeline.ranks]
+        slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
+        self.events = [*self._metadata(name), *slices, *self._flows()]
+
+    def _slices(self, rank: int, gaps: dict[Action, Gap]) -> Iterator[_Event]:
+        trace = self.timeline.ranks[rank]
+        for first_tid, spans in ((_COMPUTE, trace.compute), (_RECEIVE, trace.comm)):
+            ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
+            for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
+                self._places[rank][what] = _Place(first_tid + lane, start, end)
+                times = {"ts": start / _TICKS_PER_US, "dur": (end - start) / _TICKS_PER_US}
+                yield {
+                    "ph": "X",
+                    "pid": self.first_pid + rank,
+                    "tid": first_tid + lane,
+                    **times,
+                    **(self._message(what) if isinstance(what, Message) else self._action(what, gaps.get(what))),
+                }
+
+    def _ticks(self, seconds: float) -> int:
+        return round((seconds - self._origin) * 1e6 * _TICKS_PER_US)
+
+    def _action(self, action: Action, gap: Gap | None) -> _Event:
+        stage, op, index = action
+        args: _Event = {"action": str(action), "stage": stage}
+        args |= {"update_group": index} if op is Op.U else {"microbatch": index}
+        if gap is not None:
+            args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
+        return {"name": f"{op.value} {index}", "cat": "compute", "args": args}
+
+    def _message(self, message: Message) -> _Event:
+        kind, src, dst, index = message
+        args: _Event = {"message": str(message), "from_stage": src}
+        args |= {"batch": index} if kind is MessageKind.LOSS else {"to_stage": dst, "microbatch": index}
+        return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
+
+    def _metadata(self, name: str) -> Iterator[_Event]:
+        def record(kind: str, tid: int, **args: str | int) -> _Event:
+            return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
+
+        for rank, places in enumerate(self._places):
+            pid = self.first_pid + rank
+            yield record("process_name", _COMPUTE, name=f"{name} rank {rank}".strip())
+            yield record("process_sort_index", _COMPUTE, sort_index=pid)
+            for tid in sorted({_COMPUTE, *(place.tid for place in places.values())}):
+                kind, lane = ("receive", tid - _RECEIVE) if tid >= _RECEIVE else ("compute", tid - _COMPUTE)
+                yield record("thread_name", tid, name=f"{kind} {lane + 1}" if lane else kind)
+                yield record("thread_sort_index", tid, sort_index=tid)
+
+    def _flows(self) -> Iterator[_Event]:
+        """Two events an arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
+        for arrow in find_arrows(self.timeline):
+            maker = self._places[arrow.maker_rank][arrow.maker]
+            consumer = self._places[arrow.consumer_rank][arrow.consumer]
+            leaves = max(maker.start, min(maker.end - 1, consumer.start))
+            if leaves > consumer.start:
+                continue  # clocks of two hosts that disagree: an arrow back in time can't be drawn
+            ends = (("s", arrow.maker_rank, maker.tid, leaves), ("f", arrow.consumer_rank, consumer.tid, consumer.start))
+            for phase, rank, tid, at in ends:
+                yield {
+                    "ph": phase,
+                    "pid": self.first_pid + rank,
+                    "tid": tid,
+                    "ts": at / _TICKS_PER_US,
+                    "id": self.first_arrow + self.num_arrows,
+                    "name": f"{arrow.kind.value} {arrow.maker.index}",
+                    "cat": "flow",
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+            self.num_arrows += 1

@@ -1,0 +1,200 @@
+"""Timelines as a PNG: the predicted one above the measured one, on one time scale.
+
+    +-----------------------------------------------------------------+
+    | 1f1b: P=4 V=1 M=8                                               |  title
+    | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
+    | rank 0 |0|1|2|3|////| 0 | ...                     |====         |  a row a rank
+    | measured: makespan 35 s (1.06 of predicted) ...                 |
+    | rank 0 |0|1|2|3|/////| 0 | ...                    |=====        |
+    |        0     10     20 ... time [s]               0   20   40   |
+    | legend                                                          |
+    +-----------------------------------------------------------------+
+
+The page is laid out in pixels, from the top, so that nothing can overlap. No pyplot: nothing global is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schedules import Timeline
+from .gantt import (
+    Scale,
+    causes_of,
+    draw_idle_bars,
+    draw_timeline,
+    message_kinds_of,
+    num_chunks,
+    ops_of,
+)
+from .legend import draw_legend
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DPI = 100
+_WIDTH, _LEFT, _RIGHT = 1600, 66, 24  # the page and its margins [pixels]
+_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _LEGEND = 44, 26, 18, 46, 56
+_BARS, _BARS_GAP = 230, 22  # the column of idle bars
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+def render_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Draw one timeline as a PNG, 1600 pixels wide: a row a rank, the idle time hatched, the bubbles in the title."""
+    caption = "measured" if timeline.measured else "simulated"
+    _render([_Panel(caption=caption, timeline=timeline)], path)
+
+
+def render_comparison(predicted: Timeline | None, measured: Timeline | None, path: str | Path) -> None:
+    """Draw `predicted` above `measured` on one time scale, each from its own first start.
+
+    Arguments:
+        predicted, measured: one of them may be None; the other then stands alone.
+        path: of the PNG.
+
+    Raises ValueError when both are None.
+    """
+    panels = [
+        _Panel(caption=caption, timeline=timeline)
+        for caption, timeline in (("predicted", predicted), ("measured", measured))
+        if timeline is not None
+    ]
+    if not panels:
+        raise ValueError("predicted=None, measured=None: expected at least one Timeline")
+    _render(panels, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Panel:
+    caption: str
+    timeline: Timeline
+
+    def title(self, unit_name: str, unit: float, before: _Panel | None) -> str:
+        """The figures of this panel; `before` is what they are compared with."""
+        t = self.timeline
+        ratio = ""
+        if before is not None and before.timeline.makespan > 0:
+            ratio = f" ({t.makespan / before.timeline.makespan:.3f} of {before.caption})"
+        return (
+            f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
+            f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
+        )
+
+
+def _render(panels: Sequence[_Panel], path: str | Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    page = _Page(panels)
+    figure = Figure(figsize=(_WIDTH / _DPI, page.height / _DPI), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    page.draw(figure)
+    figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": "stagewright"})
+
+
+class _Page:
+    """The layout of one picture."""
+
+    def __init__(self, panels: Sequence[_Panel]) -> None:
+        self.panels = panels
+        timelines = [panel.timeline for panel in panels]
+        ranks = max(len(t.ranks) for t in timelines)
+        longest = max(t.makespan for t in timelines)
+        self.unit_name, self.unit = time_unit(longest)
+        self.with_bars = any(causes_of(t) for t in timelines)
+        width = _WIDTH - _LEFT - _RIGHT - (_BARS + _BARS_GAP if self.with_bars else 0)
+        self.scale = Scale(
+            unit=self.unit,
+            length=longest or self.unit,
+            width=width,
+            row=round(min(60.0, max(14.0, 100 / ranks**0.5))),
+            dpi=_DPI,
+            with_lanes=any(message_kinds_of(t) for t in timelines),
+        )
+        rows = sum(len(t.ranks) for t in timelines) * self.scale.row
+        gaps = _PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1)
+        self.height = round(_TITLE + gaps + rows + _TIME_AXIS + _LEGEND)
+
+    def axes(self, figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes at a place in pixels from the upper left corner."""
+        box = (left / _WIDTH, 1 - (top + height) / self.height, width / _WIDTH, height / self.height)
+        return figure.add_axes(box)
+
+    def text(self, figure: Figure, left: float, baseline: float, text: str, size: float, weight: str) -> None:
+        figure.text(left / _WIDTH, 1 - baseline / self.height, text, size=size, weight=weight, color="#202020")
+
+    def draw(self, figure: Figure) -> None:
+        self.text(figure, _LEFT, 30, _title(self.panels), 14, "bold")
+        top: float = _TITLE
+        for number, panel in enumerate(self.panels):
+            before = self.panels[number - 1] if number else None
+            is_last = number == len(self.panels) - 1
+            top = self._draw_panel(figure, panel, before, top, is_last=is_last) + _PANEL_GAP
+        timelines = [panel.timeline for panel in self.panels]
+        draw_legend(
+            figure,
+            ops={op for t in timelines for op in ops_of(t)},
+            kinds={kind for t in timelines for kind in message_kinds_of(t)},
+            causes={cause for t in timelines for cause in causes_of(t)},
+            chunks=max(num_chunks(t) for t in timelines),
+            left=_LEFT / _WIDTH,
+            rows=[(_LEGEND - 10) / self.height, (_LEGEND - 34) / self.height],
+            marks_end=len(self.panels) > 1,
+        )
+
+    def _draw_panel(
+        self, figure: Figure, panel: _Panel, before: _Panel | None, top: float, *, is_last: bool
+    ) -> float:
+        """Draw one panel below `top`; returns where it ends."""
+        timeline, scale = panel.timeline, self.scale
+        self.text(figure, _LEFT, top + 18, panel.title(self.unit_name, self.unit, before), 10.5, "normal")
+        top += _PANEL_TITLE
+        height = len(timeline.ranks) * scale.row
+        axes = self.axes(figure, _LEFT, top, scale.width, height)
+        draw_timeline(axes, timeline, scale)
+        axes.tick_params(labelbottom=is_last)
+        if is_last:
+            axes.set_xlabel(f"time [{self.unit_name}]", size=9.5, labelpad=2)
+        if before is not None:
+            axes.axvline(before.timeline.makespan / self.unit, color="#202020", linestyle="--", linewidth=1.2)
+        if self.with_bars and timeline.makespan > 0:
+            bars = self.axes(figure, _LEFT + scale.width + _BARS_GAP, top, _BARS, height)
+            draw_idle_bars(bars, timeline, scale, limit=self._bar_limit())
+            bars.tick_params(labelbottom=is_last)
+            if is_last:
+                bars.set_xlabel("idle [% of makespan]", size=9.5, labelpad=2)
+        return top + height
+
+    def _bar_limit(self) -> float:
+        """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
+        shares = [
+            1 - rank.busy / t.makespan
+            for t in (panel.timeline for panel in self.panels)
+            for rank in t.ranks
+            if t.makespan > 0
+        ]
+        return 100 * 1.25 * max(shares)
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The name and length [s] of the unit in which `seconds` is at least 1.
+
+    >>> time_unit(0.25)
+    ('ms', 0.001)
+    """
+    return next((unit for unit in _UNITS if seconds >= unit[1]), _UNITS[-1] if seconds > 0 else _UNITS[0])
+
+
+def _title(panels: Sequence[_Panel]) -> str:
+    titles = []
+    for timeline in (panel.timeline for panel in panels):
+        schedule = timeline.schedule
+        batches = f", {schedule.num_batches} batches" if schedule.num_batches > 1 else ""
+        titles.append(
+            f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(timeline)}  M={schedule.num_microbatches}{batches}"
+        )
+    return "   /   ".join(dict.fromkeys(titles))
