@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -66,7 +66,7 @@ class Collectives:
         self._guard(lambda: dist.all_gather_object(everyone, mine, group=group), what)
         return everyone
 
-    def _guard(self, run, what: str) -> None:  # type: ignore[no-untyped-def]
+    def _guard(self, run: Callable[[], object], what: str) -> None:
         started = time.monotonic()
         try:
             run()

@@ -14,11 +14,11 @@ class PipelineError(RuntimeError):
         self.peer = peer
 
 
-class PipelineTimeout(PipelineError):
+class PipelineTimeout(PipelineError):  # noqa: N818 - a time-out says it all
     """A message did not come in time: names who waited for which action of whom, and how long."""
 
 
-class PeerLost(PipelineError):
+class PeerLost(PipelineError):  # noqa: N818 - likewise
     """The connection to a rank broke: it died, or stopped after an error of its own."""
 
 

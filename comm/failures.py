@@ -14,7 +14,7 @@ import json
 import time
 from typing import NamedTuple
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from .errors import PeerLost, PipelineError
 
@@ -29,7 +29,7 @@ class _Report(NamedTuple):
 class FailureBoard:
     """Reports of one run's ranks. Without other processes (`store` is None) nothing is read or written."""
 
-    def __init__(self, store: dist.Store | None, *, rank: int, size: int) -> None:
+    def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size

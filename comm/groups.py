@@ -40,13 +40,15 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     if size <= 1:
         return World(rank=0, size=1)
     rank = _environment("RANK")
-    address = f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR unset)')}:{os.environ.get('MASTER_PORT', '(MASTER_PORT unset)')}"
+    address = (
+        f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR unset)')}:{os.environ.get('MASTER_PORT', '(MASTER_PORT unset)')}"
+    )
     try:
         dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
     except Exception as error:
         raise RuntimeError(
-            f"rank {rank} of {size} found no rendezvous at {address} within {timeout:g} s ({short_reason(error)}): expected all "
-            f"{size} ranks to be started with the same MASTER_ADDR and MASTER_PORT, each with its own RANK"
+            f"rank {rank} of {size} found no rendezvous at {address} within {timeout:g} s ({short_reason(error)}): "
+            f"expected all {size} ranks to be started with the same MASTER_ADDR and MASTER_PORT, each with its own RANK"
         ) from error
     return World(rank=dist.get_rank(), size=dist.get_world_size())
 
@@ -88,7 +90,9 @@ def pipe_size(mesh: Mapping[str, int] | None, world: World, *, wanted: int | Non
             )
     size = sizes.get("pipe", wanted or world.size)
     if wanted is not None and size != wanted:
-        raise ValueError(f'mesh={{"pipe": {size}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}')
+        raise ValueError(
+            f'mesh={{"pipe": {size}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
+        )
     if world.distributed and size != world.size:
         raise ValueError(
             f'the mesh asks for {size} ranks and the process group has {world.size}: expected mesh={{"pipe": '

@@ -25,7 +25,7 @@ def one_way_seconds(
     if rank > 1:
         return 0.0
     peer = 1 - rank
-    tensors = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+    tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
     times = []
     for turn in range(_ROUNDS + _WARM_UP):
         ping = Message(MessageKind.ACT, -1, -2, turn)
@@ -33,7 +33,7 @@ def one_way_seconds(
         start = time.perf_counter()
         if rank == 0:
             transport.post(pong, peer, specs)
-            transport.send(ping, peer, tensors)
+            transport.send(ping, peer, tensors, specs)
             transport.wait(pong, timeout)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -41,7 +41,7 @@ def one_way_seconds(
         else:
             transport.post(ping, peer, specs)
             transport.wait(ping, timeout)
-            transport.send(pong, peer, tensors)
+            transport.send(pong, peer, tensors, specs)
         times.append(time.perf_counter() - start)
     transport.drain(timeout)
     return statistics.median(times[_WARM_UP:]) / 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,7 @@ from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
 Link = tuple[int, int]  # (sender, receiver), ranks along the pipeline
+_Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
 _TAGS = 1 << 30
 
@@ -38,7 +39,12 @@ class ProcessGroupTransport:
     """
 
     def __init__(
-        self, rank: int, groups: Mapping[Link, tuple[dist.ProcessGroup, int]], *, device: torch.device, timeout: float
+        self,
+        rank: int,
+        groups: Mapping[Link, tuple[dist.ProcessGroup, int]],
+        *,
+        device: torch.device,
+        timeout: float,
     ) -> None:
         self._rank = rank
         self._groups = groups
@@ -60,23 +66,26 @@ class ProcessGroupTransport:
         group, index = self._groups[peer, self._rank]
         buffers, works = [], []
         for spec in specs:
-            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
             buffers.append(buffer)
             tag = self._next_tag((peer, self._rank))
             if buffer.numel():
-                works.append(self._start(group.recv, _wire(buffer), index, tag, peer, message))
+                works.append(self._start(group.recv, buffer, index, tag, message))
         self._posted[message] = (peer, buffers, works)
 
-    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Start the sends; what they read is kept until their receipt is known."""
         group, index = self._groups[self._rank, peer]
         kept, works = [], []
-        for tensor in tensors:
-            whole = tensor.contiguous()
+        for tensor, spec in zip(tensors, specs, strict=True):
+            whole = tensor
+            if tensor.stride() != spec.stride:
+                whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
+                whole.copy_(tensor)
             kept.append(whole)
             tag = self._next_tag((self._rank, peer))
             if whole.numel():
-                works.append(self._start(group.send, _wire(whole), index, tag, peer, message))
+                works.append(self._start(group.send, whole, index, tag, message))
         self._sent[message] = (peer, kept, works)
 
     def ready(self, message: Message) -> bool:
@@ -128,11 +137,11 @@ class ProcessGroupTransport:
         self._tags[link] = (self._tags[link] + 1) % _TAGS
         return self._tags[link]
 
-    def _start(self, operation, wire, index, tag, peer, message):  # type: ignore[no-untyped-def]
+    def _start(self, operation: _Start, tensor: torch.Tensor, index: int, tag: int, message: Message) -> dist.Work:
         try:
-            return operation([wire], index, tag)
+            return operation([_wire(tensor)], index, tag)
         except RuntimeError as error:
-            raise PeerLost(_lost(peer, message, error), peer=peer) from error
+            raise PeerLost(_lost(index, message, error), peer=index) from error
 
     def _finish(self, work: dist.Work, message: Message, peer: int, timeout: float) -> None:
         started = time.monotonic()
@@ -149,8 +158,9 @@ class ProcessGroupTransport:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, where its own type is none that a backend knows."""
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) and tensor.dim() else tensor
+    """The memory of a tensor without gaps, in order; as bytes where its type is none that every backend knows."""
+    flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.reshape(-1).view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else flat
 
 
 def _lost(peer: int, message: Message, error: Exception) -> str:

@@ -16,11 +16,22 @@ from ..schedules import Message
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of a tensor on its way; `requires_grad`: a gradient comes back for it."""
+    """Layout of a tensor on its way.
+
+    stride: without gaps or overlaps. It is kept on the way, since random masks are drawn in memory order.
+    requires_grad: a gradient comes back for it.
+    """
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The layout that `torch.empty_like` gives: the tensor's own, with gaps and overlaps closed."""
+        dense = torch.empty_like(tensor)
+        return cls(tuple(map(int, dense.shape)), tuple(map(int, dense.stride())), tensor.dtype, tensor.requires_grad)
 
 
 class Transport(Protocol):
@@ -29,8 +40,8 @@ class Transport(Protocol):
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
 
-    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Hand over `message` for rank `peer`; returns at once."""
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        """Hand over `message` for rank `peer`, laid out as `specs` say; returns at once."""
 
     def ready(self, message: Message) -> bool:
         """Whether `wait` may be called: always true where waiting blocks."""
@@ -71,7 +82,7 @@ class InProcessTransport:
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Nothing to prepare."""
 
-    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Put it into the peer's box."""
         self._mailbox.messages[peer, message] = tuple(tensors)
 

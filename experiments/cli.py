@@ -24,9 +24,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "train": Command("train", "train a GPT on the standard library's source through a pipeline"),
     "schedule": Command("schedule_command", "print a schedule as a grid, or export it as CSV or JSON"),
-    "simulate": Command(
-        "simulate_command", "simulate a schedule: makespan, bubbles, activations, lower bound"
-    ),
+    "simulate": Command("simulate_command", "simulate a schedule: makespan, bubbles, activations, lower bound"),
     "timeline": Command(
         "timeline_command", "draw a run's timeline, predicted above measured, and export it for Perfetto"
     ),
@@ -64,9 +62,7 @@ def _module(name: str) -> ModuleType:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(
-            f"unknown command {name!r}{hint}\ncommands: {', '.join(COMMANDS)} (`stagewright --help`)"
-        )
+        raise ValueError(f"unknown command {name!r}{hint}\ncommands: {', '.join(COMMANDS)} (`stagewright --help`)")
     return importlib.import_module(f".{COMMANDS[name].module}", __package__)
 
 

@@ -26,9 +26,7 @@ NATS_PER_BIT = math.log(2)
 HELD_OUT_PERCENT = 5
 
 # Tests are repetitive and would be a third of the text; a site's own packages differ from machine to machine.
-_LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
-)
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"})
 
 
 class Batch(NamedTuple):
@@ -94,9 +92,7 @@ def load_corpus(text: Sequence[str | Path] = ()) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files = [(path.relative_to(root).as_posix(), _read(path)) for path in standard_library_files(root)]
     if not files:
-        raise ValueError(
-            f"no *.py files in {root}: this Python has no source with it; give your own text with --text"
-        )
+        raise ValueError(f"no *.py files in {root}: this Python has no source with it; give your own text with --text")
     return _corpus(
         [content for name, content in files if not is_held_out(name)],
         [content for name, content in files if is_held_out(name)],

@@ -66,9 +66,7 @@ def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
     pipe = make_pipe(options, schedule, model, tokens)  # all ranks in this process
     stages = tuple(
         StagePlan(stage=number, rank=schedule.owners[number][0], name=name, parameters=parameters)
-        for number, (name, parameters) in enumerate(
-            zip(pipe.stage_names, pipe.stage_num_parameters, strict=True)
-        )
+        for number, (name, parameters) in enumerate(zip(pipe.stage_names, pipe.stage_num_parameters, strict=True))
     )
     weights = [float(stage.parameters) for stage in stages]
     costs = Costs(forward=weights, backward=[2 * weight for weight in weights])
@@ -111,9 +109,7 @@ def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = loss_fn(model(tokens), tokens)
-    assert (
-        loss.grad_fn is not None
-    )  # the graph is still there: no storage was freed and counted a second time
+    assert loss.grad_fn is not None  # the graph is still there: no storage was freed and counted a second time
     return sum(kept.values())
 
 
@@ -147,8 +143,7 @@ def _text(answer: DryRun, schedule: Schedule) -> str:
         zip(answer.state_bytes, answer.activation_bytes, answer.peak_activations, strict=True)
     ):
         lines.append(
-            f"                   {rank:>4}   {state / 1e6:>26.1f} MB   "
-            f"{activations / 1e6:.1f} MB ({peak} stages)"
+            f"                   {rank:>4}   {state / 1e6:>26.1f} MB   {activations / 1e6:.1f} MB ({peak} stages)"
         )
     return "\n".join(lines)
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The size of a GPT; the default has 4.9 million parameters.
+    """The size of a GPT; the default has 5.1 million parameters.
 
     Arguments:
         vocabulary: number of distinct tokens (256: bytes).
         length: the longest sequence, T.
         layers: L >= 1 blocks.
-        width: D, a multiple of `heads`.
-        heads: H attention heads a block.
+        width: D, a multiple of the number of heads.
+        heads: H attention heads a block; None: one for each 64 of the width, as far as that divides it.
         dropout: probability, after the embedding and at the end of both branches of a block.
         tied: whether the head multiplies by the embedding's own weight.
 
@@ -36,23 +36,32 @@ class GPTConfig:
 
     vocabulary: int = 256
     length: int = 128
-    layers: int = 6
-    width: int = 256
-    heads: int = 4
+    layers: int = 4
+    width: int = 320
+    heads: int | None = None
     dropout: float = 0.0
     tied: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "length", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.width % self.heads:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+        heads = self.num_heads
+        if self.width % heads:
             raise ValueError(
-                f"width={self.width} with heads={self.heads}: expected a width that the heads divide, "
-                f"such as {self.heads * math.ceil(self.width / self.heads)}"
+                f"width={self.width} with heads={heads}: expected a width that the heads divide, "
+                f"such as {heads * math.ceil(self.width / heads)}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: expected a probability from 0 up to 1, without 1")
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        if self.heads is not None:
+            return self.heads
+        return next(h for h in range(max(1, self.width // 64), 0, -1) if self.width % h == 0)
 
 
 class Embedding(nn.Module):
@@ -76,7 +85,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.num_heads
         self.qkv = _linear(config.width, 3 * config.width, std=_STD)
         self.out = _linear(config.width, config.width, std=_residual_std(config))
 
@@ -156,9 +165,7 @@ def gpt_stages(config: GPTConfig, num_stages: int) -> list[nn.Sequential]:
     if not 1 <= num_stages <= config.layers:
         raise ValueError(f"num_stages={num_stages} for {config.layers} layers: expected 1 to {config.layers}")
     if config.tied and num_stages > 1:
-        raise ValueError(
-            "tied=True with stages cut by hand: expected tied=False, or PipelineModule(GPT(config), ...)"
-        )
+        raise ValueError("tied=True with stages cut by hand: expected tied=False, or PipelineModule(GPT(config), ...)")
     model = GPT(config)
     blocks = list(model.blocks)
     bounds = [round(stage * len(blocks) / num_stages) for stage in range(num_stages + 1)]

@@ -82,9 +82,7 @@ def launch(
         try:
             for rank in range(num_ranks):
                 variables = _variables(rank=rank, num_ranks=num_ranks, port=port, folder=folder)
-                ranks.append(
-                    _Rank.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
-                )
+                ranks.append(_Rank.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder))
             return _see_through(ranks, grace=grace, timeout=timeout)
         finally:
             _end(ranks)
@@ -222,9 +220,7 @@ def _judge(ranks: list[_Rank]) -> LaunchResult:
     failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed_at)
     if not failed:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
-        report = "\n".join(
-            f"rank {rank.number}: {rank.how_it_ended} after its results were out" for rank in odd
-        )
+        report = "\n".join(f"rank {rank.number}: {rank.how_it_ended} after its results were out" for rank in odd)
         return LaunchResult(status=0, first_failed=None, report=report)
     status = failed[0].process.returncode or 1
     return LaunchResult(
@@ -236,14 +232,14 @@ def _judge(ranks: list[_Rank]) -> LaunchResult:
 
 def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
     """Who failed first and what it said; rank 0's lines went to the terminal already."""
-    last_line = {rank.number: next(reversed(rank.last_lines()), "nothing") for rank in failed}
+    last_line = {rank.number: _last_line(rank) for rank in failed}
     if len(failed) == len(ranks) > 1 and len(set(last_line.values())) == 1:
         return f"all {len(ranks)} ranks failed alike ({failed[0].how_it_ended})"
     first, others = failed[0], failed[1:]
-    story = [
-        f"rank {first.number} failed first ({first.how_it_ended}); its last line: {last_line[first.number]}"
-    ]
-    if first.number != 0:
+    story = [f"rank {first.number} failed first ({first.how_it_ended})"]
+    if first.number == 0:
+        story[0] += f"; its last line: {last_line[0]}"
+    else:
         story += ["its last lines:", *(f"  {line}" for line in first.tail)]
     for rank in others:
         said = last_line[rank.number]
@@ -252,6 +248,11 @@ def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
         if rank not in failed and rank.process.returncode is None:
             story.append(f"rank {rank.number} was still running and was stopped")
     return "\n".join(story)
+
+
+def _last_line(rank: _Rank) -> str:
+    line = next(reversed(rank.last_lines()), "nothing")
+    return line.removeprefix(f"[rank{rank.number}]: ")  # torch puts it there, in front of tracebacks
 
 
 def _end(ranks: list[_Rank]) -> None:

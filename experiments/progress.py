@@ -44,9 +44,7 @@ class PlainProgress(Progress):
         if done % self.every and done != self.steps:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self.started), 60)
-        self.note(
-            f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}"
-        )
+        self.note(f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}")
 
     def note(self, text: str) -> None:
         print(text, file=self.stream, flush=True)

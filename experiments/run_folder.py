@@ -43,9 +43,7 @@ class Manifest:
     started: str
 
     @classmethod
-    def of(
-        cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str
-    ) -> Manifest:
+    def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str) -> Manifest:
         """Of this process, now."""
         return cls(
             name=name,
@@ -126,9 +124,7 @@ class RunFolder:
     def check_free(cls, name: str, *, root: Path = RUNS) -> Path:
         """Where the run would go; ValueError for an impossible name and for a run that exists."""
         if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2"
-            )
+            raise ValueError(f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2")
         path = root / name
         if path.exists():
             raise ValueError(
@@ -164,9 +160,7 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
         if candidate.is_dir():
             return candidate
     known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
-    there = (
-        f"; there are {', '.join(known)}" if known else "; there are no runs yet, type `stagewright train`"
-    )
+    there = f"; there are {', '.join(known)}" if known else "; there are no runs yet, type `stagewright train`"
     raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
 
 
@@ -178,9 +172,7 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         with suppress(OSError):  # where it may not be reset, the peak counts what came before as well
-            Path("/proc/self/clear_refs").write_text(
-                "5"
-            )  # forget the peak of importing torch and reading the corpus
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch and reading the corpus
         self.at_start = _status_bytes("VmRSS")
 
     def peak(self) -> int:
@@ -218,9 +210,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _dumps(record: Mapping[str, object]) -> str:

@@ -153,9 +153,7 @@ def _table(answer: Simulated) -> str:
         "",
         "  rank       busy       idle  activations  largest idle cause",
     ]
-    for rank, (busy, idle, peak) in enumerate(
-        zip(answer.busy, answer.idle, answer.peak_activations, strict=True)
-    ):
+    for rank, (busy, idle, peak) in enumerate(zip(answer.busy, answer.idle, answer.peak_activations, strict=True)):
         cause, most = max(idle.items(), key=lambda item: item[1])
         why = f"{cause.replace('_', ' ')} ({most:.6g})" if most > 0 else "none"
         lines.append(f"  {rank:>4} {busy:10.6g} {sum(idle.values()):10.6g} {peak:>12}  {why}")

@@ -36,9 +36,7 @@ class Traces:
         path = folder / _TRACE
         try:
             pair = json.loads(path.read_text())
-            predicted, measured = (
-                Timeline.from_json(json.dumps(pair[key])) for key in ("predicted", "measured")
-            )
+            predicted, measured = (Timeline.from_json(json.dumps(pair[key])) for key in ("predicted", "measured"))
         except OSError as error:
             raise ValueError(f"{folder} has no readable {_TRACE}: a run writes it when it is done") from error
         except (KeyError, TypeError, ValueError) as error:
@@ -51,7 +49,7 @@ class Traces:
 
         picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
         render_comparison(self.predicted, self.measured, picture)
-        write_perfetto(self.measured, trace)
+        write_perfetto([("predicted", self.predicted), ("measured", self.measured)], trace)
         return picture, trace
 
 
@@ -82,9 +80,6 @@ def run(argv: Sequence[str]) -> int:
         }
         print(json.dumps(answer))
     else:
-        print(
-            f"{picture}: bubble {traces.measured.bubble:.1%} measured, "
-            f"{traces.predicted.bubble:.1%} predicted"
-        )
+        print(f"{picture}: bubble {traces.measured.bubble:.1%} measured, {traces.predicted.bubble:.1%} predicted")
         print(f"{trace}: open it at https://ui.perfetto.dev")
     return 0

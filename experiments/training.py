@@ -50,9 +50,7 @@ def train(options: TrainOptions, schedule: Schedule) -> int:
     return 0
 
 
-def make_pipe(
-    options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor
-) -> PipelineModule:
+def make_pipe(options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor) -> PipelineModule:
     """The pipeline that the options describe; tokens: one batch [B, T]."""
     return PipelineModule(
         model,
@@ -113,9 +111,7 @@ class _Record:
 class _Training:
     """One rank's run; the collective calls stand in the same order on all ranks."""
 
-    def __init__(
-        self, options: TrainOptions, schedule: Schedule, corpus: Corpus, folder: RunFolder | None
-    ) -> None:
+    def __init__(self, options: TrainOptions, schedule: Schedule, corpus: Corpus, folder: RunFolder | None) -> None:
         self.options = options
         self.corpus = corpus
         self.folder = folder
@@ -140,9 +136,7 @@ class _Training:
 
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         options = self.options
-        return self.corpus.batch(
-            seed=options.seed, step=step, batch_size=options.batch, length=options.length
-        )
+        return self.corpus.batch(seed=options.seed, step=step, batch_size=options.batch, length=options.length)
 
     def _train(self, progress: Progress) -> None:
         started = time.perf_counter()
@@ -240,9 +234,7 @@ class _Training:
         """Text from a fresh model with the gathered weights: proof that they are whole."""
         fresh = GPT(self.config)
         fresh.load_state_dict(weights)
-        text = sample(
-            fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed
-        )
+        text = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed)
         return (SAMPLE_PROMPT + text).decode(errors="replace")
 
 

@@ -53,7 +53,11 @@ class TracedModel:
     """
 
     def __init__(
-        self, model: nn.Module, example_inputs: Sequence[torch.Tensor], *, enter_unit: Callable[[int], None] | None
+        self,
+        model: nn.Module,
+        example_inputs: Sequence[torch.Tensor],
+        *,
+        enter_unit: Callable[[int], None] | None,
     ) -> None:
         exported = _export(model, tuple(example_inputs))
         self._root = exported.module(check_guards=False)
@@ -106,7 +110,7 @@ class TracedModel:
         return crossing
 
     def starts_at(self, split_points: Sequence[str]) -> tuple[int, ...]:
-        """The node at which each named module begins, with 0 in front; ValueError with near matches for a wrong name."""
+        """The node at which each named module begins, 0 in front; ValueError with near matches for a wrong name."""
         first: dict[str, int] = {}
         for i, node in enumerate(self.nodes):
             for path in _module_paths(node):

@@ -66,7 +66,7 @@ def read_loss(value: object) -> LossValue:
         if len(value) != 2:
             raise ValueError(f"loss_fn returned {len(value)} values: expected a scalar mean, or (sum, count)")
         loss, count = value
-        count = count if isinstance(count, torch.Tensor) else torch.tensor(float(count))
+        count = count if isinstance(count, torch.Tensor) else torch.tensor(float(count), dtype=torch.float64)  # type: ignore[arg-type]
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn returned {shown}: expected a scalar tensor; return loss.mean(), or (sum, count)")

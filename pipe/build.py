@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..partition.cut import cut_evenly
-from ..partition.trace import MODEL_INPUT, TracedModel, ValueRef
+from ..partition.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
 from .chain import Chain, Unit, sequential_units, stage_units
 from .randomness import Seeder
 from .stage import Face
@@ -61,11 +61,11 @@ def cut_model(
 ) -> Parts:
     """Cut a model, or take the user's stages as they are.
 
-    Raises ValueError for a model that cannot be cut into so many stages or cannot be traced, and for wrong split points.
+    Raises ValueError for a model that cannot be traced or cut into so many stages, and for wrong split points.
     """
     if split_points is not None and len(split_points) != num_stages - 1:
         raise ValueError(
-            f"split_points={list(split_points)} begin {len(split_points) + 1} stages and the schedule has {num_stages}: "
+            f"split_points={list(split_points)} begin {len(split_points) + 1} stages, the schedule has {num_stages}: "
             f"expected {num_stages - 1} names (each begins a stage; the first stage needs none)"
         )
     if stages is not None:
@@ -152,7 +152,7 @@ def _traced_parts(
     same = evaluation.assign_like(train.holders(stage_of), num_stages)
     trained, evaluated = train.split(stage_of, num_stages), evaluation.split(same, num_stages)
 
-    def faces(cut) -> tuple[Face, ...]:  # type: ignore[no-untyped-def]
+    def faces(cut: Sequence[TracedStage]) -> tuple[Face, ...]:
         return tuple(Face(module=s.module, inputs=s.inputs, num_outputs=s.num_outputs) for s in cut)
 
     return Parts(

@@ -30,16 +30,12 @@ def stage_units(stages: Sequence[nn.Module]) -> list[list[Unit]]:
     number = 0
     result = []
     for index, stage in enumerate(stages):
-        parts = [(f"{index}.{u.name}", u.module) for u in sequential_units(stage)] if _is_plain(stage) else []
+        plain = sequential_units(stage) if isinstance(stage, nn.Sequential) and type(stage) is nn.Sequential else []
+        parts = [(f"{index}.{unit.name}", unit.module) for unit in plain]  # a subclass may have its own forward
         units = [Unit(name, module, number + i) for i, (name, module) in enumerate(parts or [(str(index), stage)])]
         number += len(units)
         result.append(units)
     return result
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """An nn.Sequential itself: a subclass may have a forward of its own."""
-    return type(module) is nn.Sequential
 
 
 class Chain(nn.Module):

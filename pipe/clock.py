@@ -38,7 +38,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._origin.record(torch.cuda.current_stream(device))
         self._origin.synchronize()
         self._origin_seconds = time.perf_counter()
@@ -46,7 +46,7 @@ class CudaClock:
 
     def stamp(self) -> torch.cuda.Event:
         """An event behind the work so far."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -54,7 +54,7 @@ class CudaClock:
         """Waits for the event."""
         assert not isinstance(stamp, float)
         stamp.synchronize()
-        return self._origin_seconds + self._origin.elapsed_time(stamp) / 1000.0
+        return self._origin_seconds + float(self._origin.elapsed_time(stamp)) / 1000.0
 
 
 def clock_for(device: torch.device) -> Clock:

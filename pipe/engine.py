@@ -18,8 +18,9 @@ from ..schedules import Action, Lowered, Message
 from ..schedules.lower import Transfer
 from .machine import Machine, Wait
 from .recorder import Recorder
-from .worker import Batch, Worker
+from .stage import Tensors
 from .wiring import Wiring
+from .worker import Batch, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Engine:
             elif isinstance(instruction, Transfer):
                 message, peer, is_send = instruction
                 if is_send:
-                    transport.send(message, peer, worker.take(message))
+                    transport.send(message, peer, worker.take(message), worker.specs(message))
                 else:
                     transport.post(message, peer, worker.specs(message))
             else:
@@ -88,7 +89,7 @@ class Engine:
                 recorder.wait(instruction.messages, start, stamp())
                 machine.arrived(instruction.messages)
 
-    def _wait(self, local: LocalRank, message: Message, wait: Wait):  # type: ignore[no-untyped-def]
+    def _wait(self, local: LocalRank, message: Message, wait: Wait) -> Tensors:
         try:
             return local.transport.wait(message, self._timeout)
         except PipelineError as error:
@@ -110,14 +111,11 @@ class Engine:
                 else:
                     standing[index] = wait
             if not moved:
-                raise PipelineError(
-                    "deadlock in one process: "
-                    + "; ".join(
-                        f"rank {self.ranks[i].worker.rank} waits for the {w.messages[0]}, needed {_story(self.ranks[i], w)}"
-                        for i, w in standing.items()
-                        if w is not None
-                    )
-                )
+                waits = [(self.ranks[i], wait) for i, wait in standing.items() if wait is not None]
+                stories = [
+                    f"rank {r.worker.rank} waits for the {w.messages[0]}, needed {_story(r, w)}" for r, w in waits
+                ]
+                raise PipelineError("deadlock in one process: " + "; ".join(stories))
 
 
 def _story(local: LocalRank, wait: Wait) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch import nn
 
@@ -70,5 +69,3 @@ class Gradients:
         if factor < 1.0:
             scale_gradients(self._parameters, factor)
         return norm
-
-

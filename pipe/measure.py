@@ -20,12 +20,12 @@ def gather_records(schedule: Schedule, records: Sequence[RankRecord], collective
     mine = (socket.gethostname(), time.time() - time.perf_counter(), records[0])
     everyone = collectives.gather(mine, what="gathering the timeline")
     host, anchor, _ = everyone[0]
-    return assemble_timeline(
-        schedule, [replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone]
-    )
+    return assemble_timeline(schedule, [replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone])
 
 
-def gather_costs(schedule: Schedule, recorders: Sequence[Recorder], collectives: Collectives, *, latency: float) -> Costs:
+def gather_costs(
+    schedule: Schedule, recorders: Sequence[Recorder], collectives: Collectives, *, latency: float
+) -> Costs:
     """Median costs by stage and op of all ranks, on every rank.
 
     Arguments:

@@ -129,7 +129,7 @@ class PipelineModule:
         return self._runtime.forward_backward(inputs_and_target)
 
     def eval_step(self, *inputs_and_target: Any) -> EvalResult:
-        """Forwards alone, in evaluation mode. `eval_step(*inputs, target)`, or `eval_step(*inputs)` without a loss_fn."""
+        """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`."""
         return self._runtime.eval_step(inputs_and_target)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -272,5 +272,3 @@ def _recompute_by_stage(recompute: str | Sequence[str], num_stages: int) -> tupl
         if kind not in RECOMPUTE:
             raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}")
     return kinds
-
-

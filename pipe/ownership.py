@@ -107,8 +107,7 @@ class Ownership:
         for name in wanted:
             if tensors[name].shape != state[name].shape:
                 raise ValueError(
-                    f"state dict: {name!r} has shape {tuple(state[name].shape)}, "
-                    f"expected {tuple(tensors[name].shape)}"
+                    f"state dict: {name!r} has shape {tuple(state[name].shape)}, expected {tuple(tensors[name].shape)}"
                 )
         with torch.no_grad():
             for name in wanted:

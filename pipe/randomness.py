@@ -40,7 +40,7 @@ class Seeder:
         self._active = False
         self._generators = [torch.default_generator]
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 

@@ -1,7 +1,7 @@
 """The runtime behind PipelineModule: builds the stages of this process and runs batches through the engine.
 
-    build:  cut -> infer shapes -> wire -> schedule with the model's edges -> check -> lower -> links -> engine
-    step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> update
+build:  cut -> infer shapes -> wire -> schedule with the model's edges -> check -> lower -> links -> engine
+step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> update
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Collectives, FailureBoard, InProcessTransport, Mailbox, ProcessGroupTransport, Transport, World, link_groups
+from ..comm import (
+    Collectives,
+    FailureBoard,
+    InProcessTransport,
+    Mailbox,
+    ProcessGroupTransport,
+    Transport,
+    World,
+    link_groups,
+)
 from ..comm.ping_pong import one_way_seconds
 from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
 from ..schedules.ir import ScheduleError
@@ -22,7 +31,7 @@ from .build import Parts, cut_model, with_model_inputs
 from .clock import clock_for
 from .engine import Engine, LocalRank
 from .gradients import Gradients
-from .measure import gather_records, gather_costs
+from .measure import gather_costs, gather_records
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
 from .ownership import Ownership
 from .randomness import Seeder
@@ -230,7 +239,7 @@ class Runtime:
         except Exception:
             self._gradients.abandon()
             raise
-        scale = 1.0 if counts is None else sum(len(x) for x in batch.inputs[0]) / counts
+        scale = 1.0 if counts is None else batch.num_samples / counts
         self._gradients.finish(scale=scale)
         self._num_steps += 1
         return total, batch.step
@@ -386,4 +395,6 @@ def _refuse_what_cannot_run(schedule: Schedule) -> None:
         )
     odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B)), None)
     if odd is not None:
-        raise ScheduleError(f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet")
+        raise ScheduleError(
+            f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"
+        )

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm import TensorSpec
-from ..partition.trace import MODEL_INPUT
+from ..partition.trace import MODEL_INPUT, ValueRef
 from .chain import Chain
 from .stage import Face
 
@@ -45,8 +45,7 @@ class Inference:
         """[S] tuples: the specs of each stage's outputs."""
         if inputs not in self._known:
             self._known[inputs] = tuple(
-                tuple(TensorSpec(tuple(int(n) for n in t.shape), t.dtype, t.requires_grad) for t in outputs)
-                for outputs in self.run_fake(inputs)
+                tuple(TensorSpec.of(output) for output in outputs) for outputs in self.run_fake(inputs)
             )
         return self._known[inputs]
 
@@ -72,9 +71,7 @@ class Inference:
                 results.append(outputs)
         return results
 
-    def _call(
-        self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    def _call(self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         def leaves() -> tuple[torch.Tensor, ...]:
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments)
 
@@ -90,9 +87,7 @@ class Inference:
                 return tuple(module(*(x.clone() for x in leaves())))
 
 
-def _all_of(producer: int, count: int):  # type: ignore[no-untyped-def]
-    from ..partition.trace import ValueRef  # noqa: PLC0415
-
+def _all_of(producer: int, count: int) -> tuple[ValueRef, ...]:
     return tuple(ValueRef(producer, slot) for slot in range(count))
 
 

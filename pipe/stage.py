@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm import TensorSpec
 from ..partition.trace import ValueRef
 
 Tensors = tuple[torch.Tensor, ...]
@@ -88,20 +87,18 @@ class Stage:
         return len(self._live)
 
     def forward(
-        self, key: int, inputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec], target: object
+        self, key: int, inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool], target: object
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
 
         Arguments:
             inputs: by slot, without a graph.
-            specs: by slot; says which inputs want a gradient.
+            wants_grad: by slot: which inputs want a gradient.
             target: of this microbatch, for the loss on the last stage.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
-        leaves = tuple(
-            x.detach().requires_grad_(spec.requires_grad) for x, spec in zip(inputs, specs, strict=True)
-        )
+        leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
         live = _Live(leaves, None, target)
         if self.recompute == "full":
             live.buffers = self._snapshot_before_forward()
@@ -141,9 +138,7 @@ class Stage:
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return [
-            (torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves
-        ]
+        return [(torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves]
 
     def drop(self) -> None:
         """Forget all microbatches in flight (after an error)."""

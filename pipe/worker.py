@@ -44,6 +44,11 @@ class Batch:
         """M."""
         return len(self.weights)
 
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return sum(len(x) for x in self.inputs[0])
+
 
 class Worker:
     """One rank of the pipeline: its stages and its tensors."""
@@ -71,7 +76,7 @@ class Worker:
     def specs(self, message: Message) -> list[TensorSpec]:
         """What to expect of a message."""
         if message.kind is MessageKind.LOSS:
-            return [TensorSpec((self._batch.num_microbatches, 2), torch.float64, False)]
+            return [TensorSpec((self._batch.num_microbatches, 2), (2, 1), torch.float64, False)]
         return self._wiring.message_specs(message, self._batch.specs[message.index])
 
     def put(self, message: Message, tensors: Tensors) -> None:
@@ -104,18 +109,18 @@ class Worker:
         face = stage.train if self._training else stage.evaluate
         arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, k)) for p in wiring.producers[s]}
         inputs: list[torch.Tensor] = []
-        input_specs: list[TensorSpec] = []
+        wants_grad: list[bool] = []
         for ref in face.inputs:
             if ref.producer == MODEL_INPUT:
                 x = batch.inputs[ref.slot][k]
                 inputs.append(x)
-                input_specs.append(TensorSpec(tuple(x.shape), x.dtype, False))
+                wants_grad.append(False)
             else:
                 inputs.append(arrived[ref.producer][wiring.acts[ref.producer, s].index(ref.slot)])
-                input_specs.append(specs[ref.producer][ref.slot])
+                wants_grad.append(specs[ref.producer][ref.slot].requires_grad)
         target = batch.targets[k]
         if self._training:
-            outputs, loss = stage.forward(k, inputs, input_specs, target)
+            outputs, loss = stage.forward(k, inputs, wants_grad, target)
         else:
             outputs, loss = stage.evaluate_forward(inputs, target)
         if s == self._last:
@@ -131,8 +136,10 @@ class Worker:
         stage, wiring, batch = self.stages[s], self._wiring, self._batch
         gradients: list[torch.Tensor | None]
         if s == self._last:
-            value, _ = self.losses[k]
-            gradients = [torch.full_like(value, batch.weights[k] if self.losses[k][1] is None else self._sum_scale())]
+            value, count = self.losses[k]
+            # Of (sum, count) losses the count of the whole batch is known at its end only: until then, 1 / samples.
+            weight = batch.weights[k] if count is None else 1.0 / batch.num_samples
+            gradients = [torch.full_like(value, weight)]
         else:
             gradients = [None] * len(batch.specs[k][s])
             for c in wiring.consumers[s]:
@@ -146,15 +153,12 @@ class Worker:
         for p in wiring.producers[s]:
             if not wiring.grads[p, s]:
                 continue
-            by_slot: dict[int, torch.Tensor] = {}
-            for ref, gradient in zip(stage.train.inputs, by_input, strict=True):
-                if ref.producer == p and gradient is not None:
-                    by_slot[ref.slot] = gradient
+            by_slot = {
+                ref.slot: g
+                for ref, g in zip(stage.train.inputs, by_input, strict=True)
+                if ref.producer == p and g is not None
+            }
             self._emit(Message(MessageKind.GRAD, s, p, k), tuple(by_slot[slot] for slot in wiring.grads[p, s]))
-
-    def _sum_scale(self) -> float:
-        """With (sum, count) losses the count of the batch is known at its end only; until then: 1 / samples."""
-        return 1.0 / sum(_samples(x) for x in self._batch.inputs[0])
 
     def _emit(self, message: Message, tensors: Tensors) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
@@ -173,7 +177,3 @@ class Worker:
     def _read_losses(self, rows: torch.Tensor) -> None:
         for k, (value, count) in enumerate(rows.cpu()):
             self.losses[k] = (value, None if torch.isnan(count) else count)
-
-
-def _samples(x: torch.Tensor) -> int:
-    return int(x.shape[0])

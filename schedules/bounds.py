@@ -2,79 +2,120 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import NamedTuple
+
 from .costs import Costs, CostTable
-from .ir import BACKWARD_OPS, Op, Schedule
+from .ir import Op, Schedule
 
 
 def lower_bound(schedule: Schedule, costs: Costs) -> float:
-    """max over ranks of (earliest possible first start + own work + shortest possible tail) [s].
+    """The largest (earliest possible start + work + shortest possible tail) of any set of actions of one rank [s].
 
-    Earliest first start: the first microbatch must come through the stages before. Tail: when the rank's last
-    action ends and was a gradient that others need, those must still run. One microbatch's whole way is a
-    bound too. They hold for every order of the same actions on the same placement. O(actions + S * edges).
+        head              work          tail
+        - - - - - - - - - F F F B B B - - - -     all actions of a rank: the first microbatch must come through the
+                                                  stages before, the last gradient through them again
+        F - - - - - - - - B B B                   the backwards of the first rank: one microbatch's whole way and back
+
+    It holds for every order of the same actions on the same placement, since one of the set starts first and one
+    ends last. Tried are the sets of all actions with a head of at least h and a tail of at least q.
+    The one-machine bound of Carlier (1982). O(actions + P * V^2 + S + edges * log(edges)).
     """
-    table = costs.table(num_stages=schedule.num_stages)
-    heads = _heads(schedule, table)
-    tails = _tails(schedule, table)
-    flush = schedule.weight_rule == "flush" and schedule.has_backward
-    bound = _longest_way(schedule, table, heads, tails)
-    for rank, program in enumerate(schedule.programs):
-        if not program:
-            continue
-        stages = {a.stage for a in program}
-        work = sum(table.of(a.op, a.stage) for a in program)
-        own_update = sum(table.update[s] for s in schedule.placement[rank]) if flush else 0.0
-        last_ops = {(a.op, a.stage) for a in program}
-        if any(op is Op.W for op, _ in last_ops) or not schedule.has_backward:
-            tail = 0.0  # a weight gradient (or a forward of the last stage) may come last
-        else:
-            tail = min(tails[s] for op, s in last_ops if op in BACKWARD_OPS)
-        bound = max(bound, min(heads[s] for s in stages) + work + max(tail, own_update))
+    ways = _Ways(schedule, costs.table(num_stages=schedule.num_stages))
+    return max(_rank_bound(ways.jobs(rank)) for rank in range(schedule.num_ranks))
+
+
+class _Job(NamedTuple):
+    """All actions of one op and stage on a rank: `head` must pass before each starts, `tail` comes behind [s]."""
+
+    head: float
+    work: float
+    tail: float
+
+
+def _rank_bound(jobs: list[_Job]) -> float:
+    bound = 0.0
+    by_tail = sorted(jobs, key=lambda job: job.tail, reverse=True)
+    for first in jobs:
+        work = 0.0
+        for job in by_tail:
+            if job.head >= first.head:
+                work += job.work
+                bound = max(bound, first.head + work + job.tail)
     return bound
 
 
-def _longest_way(schedule: Schedule, table: CostTable, heads: list[float], tails: list[float]) -> float:
-    """One microbatch through a stage: what comes before it, its forward, its gradient, what comes behind."""
-    if not schedule.has_backward:
-        return max(head + forward for head, forward in zip(heads, table.forward, strict=True))
-    return max(
-        heads[s] + table.forward[s] + min(table.backward[s], table.input_grad[s]) + tails[s]
-        for s in range(schedule.num_stages)
-    )
+class _Ways:
+    """The longest way of one microbatch up to and behind the forward and the gradient of each stage."""
 
+    def __init__(self, schedule: Schedule, table: CostTable) -> None:
+        self.schedule = schedule
+        self.table = table
+        self.counts = [Counter((a.op, a.stage) for a in program) for program in schedule.programs]
+        # The op that makes the gradient: the cheaper one where a stage has both.
+        self.present = set().union(*self.counts)
+        self.gradient = [
+            min((table.of(op, s) for op in (Op.B, Op.I) if (op, s) in self.present), default=0.0)
+            for s in range(schedule.num_stages)
+        ]
+        self.update = [self._update(s) for s in range(schedule.num_stages)]
+        self._walk()
 
-def _latency(schedule: Schedule, table: CostTable, src: int, dst: int) -> float:
-    """The least latency from stage to stage: none where some rank holds both."""
-    shared = set(schedule.owners[src]) & set(schedule.owners[dst])
-    return 0.0 if shared else table.latency[src]
+    def _update(self, stage: int) -> float:
+        """Seconds of optimizer steps that come behind any gradient of `stage`."""
+        if self.schedule.has_epilogue:
+            placement, update = self.schedule.placement, self.table.update
+            return min(sum(update[s] for s in placement[rank]) for rank in self.schedule.owners[stage])
+        has_update = any((Op.U, stage) in counts for counts in self.counts)
+        return self.table.update[stage] if has_update else 0.0
 
+    def _walk(self) -> None:
+        forward, gradient, weight_grad = self.table.forward, self.gradient, self.table.weight_grad
+        edges = sorted(self.schedule.stage_edges, key=lambda edge: edge.dst)
+        back = [edge for edge in sorted(edges, key=lambda edge: -edge.src) if edge.grad]
+        self.to_forward = [0.0] * self.schedule.num_stages
+        for src, dst, _ in edges:
+            way = self.to_forward[src] + forward[src] + self._latency(src, dst)
+            self.to_forward[dst] = max(self.to_forward[dst], way)
+        self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
+        for src, dst, _ in back:
+            way = self.to_gradient[dst] + gradient[dst] + self._latency(dst, src)
+            self.to_gradient[src] = max(self.to_gradient[src], way)
 
-def _heads(schedule: Schedule, table: CostTable) -> list[float]:
-    """Longest path of forwards before each stage."""
-    heads = [0.0] * schedule.num_stages
-    for stage in range(schedule.num_stages):
-        for edge in schedule.stage_edges:
-            if edge.dst == stage:
-                arrival = (
-                    heads[edge.src] + table.forward[edge.src] + _latency(schedule, table, edge.src, stage)
-                )
-                heads[stage] = max(heads[stage], arrival)
-    return heads
+        # A gradient is followed by its weight gradient too, unless a whole backward may have made it.
+        self.behind_gradient = [
+            update + (0.0 if (Op.B, s) in self.present else weight_grad[s]) for s, update in enumerate(self.update)
+        ]
+        for src, dst, grad in edges:
+            if grad:
+                way = self._latency(dst, src) + gradient[src] + self.behind_gradient[src]
+                self.behind_gradient[dst] = max(self.behind_gradient[dst], way)
+        self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
+        for src, dst, _ in sorted(edges, key=lambda edge: -edge.src):
+            way = self._latency(src, dst) + forward[dst] + self.behind_forward[dst]
+            self.behind_forward[src] = max(self.behind_forward[src], way)
 
+    def _latency(self, src: int, dst: int) -> float:
+        """The least latency from stage to stage: none where some rank holds both."""
+        shared = set(self.schedule.owners[src]) & set(self.schedule.owners[dst])
+        return 0.0 if shared else self.table.latency[src]
 
-def _tails(schedule: Schedule, table: CostTable) -> list[float]:
-    """Longest path of backwards behind the gradient that each stage sends."""
-    split = any(a.op is Op.I for program in schedule.programs for a in program)
-    tails = [0.0] * schedule.num_stages
-    for stage in range(schedule.num_stages):
-        for edge in schedule.stage_edges:
-            if edge.dst == stage and edge.grad:
-                one = (
-                    min(table.input_grad[edge.src], table.backward[edge.src])
-                    if split
-                    else table.backward[edge.src]
-                )
-                tails[stage] = max(
-                    tails[stage], _latency(schedule, table, stage, edge.src) + one + tails[edge.src]
-                )
-    return tails
+    def jobs(self, rank: int) -> list[_Job]:
+        jobs = []
+        for (op, stage), count in self.counts[rank].items():
+            cost = self.table.of(op, stage)
+            match op:
+                case Op.F:
+                    jobs.append(_Job(self.to_forward[stage], count * cost, self.behind_forward[stage]))
+                case Op.B:
+                    jobs.append(_Job(self.to_gradient[stage], count * cost, self.behind_gradient[stage]))
+                case Op.I:
+                    tail = max(self.behind_gradient[stage], self.table.weight_grad[stage] + self.update[stage])
+                    jobs.append(_Job(self.to_gradient[stage], count * cost, tail))
+                case Op.W:
+                    head = self.to_gradient[stage] + self.table.input_grad[stage]
+                    jobs.append(_Job(head, count * cost, self.update[stage]))
+                case Op.U:  # all but the last have the last behind them
+                    head = self.to_gradient[stage] + self.gradient[stage]
+                    jobs += [_Job(head, (count - 1) * cost, cost), _Job(head, cost, 0.0)]
+        return jobs

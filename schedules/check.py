@@ -9,7 +9,9 @@ from itertools import zip_longest
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 from .lower import Lowered, Message
 from .needs import Needs
-from .versions import check_rule, derive_versions
+from .versions import check_rule, check_updates, derive_versions
+
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,7 @@ class Report:
 
     Arguments:
         num_actions: compute actions over all ranks.
-        peak_activations: by rank, the most stage activations alive at once (from F to the end of B, or of W).
+        peak_activations: by rank, the most stage activations alive at once.
         peak_versions: by rank, the most weight versions of one stage alive at once.
     """
 
@@ -31,15 +33,18 @@ def check(schedule: Schedule) -> Report:
     """Prove that the schedule can run to its end, or raise ScheduleError.
 
     Checked: every action that is needed stands there exactly once, on the rank that owns it; each need is
-    met (no cycle over program order and data; the error prints the cycle); weight versions follow the
-    rule that the schedule claims. `check_lowered` does the same for the sends and receives of a lowered schedule.
+    met (no cycle over program order and data; the error prints the cycle); updates stand behind the gradients
+    that they take in, and weight versions follow the rule that the schedule claims. `check_lowered` does the
+    same for the sends and receives of a lowered schedule.
 
     O(actions * in-degree).
     """
     _check_complete(schedule)
     _check_acyclic(schedule)
     versions = derive_versions(schedule)
-    check_rule(schedule, versions)
+    if schedule.has_backward:
+        check_updates(schedule)
+        check_rule(schedule, versions)
     return Report(
         num_actions=sum(a.op in COMPUTE_OPS for program in schedule.programs for a in program),
         peak_activations=tuple(peak_activations(program) for program in schedule.programs),
@@ -75,15 +80,18 @@ def check_lowered(lowered: Lowered) -> int:
 
 
 def peak_activations(program: tuple[Action, ...]) -> int:
-    """The most stage activations alive at once when a rank runs `program` in order."""
-    releasing = Op.W if any(a.op is Op.W for a in program) else Op.B
-    split = {(a.stage, a.index) for a in program if a.op is Op.W} if releasing is Op.W else ()
+    """The most stage activations alive at once when a rank runs `program` in order.
+
+    One lives from its F to the end of its B or W; in a program without backward, for its F alone.
+    """
+    if all(op is Op.F for _, op, _ in program):
+        return min(1, len(program))
     live = peak = 0
-    for stage, op, index in program:
+    for _, op, _ in program:
         if op is Op.F:
             live += 1
             peak = max(peak, live)
-        elif op is Op.W or (op is Op.B and (stage, index) not in split):
+        elif op in (Op.B, Op.W):
             live -= 1
     return peak
 
@@ -92,7 +100,7 @@ def _check_complete(schedule: Schedule) -> None:
     """Each (stage, microbatch) has one F, and B or I+W (none in a forward-only program), on its owner."""
     counts: Counter[Action] = Counter()
     for rank, program in enumerate(schedule.programs):
-        counts.update(program)
+        counts.update(action for action in program if action.op is not Op.U)  # U: see check_updates
         own = frozenset(schedule.placement[rank])
         for position, action in enumerate(program):
             stage, op, index = action
@@ -132,16 +140,16 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
                 continue
             whole, input_grad, weight_grad = ((stage, op, k) in counts for op in "BIW")
             if whole and (input_grad or weight_grad):
-                raise ScheduleError(
-                    f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W"
-                )
+                raise ScheduleError(f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W")
             if not whole and not (input_grad and weight_grad):
                 lacking = "I" if weight_grad else "W" if input_grad else "B"
                 missing.append(f"{stage}{lacking}{k}")
+            if len(missing) > _MOST_SHOWN:  # one mistyped index makes millions
+                break
     if missing:
         raise ScheduleError(
-            f"missing: {_some(missing)}. Each stage needs F and B (or I and W) of each of the "
-            f"{schedule.total_microbatches} microbatches; stages: {schedule.num_stages}"
+            f"missing: {_some(missing)}. Each of the {schedule.num_stages} stages needs F and B (or I and W) "
+            f"of each of the {schedule.total_microbatches} microbatches"
         )
 
 
@@ -172,9 +180,7 @@ def _check_acyclic(schedule: Schedule) -> None:
         raise ScheduleError(_describe_cycle(schedule, needs, done, position, stuck[0]))
 
 
-def _describe_cycle(
-    schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int
-) -> str:
+def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], position: list[int], rank: int) -> str:
     """Follow `waits for` from rank to rank until one comes round."""
     path: list[tuple[int, Action, Action]] = []  # (rank, stands at, waits for)
     while rank not in [r for r, _, _ in path]:
@@ -183,9 +189,7 @@ def _describe_cycle(
         path.append((rank, action, need))
         rank = schedule.owner(need.stage, need.index)
     cycle = path[[r for r, _, _ in path].index(rank) :]
-    lines = [
-        f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"
-    ]
+    lines = [f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"]
     for r, action, need in cycle:
         program, at = schedule.programs[r], position[r]
         around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
@@ -198,6 +202,6 @@ def _describe_cycle(
     return "\n".join(lines)
 
 
-def _some(items: list[str] | list[Action], *, most: int = 8) -> str:
-    shown = ", ".join(str(item) for item in items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+def _some(items: list[str] | list[Action]) -> str:
+    shown = ", ".join(str(item) for item in items[:_MOST_SHOWN])
+    return shown if len(items) <= _MOST_SHOWN else f"{shown} and more"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 
 from .ir import Op
 
@@ -26,7 +27,7 @@ class Costs:
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
 
-    Raises ValueError for a negative or non-finite number, or a half-given split.
+    Raises ValueError for what is no finite number of seconds of at least 0, or for a half-given split.
 
     >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).weight_grad
     (1.5, 1.5)
@@ -40,6 +41,10 @@ class Costs:
     update: PerStage = 0.0
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not each.default:
+                object.__setattr__(self, each.name, _per_stage(each.name, value))
         if (self.input_grad is None) != (self.weight_grad is None):
             raise ValueError(
                 f"input_grad={self.input_grad}, weight_grad={self.weight_grad}: expected both or neither; "
@@ -50,18 +55,11 @@ class Costs:
         """The same costs, one number a stage each."""
 
         def spread(name: str, value: PerStage) -> tuple[float, ...]:
-            numbers = (
-                (float(value),) * num_stages
-                if isinstance(value, int | float)
-                else tuple(float(v) for v in value)
-            )
+            numbers = (value,) * num_stages if isinstance(value, float) else tuple(value)
             if len(numbers) != num_stages:
                 raise ValueError(
                     f"{name} has {len(numbers)} numbers for {num_stages} stages: expected one number, or one a stage"
                 )
-            for number in numbers:
-                if not (number >= 0 and math.isfinite(number)):
-                    raise ValueError(f"{name}={number}: expected a finite number of seconds, at least 0")
             return numbers
 
         forward = spread("forward", self.forward)
@@ -71,9 +69,7 @@ class Costs:
             whole = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
             backward = whole if self.backward is None else spread("backward", self.backward)
         else:
-            backward = (
-                tuple(2 * f for f in forward) if self.backward is None else spread("backward", self.backward)
-            )
+            backward = tuple(2 * f for f in forward) if self.backward is None else spread("backward", self.backward)
             input_grad = weight_grad = tuple(b / 2 for b in backward)
         return CostTable(
             forward=forward,
@@ -83,6 +79,21 @@ class Costs:
             latency=spread("latency", self.latency),
             update=spread("update", self.update),
         )
+
+
+def _per_stage(name: str, value: object) -> float | tuple[float, ...]:
+    """A number as a float, a sequence as a tuple of floats."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(_seconds(name, number) for number in value)
+    return _seconds(name, value)
+
+
+def _seconds(name: str, number: object) -> float:
+    if not isinstance(number, Real) or not (float(number) >= 0 and math.isfinite(number)):
+        raise ValueError(
+            f"{name}={number!r}: expected a finite number of seconds, at least 0 (one number, or one a stage)"
+        )
+    return float(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,4 +128,5 @@ class CostTable:
                 raise ValueError(f"{op.value} has no cost of its own: expected one of F B I W U")
 
 
-UNIT_COSTS = Costs(forward=1.0, backward=1.0, input_grad=1.0, weight_grad=1.0)  # the time of grids and tables
+# The time of grids and tables.
+UNIT_COSTS = Costs(forward=1.0, backward=1.0, input_grad=1.0, weight_grad=1.0)

@@ -14,8 +14,7 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     Makespan (M+P-1)(F+B) with equal stages and free links; every rank holds M activations.
     """
     programs = tuple(
-        tuple(Action(rank, op, k) for op in (Op.F, Op.B) for k in range(num_microbatches))
-        for rank in range(num_ranks)
+        tuple(Action(rank, op, k) for op in (Op.F, Op.B) for k in range(num_microbatches)) for rank in range(num_ranks)
     )
     return Schedule(
         name="gpipe",

@@ -2,8 +2,8 @@
 
 A schedule is data. The same object is checked, simulated, executed and drawn:
 
-    rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3      Action = (stage, op, index), prints as 0F3
-    rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2 1F3 ...  a program = the ordered actions of one rank
+    rank 0 | 0F0 0F1 .   0B0 0F2 0B1 .   0B2    Action = (stage, op, index), prints as 0F2
+    rank 1 | .   1F0 1B0 1F1 1B1 1F2 1B2 .      a program = the ordered actions of one rank
 
 Symbols: P ranks, V chunks a rank, S = P*V stages, M microbatches of a batch; `index` of a
 compute action is the global microbatch t*M + k (batch t), of an update its update group.
@@ -124,28 +124,12 @@ class Schedule:
             )
         if self.num_microbatches < 1 or self.num_batches < 1:
             raise ScheduleError(
-                f"num_microbatches={self.num_microbatches}, num_batches={self.num_batches}: expected at least 1"
+                f"num_microbatches={self.num_microbatches}, num_batches={self.num_batches}: expected at least 1 of each"
             )
-        num_stages = 1 + max((stage for stages in self.placement for stage in stages), default=-1)
-        owners: list[list[int]] = [[] for _ in range(num_stages)]
-        for rank, stages in enumerate(self.placement):
-            for stage in stages:
-                if rank in owners[stage]:
-                    raise ScheduleError(f"stage {stage} stands twice on rank {rank}")
-                owners[stage].append(rank)
-        unplaced = [stage for stage, ranks in enumerate(owners) if not ranks]
-        if unplaced or not num_stages:
-            raise ScheduleError(
-                f"stages {unplaced} of {num_stages} stand on no rank: expected stages numbered from 0 without a gap"
-            )
-        object.__setattr__(self, "owners", tuple(tuple(ranks) for ranks in owners))
+        object.__setattr__(self, "owners", _find_owners(self.placement))
         if self.edges is None:
-            object.__setattr__(self, "edges", chain(num_stages))
-        for edge in self.stage_edges:
-            if not 0 <= edge.src < edge.dst < num_stages:
-                raise ScheduleError(
-                    f"edge {edge.src} -> {edge.dst}: expected stages in ascending order below {num_stages}"
-                )
+            object.__setattr__(self, "edges", chain(self.num_stages))
+        _check_edges(self.stage_edges, self.num_stages)
 
     @property
     def num_ranks(self) -> int:
@@ -172,6 +156,11 @@ class Schedule:
     def has_backward(self) -> bool:
         """False for a forward-only (evaluation) program."""
         return any(action.op in BACKWARD_OPS for program in self.programs for action in program)
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether the optimizer steps come behind the program (one batch, flushed) and not in it."""
+        return self.weight_rule == "flush" and self.num_batches == 1 and self.has_backward
 
     def owner(self, stage: int, index: int) -> int:
         """The rank that runs microbatch `index` of `stage`."""
@@ -218,3 +207,33 @@ class Schedule:
         from .text import to_grid
 
         return to_grid(self)
+
+
+def _find_owners(placement: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Stage -> the ranks that hold it."""
+    placed = {stage for stages in placement for stage in stages}
+    if not placed:
+        raise ScheduleError("the ranks hold no stage: expected at least one")
+    if min(placed) != 0 or max(placed) != len(placed) - 1:
+        lacking = next(stage for stage in range(len(placed) + 1) if stage not in placed)
+        raise ScheduleError(
+            f"the ranks hold {len(placed)} stages, numbered {min(placed)} to {max(placed)}, and none holds "
+            f"stage {lacking}: expected stages numbered from 0 without a gap"
+        )
+    owners: list[list[int]] = [[] for _ in placed]
+    for rank, stages in enumerate(placement):
+        for stage in stages:
+            if rank in owners[stage]:
+                raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
+            owners[stage].append(rank)
+    return tuple(tuple(ranks) for ranks in owners)
+
+
+def _check_edges(edges: tuple[Edge, ...], num_stages: int) -> None:
+    seen: set[tuple[int, int]] = set()
+    for src, dst, _ in edges:
+        if not 0 <= src < dst < num_stages:
+            raise ScheduleError(f"edge {src} -> {dst}: expected stages in ascending order below {num_stages}")
+        if (src, dst) in seen:
+            raise ScheduleError(f"edge {src} -> {dst} stands twice: expected each edge once")
+        seen.add((src, dst))

@@ -250,9 +250,7 @@ def _proofs(schedule: Schedule, links: _Links, rank: int) -> dict[Message, tuple
         made_at = {m: place[a] for a, ms in links.outputs[peer].items() for m, _ in ms}
         answers = links.on_link[peer, rank]
         at = 0
-        pending = sorted(
-            ((consumed_at[m], m) for m in messages if m in consumed_at), key=lambda pair: pair[0]
-        )
+        pending = sorted(((consumed_at[m], m) for m in messages if m in consumed_at), key=lambda pair: pair[0])
         for consumed, message in pending:
             while at < len(answers) and made_at[answers[at]] < consumed:
                 at += 1

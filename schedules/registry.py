@@ -91,7 +91,5 @@ def build(
     unknown = sorted(set(options) - set(known))
     if unknown:
         own = sorted(set(known) - {"num_ranks", "num_microbatches"}) or ["none"]
-        raise ValueError(
-            f"schedule {key!r} has no option {', '.join(unknown)}: its options are {', '.join(own)}"
-        )
+        raise ValueError(f"schedule {key!r} has no option {', '.join(unknown)}: its options are {', '.join(own)}")
     return BUILDERS[key](num_ranks=num_ranks, num_microbatches=num_microbatches, **options)

@@ -29,13 +29,12 @@ def simulate(schedule: Schedule, costs: Costs, links: None = None) -> Timeline:
         costs: of one stage action each [s].
         links: reserved for sizes and bandwidths, which come with the partitioner; latency stands in `costs`.
 
-    Raises ValueError for costs that do not fit the stages, ScheduleError for a schedule that cannot run to its end
-    (`check` says why). O(actions * log P).
+    Raises ValueError for costs that do not fit the stages, ScheduleError for a schedule in which a rank waits for ever.
+    It takes the schedule for complete and each program for sound in itself: `check` proves that, and says why
+    where it is not. O(actions * log P).
     """
     if links is not None:
-        raise ValueError(
-            f"links={links!r}: expected None; give the latency of messages as Costs(latency=...)"
-        )
+        raise ValueError(f"links={links!r}: expected None; give the latency of messages as Costs(latency=...)")
     return _Simulation(schedule, costs.table(num_stages=schedule.num_stages)).run()
 
 
@@ -59,9 +58,7 @@ class _Simulation:
         self.durations = [table.column(op)[s] for op in _OPS for s in range(self.num_stages)]
         count = len(self.durations)
         self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
-        self.outputs: list[list[tuple[int, float]]] = [
-            [] for _ in range(count)
-        ]  # code -> (slot base, latency)
+        self.outputs: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # code -> (slot base, latency)
         self._wire()
 
     def _wire(self) -> None:
@@ -102,11 +99,7 @@ class _Simulation:
 
     def _encode(self) -> list[tuple[list[int], list[int]]]:
         """Programs as (codes, indices)."""
-        code_of = {
-            (op.value, s): i * self.num_stages + s
-            for i, op in enumerate(_OPS)
-            for s in range(self.num_stages)
-        }
+        code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(_OPS) for s in range(self.num_stages)}
         encoded = []
         for rank, program in enumerate(self.schedule.programs):
             try:
@@ -170,7 +163,7 @@ class _Simulation:
     def _epilogue(self, rank: int, end: float) -> list[Span]:
         """The optimizer steps of a flush schedule, stage by stage."""
         spans: list[Span] = []
-        if self.schedule.weight_rule != "flush" or not self.schedule.has_backward:
+        if not self.schedule.has_epilogue:
             return spans
         for stage in self.schedule.placement[rank]:
             if self.table.update[stage] > 0:

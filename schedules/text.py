@@ -9,6 +9,9 @@ from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError
 from .simulate import simulate
 
 _JSON_VERSION = 1
+_JSON_KEYS = frozenset(
+    ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
+)
 _LOWERED_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 
@@ -33,56 +36,57 @@ def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
 def to_csv(schedule: Schedule) -> str:
     """A row a rank, a column a unit of time, empty where idle; what torch.distributed.pipelining reads too.
 
-    Raises ScheduleError for a schedule that the table cannot say (replicas, several batches, updates).
+    The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
+    (replicas, several batches, updates).
     """
-    if (
-        any(len(ranks) > 1 for ranks in schedule.owners)
-        or schedule.num_batches > 1
-        or schedule.weight_rule != "flush"
-    ):
+    updates = any(action.op is Op.U for program in schedule.programs for action in program)
+    replicas = any(len(ranks) > 1 for ranks in schedule.owners)
+    if updates or replicas or schedule.num_batches > 1 or schedule.weight_rule != "flush":
         raise ScheduleError(
-            f"schedule {schedule.name!r} has replicas, several batches or updates, which a CSV table cannot say: "
-            f"expected a flush schedule with one owner a stage; use to_json"
+            f"schedule {schedule.name!r} has replicas, several batches or updates, which a CSV table cannot "
+            f"say: expected a flush schedule with one owner a stage; use to_json"
         )
     rows = unit_time_cells(schedule)
     return "".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows)
 
 
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
-    """Read `to_csv`'s form, or torch's; idle cells and communication actions are ignored (lowering makes its own).
+    """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
 
     Raises ScheduleError that names row and column (from 1) of a cell that is no action.
     """
-    programs: list[tuple[Action, ...]] = []
-    rows = [line for line in text.splitlines() if line.strip()]
-    for row_number, line in enumerate(rows, start=1):
-        program = []
-        for column, cell in enumerate(line.split(","), start=1):
-            if not cell.strip():
-                continue
-            try:
-                action = Action.parse(cell)
-            except ValueError as error:
-                raise ScheduleError(f"row {row_number}, column {column}: {error}") from None
-            if action.op not in _LOWERED_OPS:
-                program.append(action)
-        programs.append(tuple(program))
+    rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    programs = tuple(_read_row(number, line) for number, line in rows)
     if not any(programs):
         raise ScheduleError("the table has no action: expected a row a rank with cells such as 0F0")
-    owner: dict[int, int] = {}
-    for rank, actions in enumerate(programs):
+    row_of: dict[int, int] = {}
+    for (row, _), actions in zip(rows, programs, strict=True):
         for action in actions:
-            if owner.setdefault(action.stage, rank) != rank:
+            if row_of.setdefault(action.stage, row) != row:
                 raise ScheduleError(
-                    f"row {rank + 1}: {action} is of stage {action.stage}, which row {owner[action.stage] + 1} "
+                    f"row {row}: {action} is of stage {action.stage}, which row {row_of[action.stage]} "
                     f"has too; expected one row for each stage (a CSV table has no replicas)"
                 )
     return Schedule(
         name=name,
         placement=tuple(tuple(sorted({a.stage for a in actions})) for actions in programs),
-        programs=tuple(programs),
+        programs=programs,
         num_microbatches=1 + max(a.index for actions in programs for a in actions),
     )
+
+
+def _read_row(row: int, line: str) -> tuple[Action, ...]:
+    program = []
+    for column, cell in enumerate(line.split(","), start=1):
+        if not cell.strip():
+            continue
+        try:
+            action = Action.parse(cell)
+        except ValueError as error:
+            raise ScheduleError(f"row {row}, column {column}: {error}") from None
+        if action.op not in _LOWERED_OPS:
+            program.append(action)
+    return tuple(program)
 
 
 def to_json(schedule: Schedule) -> str:
@@ -108,39 +112,49 @@ def from_json(text: str) -> Schedule:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ScheduleError(f"not JSON: {error}") from None
-    expected = {
-        "version",
-        "name",
-        "num_microbatches",
-        "num_batches",
-        "weight_rule",
-        "placement",
-        "edges",
-        "programs",
-    }
-    if not isinstance(data, dict) or set(data) != expected:
+    if not isinstance(data, dict) or set(data) != _JSON_KEYS:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise ScheduleError(f"a schedule has the keys {sorted(expected)}, found {found}")
+        raise ScheduleError(f"a schedule has the keys {sorted(_JSON_KEYS)}, found {found}")
     if data["version"] != _JSON_VERSION:
         raise ScheduleError(f"version {data['version']!r}: expected {_JSON_VERSION}")
-    programs = []
-    for rank, program in enumerate(data["programs"]):
-        try:
-            programs.append(tuple(Action.parse(word) for word in program.split()))
-        except (ValueError, AttributeError) as error:
-            raise ScheduleError(f"program of rank {rank}: {error}") from None
+    return Schedule(
+        name=str(data["name"]),
+        placement=tuple(
+            tuple(_whole(stage, "placement") for stage in _list(stages, "placement"))
+            for stages in _list(data["placement"], "placement")
+        ),
+        programs=tuple(_read_program(*pair) for pair in enumerate(_list(data["programs"], "programs"))),
+        num_microbatches=_whole(data["num_microbatches"], "num_microbatches"),
+        num_batches=_whole(data["num_batches"], "num_batches"),
+        weight_rule=str(data["weight_rule"]),
+        edges=tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
+    )
+
+
+def _read_program(rank: int, program: object) -> tuple[Action, ...]:
     try:
-        return Schedule(
-            name=str(data["name"]),
-            placement=tuple(tuple(int(s) for s in stages) for stages in data["placement"]),
-            programs=tuple(programs),
-            num_microbatches=int(data["num_microbatches"]),
-            num_batches=int(data["num_batches"]),
-            weight_rule=str(data["weight_rule"]),
-            edges=tuple(Edge(int(src), int(dst), bool(grad)) for src, dst, grad in data["edges"]),
-        )
-    except (TypeError, ValueError) as error:
-        raise ScheduleError(f"unreadable schedule: {error}") from None
+        return tuple(Action.parse(word) for word in str(program).split())
+    except ValueError as error:
+        raise ScheduleError(f"program of rank {rank}: {error}") from None
+
+
+def _read_edge(edge: object) -> Edge:
+    match edge:
+        case [src, dst, bool() as grad]:
+            return Edge(_whole(src, "edges"), _whole(dst, "edges"), grad)
+    raise ScheduleError(f"edges: expected [src, dst, true or false] each, found {edge!r}")
+
+
+def _list(value: object, key: str) -> list[object]:
+    if not isinstance(value, list):
+        raise ScheduleError(f"{key}: expected a list, found {value!r:.60}")
+    return value
+
+
+def _whole(value: object, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ScheduleError(f"{key}: expected a whole number, found {value!r:.60}")
+    return value
 
 
 def to_grid(schedule: Schedule) -> str:
@@ -150,9 +164,7 @@ def to_grid(schedule: Schedule) -> str:
     """
     rows = unit_time_cells(schedule)
     several = any(len(stages) > 1 for stages in schedule.placement)
-    texts = [
-        ["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows
-    ]
+    texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows]
     width = max((len(cell) for row in texts for cell in row), default=1)
     label = len(str(len(rows) - 1))
     lines = [

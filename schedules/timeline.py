@@ -16,6 +16,8 @@ from .check import peak_activations
 from .ir import COMPUTE_OPS, Action, Schedule
 from .lower import Message, MessageKind
 
+_JSON_VERSION = 1
+
 
 class Span(NamedTuple):
     """One action or message from `start` to `end` [s]."""
@@ -38,7 +40,16 @@ class RankTrace:
     @property
     def busy(self) -> float:
         """Seconds of F, B, I and W (an update is not pipeline work)."""
-        return sum(end - start for what, start, end in self.compute if what.op in COMPUTE_OPS)  # type: ignore[union-attr]
+        return sum(
+            span.end - span.start
+            for span in self.compute
+            if isinstance(span.what, Action) and span.what.op in COMPUTE_OPS
+        )
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the rank computed, in order."""
+        return tuple(span.what for span in self.compute if isinstance(span.what, Action))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +109,7 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[int, ...]:
         """By rank, the most stage activations alive at once (from F to the end of B, or of W)."""
-        return tuple(peak_activations(tuple(s.what for s in r.compute)) for r in self.ranks)  # type: ignore[misc]
+        return tuple(peak_activations(rank.actions) for rank in self.ranks)
 
     def shifted(self, offset: float) -> Timeline:
         """The same run with all times moved by `offset` [s]."""
@@ -114,36 +125,41 @@ class Timeline:
         ranks = [
             {
                 "compute": [[str(what), start, end] for what, start, end in rank.compute],
-                "comm": [[[m.kind.value, m.src, m.dst, m.index], s, e] for m, s, e in rank.comm],  # type: ignore[union-attr]
+                "comm": [[list(what), start, end] for what, start, end in rank.comm],
             }
             for rank in self.ranks
         ]
         schedule = json.loads(self.schedule.to_json())
-        return json.dumps({"version": 1, "measured": self.measured, "schedule": schedule, "ranks": ranks})
+        return json.dumps({"version": _JSON_VERSION, "measured": self.measured, "schedule": schedule, "ranks": ranks})
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read `to_json`'s form; ValueError names a missing key or an unreadable span."""
+        """Read `to_json`'s form; ValueError says what is missing or unreadable."""
         try:
             data = json.loads(text)
+            if data["version"] != _JSON_VERSION:
+                raise ValueError(f"version {data['version']!r}, expected {_JSON_VERSION}")
             ranks = tuple(
                 RankTrace(
-                    compute=tuple(
-                        Span(Action.parse(what), start, end) for what, start, end in rank["compute"]
-                    ),
-                    comm=tuple(
-                        Span(Message(MessageKind(kind), src, dst, index), start, end)
-                        for (kind, src, dst, index), start, end in rank["comm"]
-                    ),
+                    compute=tuple(_span(Action.parse(what), *times) for what, *times in rank["compute"]),
+                    comm=tuple(_span(_message(*what), *times) for what, *times in rank["comm"]),
                 )
                 for rank in data["ranks"]
             )
             schedule = Schedule.from_json(json.dumps(data["schedule"]))
+            if len(ranks) != schedule.num_ranks:
+                raise ValueError(f"{len(ranks)} ranks for a schedule of {schedule.num_ranks}")
             return cls(schedule=schedule, ranks=ranks, measured=bool(data["measured"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes"
-            ) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
+
+
+def _span(what: Action | Message, start: float, end: float) -> Span:
+    return Span(what, float(start), float(end))
+
+
+def _message(kind: str, src: int, dst: int, index: int) -> Message:
+    return Message(MessageKind(kind), int(src), int(dst), int(index))
 
 
 class Idle(NamedTuple):

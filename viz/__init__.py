@@ -1,4 +1,4 @@
-"""Timelines as pictures (png) and traces (Perfetto). Pure: no torch, and no matplotlib until something is drawn."""
+"""Timelines as PNG and Perfetto trace. Pure: no torch; matplotlib loads when something is drawn."""
 
 from .perfetto import write_perfetto
 from .png import render_comparison, render_timeline

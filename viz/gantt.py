@@ -1,7 +1,7 @@
 """One timeline drawn on one pair of axes: a row a rank, and beside it the row's idle time by cause.
 
-    rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
-           |       ---- ---             thin lanes of messages arriving
+rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
+       |       ---- ---             thin lanes of messages arriving
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _TOP = 0.07  # of a row: where its boxes begin
 _COMPUTE_ALONE, _COMPUTE_ABOVE = 0.86, 0.66  # height of the boxes without and with lanes below
 _LANES_TOP, _LANES_HEIGHT = 0.77, 0.18
 _SMALLEST, _LARGEST = 6.0, 11.0  # font sizes of microbatch numbers [points]
-_DIGIT = 0.64  # width of a digit of DejaVu Sans, in font sizes
-_FILLED = 0.05  # of the boxes may stay without a number for the sake of a larger font
+_DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in font sizes
+_PADDING = 2.0  # of a box around its number [pixels]
+_OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,8 @@ def num_chunks(timeline: Timeline) -> int:
 class _Box:
     rank: int
     start: float  # [s] from the timeline's own start
-    width: float
+    width: float  # [s]
+    op: Op
     label: str
     colour: RGB
 
@@ -89,9 +91,8 @@ def _boxes(timeline: Timeline) -> list[_Box]:
             hue = OP_HUES.get(action.op, OTHER_HUE)
             colour = shade(hue, chunk=chunk_of[rank].get(action.stage, 0), num_chunks=chunks)
             label = "U" if action.op is Op.U else str(action.index)
-            boxes.append(
-                _Box(rank=rank, start=start - timeline.start, width=end - start, label=label, colour=colour)
-            )
+            at, width = start - timeline.start, end - start
+            boxes.append(_Box(rank=rank, start=at, width=width, op=action.op, label=label, colour=colour))
     return boxes
 
 
@@ -107,7 +108,8 @@ def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale) -> None:
     _style_rows(axes, len(timeline.ranks), scale)
     every = max(1, round(14 / scale.row))
     ranks = range(0, len(timeline.ranks), every)
-    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
+    middle = _TOP + scale.box_height / 2
+    axes.set_yticks([rank + middle for rank in ranks], [f"rank {rank}" for rank in ranks])
     axes.tick_params(axis="y", length=0, labelsize=min(10.0, max(7.0, 0.45 * scale.row)))
 
 
@@ -141,17 +143,16 @@ def _draw_boxes(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
 
     if not boxes:
         return
-    widths = sorted(scale.pixels(box.width) for box in boxes)
     corners = [_corners(b.start / scale.unit, b.width / scale.unit, b.rank + _TOP, scale.box_height) for b in boxes]
-    axes.add_collection(
-        PolyCollection(
-            corners,
-            facecolors=[box.colour for box in boxes],
-            edgecolors="white",
-            linewidths=0.7 if widths[len(widths) // 10] > 6 else 0.25 if widths[len(widths) // 2] > 3 else 0.0,
-        ),
-        autolim=False,
+    typical = sorted(scale.pixels(box.width) for box in boxes)[len(boxes) // 10]
+    collection = PolyCollection(
+        corners,
+        facecolors=[box.colour for box in boxes],
+        edgecolors="white",
+        linewidths=0.7 if typical > 6 else 0.25 if typical > 3 else 0.0,
     )
+    collection.set_snap(None if typical > 3 else False)  # whole pixels would make a pattern of narrow boxes
+    axes.add_collection(collection, autolim=False)
 
 
 def _corners(x: float, width: float, y: float, height: float) -> list[tuple[float, float]]:
@@ -159,18 +160,22 @@ def _corners(x: float, width: float, y: float, height: float) -> list[tuple[floa
 
 
 def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
-    """Numbers in the boxes, all of one font size; those that do not fit are left out."""
+    """Microbatch numbers, all of one font size, for each op of which at least half of the boxes have room."""
     per_point = scale.dpi / 72
     highest = 0.8 * scale.box_height * scale.row / per_point
-    largest = [(scale.pixels(box.width) - 2) / (per_point * _DIGIT * len(box.label)) for box in boxes]
-    ranked = sorted(largest)
-    wished = ranked[int(_FILLED * len(ranked))] if ranked else _SMALLEST
-    size = min(max(wished, _SMALLEST), highest, _LARGEST)
-    if size < _SMALLEST:
+    if highest < _SMALLEST:
         return
+    ems: dict[Op, float] = {}  # width of the longest label, in font sizes
+    for box in boxes:
+        ems[box.op] = max(ems.get(box.op, 0.0), _LETTER if box.op is Op.U else _DIGIT * len(box.label))
+    room = [(scale.pixels(box.width) - _PADDING) / (per_point * ems[box.op]) for box in boxes]
+    by_op = {op: sorted(s for s, box in zip(room, boxes, strict=True) if box.op is op) for op in ems}
+    labelled = {op: sizes for op, sizes in by_op.items() if sizes[len(sizes) // 2] >= _SMALLEST}
+    wished = (sizes[int(_OUTLIERS * len(sizes))] for sizes in labelled.values())
+    size = max(_SMALLEST, min([highest, _LARGEST, *wished]))
     middle = _TOP + scale.box_height / 2
-    for box, fits in zip(boxes, largest, strict=True):
-        if fits >= size:
+    for box, fits in zip(boxes, room, strict=True):
+        if box.op in labelled and fits >= 0.99 * size:  # equal durations differ in the last bits
             axes.text(
                 (box.start + box.width / 2) / scale.unit,
                 box.rank + middle,
@@ -195,8 +200,8 @@ def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
             corners.append(_corners(x, width, rank + _LANES_TOP + lane * height, height))
             colours.append(MESSAGE_HUES[message.kind])
-    if corners:
-        collection = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.3)
+    if corners:  # edges of their own colour keep the shortest ones in sight
+        collection = PolyCollection(corners, facecolors=colours, edgecolors="face", linewidths=0.4)
         axes.add_collection(collection, autolim=False)
 
 

@@ -1,7 +1,7 @@
 """The waiting before each action, and what makes it wait: an idle attribution action by action.
 
-    rank 0 |   0F3   |                     made      made and arrived are those of the latest input
-    rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
+rank 0 |   0F3   |                     made      made and arrived are those of the latest input
+rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 """
 
 from __future__ import annotations

@@ -21,6 +21,13 @@ from .palette import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_SIZE = 9.5  # of the words [points]
+_INK = "#303030"
+_HEADING = 104  # width of the column of headings [pixels]
+
+
+_Key = tuple[Any, str]  # a handle of any of matplotlib's kinds, and its words
+
 
 def draw_legend(
     figure: Figure,
@@ -29,34 +36,59 @@ def draw_legend(
     kinds: Collection[MessageKind],
     causes: Collection[str],
     chunks: int,
-    left: float,
-    rows: Sequence[float],
     marks_end: bool,
+    left: float,
+    middles: Sequence[float],
 ) -> None:
-    """Two rows of keys: ops and messages (the shades of a swatch are the chunks), then the causes of idle time.
+    """Two rows of keys: what is drawn over time (the shades of a swatch are the chunks), and why ranks idle.
 
     Arguments:
-        left: of both rows, in fractions of the figure.
-        rows: upper edges, in fractions of the figure.
         marks_end: True where a dashed line marks the predicted end.
+        left: of both rows, in fractions of the figure.
+        middles: heights of the rows, in fractions of the figure.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    keys: list[tuple[Any, str]] = []
-    for op in (op for op in Op if op in ops):
-        hue = OP_HUES.get(op, OTHER_HUE)
-        shades = [shade(hue, chunk=chunk, num_chunks=chunks) for chunk in range(chunks)]
-        words = OP_WORDS.get(op, op.value)
-        keys.append((tuple(Patch(facecolor=colour) for colour in shades), words))
+    keys = [_op_key(op, chunks) for op in Op if op in ops]
     if chunks > 1 and keys:
-        keys[0] = keys[0][0], f"{keys[0][1]}"
-    keys.append((Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"))
+        keys[0] = keys[0][0], f"{keys[0][1]} (chunk 0 to {chunks - 1})"
+    if causes:
+        keys.append((Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"))
     for kind in (kind for kind in MessageKind if kind in kinds):
         keys.append((Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind]))
     if marks_end:
-        keys.append((Line2D([], [], color="#202020", linestyle="--", linewidth=1.2), "predicted end"))
-    _draw_row(figure, keys, left=left, top=rows[0])
+        keys.append((Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end"))
+    if keys:
+        _draw_row(figure, "timeline:", keys, left=left, middle=middles[0])
     if causes:
-        idle = [(Patch(facecolor=CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in causes]
-        _draw_row(figure, [(Line2D([], [], linewidth=0), "idle by cause:"), *idle], left=left, top=rows[1])
+        idle: list[_Key] = [(Patch(facecolor=CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in causes]
+        _draw_row(figure, "idle by cause:", idle, left=left, middle=middles[1])
+
+
+def _op_key(op: Op, chunks: int) -> _Key:
+    from matplotlib.patches import Patch
+
+    hue = OP_HUES.get(op, OTHER_HUE)
+    colours = [shade(hue, chunk=chunk, num_chunks=chunks) for chunk in range(chunks)]
+    return tuple(Patch(facecolor=colour) for colour in colours), OP_WORDS.get(op, op.value)
+
+
+def _draw_row(figure: Figure, heading: str, keys: Sequence[_Key], *, left: float, middle: float) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+
+    figure.text(left, middle, heading, size=_SIZE, va="center", color=_INK)
+    figure.legend(
+        [handle for handle, _ in keys],
+        [words for _, words in keys],
+        loc="center left",
+        bbox_to_anchor=(left + _HEADING / figure.bbox.width, middle),
+        ncols=len(keys),
+        fontsize=_SIZE,
+        labelcolor=_INK,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+        frameon=False,
+        borderaxespad=0.0,
+        handletextpad=0.5,
+        columnspacing=1.6,
+    )

@@ -5,8 +5,8 @@
                                  thread "receive 2"                 | grad 1 |     maker to the consumer
     process "predicted rank 1"   ...
 
-Format: "Trace Event Format" (Duffy et al., the Catapult project). Perfetto picks a slice's colour from its name
-without the digits, hence `F 3`; slices of one thread that overlap must nest, hence the lanes.
+Format: "Trace Event Format" (Duffy et al., the Catapult project). Perfetto picks a slice's colour from its
+name without the digits, hence `F 3`; slices of one thread that overlap must nest, hence the lanes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class _Place(NamedTuple):
 class _Trace:
     """The events of one timeline: metadata, then slices, then flows.
 
-    The order in the file matters where times are equal: a flow binds to the slice that is open when it is read.
+    The order in the file matters where times are equal: a flow binds to the slice that is open when the flow
+    is read.
     """
 
     def __init__(self, name: str, timeline: Timeline, *, first_pid: int, first_arrow: int) -> None:
@@ -149,7 +150,10 @@ class _Trace:
             leaves = max(maker.start, min(maker.end - 1, consumer.start))
             if leaves > consumer.start:
                 continue  # clocks of two hosts that disagree: an arrow back in time can't be drawn
-            ends = (("s", arrow.maker_rank, maker.tid, leaves), ("f", arrow.consumer_rank, consumer.tid, consumer.start))
+            ends = (
+                ("s", arrow.maker_rank, maker.tid, leaves),
+                ("f", arrow.consumer_rank, consumer.tid, consumer.start),
+            )
             for phase, rank, tid, at in ends:
                 yield {
                     "ph": phase,

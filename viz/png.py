@@ -4,13 +4,13 @@
     | 1f1b: P=4 V=1 M=8                                               |  title
     | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
     | rank 0 |0|1|2|3|////| 0 | ...                     |====         |  a row a rank
-    | measured: makespan 35 s (1.06 of predicted) ...                 |
+    | measured: makespan 35 s (1.06 times ...) ...                 |
     | rank 0 |0|1|2|3|/////| 0 | ...                    |=====        |
     |        0     10     20 ... time [s]               0   20   40   |
     | legend                                                          |
     +-----------------------------------------------------------------+
 
-The page is laid out in pixels, from the top, so that nothing can overlap. No pyplot: nothing global is touched.
+The page is laid out in pixels, from the top, so that nothing can overlap. No pyplot: it is global state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..schedules import Timeline
 from .gantt import (
@@ -38,13 +38,17 @@ if TYPE_CHECKING:
 
 _DPI = 100
 _WIDTH, _LEFT, _RIGHT = 1600, 66, 24  # the page and its margins [pixels]
-_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _LEGEND = 44, 26, 18, 46, 56
+_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _LEGEND_ROW = 44, 26, 18, 48, 24
 _BARS, _BARS_GAP = 230, 22  # the column of idle bars
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 def render_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Draw one timeline as a PNG, 1600 pixels wide: a row a rank, the idle time hatched, the bubbles in the title."""
+    """Draw one timeline as a PNG of 1600 pixels' width.
+
+    Arguments:
+        path: of the PNG.
+    """
     caption = "measured" if timeline.measured else "simulated"
     _render([_Panel(caption=caption, timeline=timeline)], path)
 
@@ -76,9 +80,11 @@ class _Panel:
     def title(self, unit_name: str, unit: float, before: _Panel | None) -> str:
         """The figures of this panel; `before` is what they are compared with."""
         t = self.timeline
+        if not ops_of(t):
+            return f"{self.caption}:  nothing ran"
         ratio = ""
         if before is not None and before.timeline.makespan > 0:
-            ratio = f" ({t.makespan / before.timeline.makespan:.3f} of {before.caption})"
+            ratio = f" ({t.makespan / before.timeline.makespan:.3f} times {before.caption})"
         return (
             f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
             f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
@@ -115,20 +121,22 @@ class _Page:
             dpi=_DPI,
             with_lanes=any(message_kinds_of(t) for t in timelines),
         )
+        self._legend = _LEGEND_ROW * (2 if self.with_bars else 1) + 10
         rows = sum(len(t.ranks) for t in timelines) * self.scale.row
         gaps = _PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1)
-        self.height = round(_TITLE + gaps + rows + _TIME_AXIS + _LEGEND)
+        self.height = round(_TITLE + gaps + rows + _TIME_AXIS + self._legend)
 
     def axes(self, figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
         """Axes at a place in pixels from the upper left corner."""
         box = (left / _WIDTH, 1 - (top + height) / self.height, width / _WIDTH, height / self.height)
         return figure.add_axes(box)
 
-    def text(self, figure: Figure, left: float, baseline: float, text: str, size: float, weight: str) -> None:
-        figure.text(left / _WIDTH, 1 - baseline / self.height, text, size=size, weight=weight, color="#202020")
+    def text(self, figure: Figure, baseline: float, text: str, **font: Any) -> None:
+        """A line of text at the left margin."""
+        figure.text(_LEFT / _WIDTH, 1 - baseline / self.height, text, color="#202020", **font)
 
     def draw(self, figure: Figure) -> None:
-        self.text(figure, _LEFT, 30, _title(self.panels), 14, "bold")
+        self.text(figure, 30, _title(self.panels), size=14, weight="bold")
         top: float = _TITLE
         for number, panel in enumerate(self.panels):
             before = self.panels[number - 1] if number else None
@@ -141,17 +149,15 @@ class _Page:
             kinds={kind for t in timelines for kind in message_kinds_of(t)},
             causes={cause for t in timelines for cause in causes_of(t)},
             chunks=max(num_chunks(t) for t in timelines),
-            left=_LEFT / _WIDTH,
-            rows=[(_LEGEND - 10) / self.height, (_LEGEND - 34) / self.height],
             marks_end=len(self.panels) > 1,
+            left=_LEFT / _WIDTH,
+            middles=[(self._legend - (row + 0.5) * _LEGEND_ROW) / self.height for row in range(2)],
         )
 
-    def _draw_panel(
-        self, figure: Figure, panel: _Panel, before: _Panel | None, top: float, *, is_last: bool
-    ) -> float:
+    def _draw_panel(self, figure: Figure, panel: _Panel, before: _Panel | None, top: float, *, is_last: bool) -> float:
         """Draw one panel below `top`; returns where it ends."""
         timeline, scale = panel.timeline, self.scale
-        self.text(figure, _LEFT, top + 18, panel.title(self.unit_name, self.unit, before), 10.5, "normal")
+        self.text(figure, top + 18, panel.title(self.unit_name, self.unit, before), size=10.5)
         top += _PANEL_TITLE
         height = len(timeline.ranks) * scale.row
         axes = self.axes(figure, _LEFT, top, scale.width, height)
@@ -159,8 +165,8 @@ class _Page:
         axes.tick_params(labelbottom=is_last)
         if is_last:
             axes.set_xlabel(f"time [{self.unit_name}]", size=9.5, labelpad=2)
-        if before is not None:
-            axes.axvline(before.timeline.makespan / self.unit, color="#202020", linestyle="--", linewidth=1.2)
+        if before is not None and before.timeline.makespan > 0:
+            axes.axvline(before.timeline.makespan / self.unit, color="#202020", linestyle="--", linewidth=0.9)
         if self.with_bars and timeline.makespan > 0:
             bars = self.axes(figure, _LEFT + scale.width + _BARS_GAP, top, _BARS, height)
             draw_idle_bars(bars, timeline, scale, limit=self._bar_limit())
@@ -195,6 +201,7 @@ def _title(panels: Sequence[_Panel]) -> str:
         schedule = timeline.schedule
         batches = f", {schedule.num_batches} batches" if schedule.num_batches > 1 else ""
         titles.append(
-            f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(timeline)}  M={schedule.num_microbatches}{batches}"
+            f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(timeline)}  "
+            f"M={schedule.num_microbatches}{batches}"
         )
     return "   /   ".join(dict.fromkeys(titles))

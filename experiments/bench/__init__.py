@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; its module is loaded here, so that the processes that it starts load what they need alone."""
+    """The command; loaded here, so that the processes that it starts load no more than they need."""
     from .command import run as run_command
 
     return run_command(argv)

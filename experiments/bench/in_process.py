@@ -1,6 +1,6 @@
 """Where the time goes at no compute, in one process: the engine's Python, and autograd beneath it.
 
-A process of its own, with one thread, without torch.distributed: `python -m stagewright.experiments.bench.in_process`.
+A process of its own, with one thread and without torch.distributed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def break_down(workload: Workload, *, repetitions: int, profile: bool = False) -
 def _bare_step(problem: Problem, num_microbatches: int) -> None:
     """The least that the stages of a pipeline ask of autograd: each its own leaf, graph and backward."""
     last = len(problem.stages) - 1
-    inputs, targets = problem.inputs.tensor_split(num_microbatches), problem.target.tensor_split(num_microbatches)
+    inputs, targets = (
+        problem.inputs.tensor_split(num_microbatches),
+        problem.target.tensor_split(num_microbatches),
+    )
     for x, target in zip(inputs, targets, strict=True):
         leaves, outputs = [], []
         for s, stage in enumerate(problem.stages):

@@ -113,7 +113,7 @@ class _Sleep(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         end = time.perf_counter() + ctx.duration
         x, weight = ctx.saved_tensors
         grad_x = gradient * weight if ctx.needs_input_grad[0] else None

@@ -1,9 +1,9 @@
 """The two sides: one batch through this runtime, and through torch.distributed.pipelining.
 
-What each does within a step is what its user has to call: cut the batch, forwards, backwards, gradients of the mean
-loss, the optimizer's step and zero_grad where the workload has an optimizer, zero_grad alone where it has none.
-What differs: this runtime also gives the loss to every rank and checks that it is finite; torch's last rank
-reads its own losses, and its other ranks know nothing of them.
+What each does within a step is what its user has to call: cut the batch, forwards, backwards, gradients of
+the mean loss, the optimizer's step and zero_grad where the workload has an optimizer, zero_grad alone where
+it has none. What differs: this runtime also gives the loss to every rank and checks that it is finite;
+torch's last rank reads its own losses, and its other ranks know nothing of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TorchSide:
         # without return_outputs=False it would keep and join the outputs, which nobody wants here
         self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         if losses:
-            self.loss = float(torch.stack(losses).mean())
+            self.loss = float(torch.stack(losses).detach().mean())
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -1,12 +1,12 @@
 """One rank of a bench: a process with one thread, in which both sides run in turn.
 
-    stagewright bench -> launcher -> P x `python -m stagewright.experiments.bench.worker` -> rank 0 writes records
+    stagewright bench -> launcher -> P x `python -m stagewright.experiments.bench.worker` -> records of rank 0
 
-How a step is timed, the same for both sides. Rank 0 names an instant a few milliseconds ahead; all ranks wait for it,
-then run one step; the step took from that instant to the end of the last rank. The processes share one host
-and so one monotonic clock. This is what a step takes when nothing of it overlaps with its neighbours. Steps in a row
-would say the same: under a flush schedule rank 0 has the first forward and the last backward, so that no rank
-can begin a batch in earnest before rank 0 is through with the one before.
+How a step is timed, the same for both sides. Rank 0 names an instant a few milliseconds ahead; all ranks
+wait for it, then run one step; the step took from that instant to the end of the last rank. The processes
+share one host and so one monotonic clock. This is what a step takes when nothing of it overlaps with its
+neighbours. Steps in a row would say the same: under a flush schedule rank 0 has the first forward and the
+last backward, so that no rank can begin a batch in earnest before rank 0 is through with the one before.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _one_way_times(
     rounds: int,
     pause: float,
 ) -> list[float]:
-    """[2 * rounds] seconds from before the send to after the wait; the first fifth is warm-up and left out."""
+    """[2 * rounds] seconds from before the send to after the wait, without a warm-up."""
     rank = dist.get_rank()
     stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and the other way round, in turn
     if rank < 2:
@@ -228,7 +228,7 @@ def _receive_bytes(workload: Workload, problem: Problem) -> ReceiveBytes:
 
 
 def _watch_receives(side: OurSide) -> Callable[[], int]:
-    """Look at the transport's count behind every posting (only there can it grow); returns the peak's reader."""
+    """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
     transport = side.pipe._runtime._engine.ranks[0].transport
     post, peak = transport.post, 0
 

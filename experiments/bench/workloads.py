@@ -62,7 +62,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question: a name for `--only`, and the workloads that it needs (none: it has a measurement of its own)."""
+    """A question: a name for `--only`, and the workloads that it needs (none: it measures by itself)."""
 
     name: str
     summary: str

@@ -153,9 +153,7 @@ def test_the_planning_commands_load_neither_torch_nor_scipy(command: str) -> Non
         f"main([{command!r}, 'interleaved', '--ranks', '4', '--microbatches', '8'])\n"
         "print(sorted({'torch', 'scipy', 'networkx', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "[]\n"
 
 

@@ -22,12 +22,8 @@ rank = int(os.environ["RANK"])
 """
 
 
-def run(
-    program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float | None = 30.0
-) -> LaunchResult:
-    return launch(
-        [sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout
-    )
+def run(program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float | None = 30.0) -> LaunchResult:
+    return launch([sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout)
 
 
 def test_ranks_meet_in_the_launchers_store(capfd: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +81,7 @@ with report_to_launcher():
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
-    result = run(
-        "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)", grace=0.2
-    )
+    result = run("import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)", grace=0.2)
     assert result.first_failed == 1
     assert result.status == 128 + signal.SIGKILL
     assert "killed by SIGKILL" in result.report
@@ -128,12 +122,8 @@ def _end_launcher(tmp_path: Path, number: signal.Signals) -> None:
         f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
         f"    time.sleep(100)\n"
     )
-    start = (
-        "import sys; from stagewright.experiments.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
-    )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL
-    )
+    start = "import sys; from stagewright.experiments.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
+    launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
     _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     pids = [int(file.read_text()) for file in files]
@@ -161,3 +151,10 @@ def _alive(pid: int) -> bool:
 def test_no_ranks_at_all_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="num_ranks=0: expected at least 1"):
         run("", num_ranks=0)
+
+
+def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("import sys\nprint('stagewright: error: no such thing', file=sys.stderr)\nsys.exit(2)")
+    assert result.status == 2
+    assert result.report == "all 2 ranks failed alike (exit status 2)"
+    assert capfd.readouterr().err == "stagewright: error: no such thing\n"

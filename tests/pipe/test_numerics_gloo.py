@@ -52,6 +52,15 @@ def test_a_stage_without_gradients(gloo: Pool, frozen: tuple[str, ...]) -> None:
 # --- what only several processes can show ---
 
 
+def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo: Pool) -> None:
+    """An LSTM's output [B, T, D] lies in memory as [T, B, D], and dropout draws its mask in memory order.
+
+    A receive that makes it contiguous moves the mask: the result then depends on the cut.
+    """
+    layout = Layout(num_ranks=2, split_points=("2",))
+    check(gloo, make_case("lstm", layout, 5), layout)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
     """What a rank has after a training step. The user's code still holds the model."""

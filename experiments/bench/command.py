@@ -1,0 +1,150 @@
+"""`stagewright bench`: runs the workloads that the cases need, and prints every figure beside its target.
+
+simulator    its own process a repetition
+overhead     its own process (in one: the engine without messages), and P = 2 processes
+the rest     P = 2, 4 and 8 processes: one set for each P, in which both sides run in turn
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from ..launcher import launch
+from .figures import figures_of
+from .records import Record, read_records
+from .workloads import CASES, Case, ModelKind, Workload, select_cases, workloads_of
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+_PING_PONG, _RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker beside the workloads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Measure this runtime beside torch.distributed.pipelining, in one run with alternating repetitions."""
+
+    only: tuple[str, ...] = ()
+    """Cases to run (default: all)."""
+    repetitions: int = 5
+    """Of each workload and side; a figure worth keeping needs at least 5."""
+    profile: bool = False
+    """Also show where the in-process step spends its time (cProfile; with the overhead cases)."""
+    json: bool = False
+    """Print one JSON object; progress goes to the standard error in any case."""
+
+
+class BenchError(RuntimeError):
+    """A process of the bench failed; the message is its story."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the cases and print; 1 if a process failed. A missed target is a result, not a failure."""
+    listed = "\n".join(f"  {case.name:<21} {case.summary}" for case in CASES.values())
+    options = tyro.cli(
+        BenchOptions,
+        args=argv,
+        prog="stagewright bench",
+        description=f"{BenchOptions.__doc__}\n\ncases:\n{listed}",
+    )
+    cases = select_cases(options.only)
+    if options.repetitions < 1:
+        raise ValueError(f"--repetitions {options.repetitions}: expected at least 1")
+    try:
+        with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
+            records = collect(cases, options, Path(folder))
+    except BenchError as error:
+        print(f"stagewright bench: {error}", file=sys.stderr)
+        return 1
+    from .report import Report
+
+    figures = [figure for case in cases for figure in figures_of(case, records)]
+    report = Report(repetitions=options.repetitions, figures=figures, records=records)
+    if options.json:
+        print(json.dumps(report.as_json()))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # a file has no width; a table folded at 80 columns is hard to read
+        report.print_on(console)
+    return 0
+
+
+def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[Record]:
+    """Start what the cases need, one set of processes after the other."""
+    names = {case.name for case in cases}
+    workloads = workloads_of(cases)
+    records: list[Record] = []
+    if "simulator" in names:
+        records += _run_simulator(options, folder)
+    tiny = [workload for workload in workloads if workload.model is ModelKind.TINY]
+    if tiny:
+        records += _run_in_process(tiny, options, folder)
+    for num_ranks in sorted({workload.num_ranks for workload in workloads} | {2}):
+        jobs = [workload.name for workload in workloads if workload.num_ranks == num_ranks]
+        if num_ranks == 2:
+            jobs = [_PING_PONG] * bool(tiny) + jobs + [_RECEIVE_BYTES] * (_RECEIVE_BYTES in names)
+        if jobs:
+            records += _run_ranks(num_ranks, jobs, options, folder)
+    return records
+
+
+def _run_ranks(num_ranks: int, jobs: Sequence[str], options: BenchOptions, folder: Path) -> list[Record]:
+    out = folder / f"ranks-{num_ranks}.jsonl"
+    _say(f"{num_ranks} processes: {', '.join(jobs)}")
+    arguments = ["--jobs", *jobs, "--repetitions", str(options.repetitions), "--out", str(out)]
+    result = launch(_module("worker", arguments), num_ranks=num_ranks, environment=_ENVIRONMENT)
+    if result.status != 0:
+        raise BenchError(result.report)
+    if result.report:
+        _say(result.report)
+    return read_records(out)
+
+
+def _run_in_process(workloads: Sequence[Workload], options: BenchOptions, folder: Path) -> list[Record]:
+    out = folder / "in-process.jsonl"
+    _say("one process: the engine without messages")
+    arguments = ["--workloads", *(w.name for w in workloads), "--repetitions", str(options.repetitions)]
+    _run_alone("in_process", [*arguments, "--out", str(out), *(["--profile"] if options.profile else [])])
+    return read_records(out)
+
+
+def _run_simulator(options: BenchOptions, folder: Path) -> list[Record]:
+    records: list[Record] = []
+    for repetition in range(options.repetitions):
+        _say(f"simulator: repetition {repetition + 1}/{options.repetitions}")
+        out = folder / f"simulator-{repetition}.jsonl"
+        _run_alone("simulator", ["--out", str(out)])
+        records += read_records(out)
+    return records
+
+
+def _run_alone(module: str, arguments: Sequence[str]) -> None:
+    import os
+
+    done = subprocess.run(
+        _module(module, arguments),
+        env={**os.environ, **_ENVIRONMENT},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise BenchError(f"the process {module!r} failed (exit status {done.returncode}):\n{done.stderr}")
+
+
+def _module(name: str, arguments: Sequence[str]) -> list[str]:
+    # -P: the folder that the user stands in may hold modules with any name.
+    return [sys.executable, "-P", "-m", f"{__package__}.{name}", *arguments]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

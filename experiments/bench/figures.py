@@ -1,0 +1,221 @@
+"""From records to figures: each value beside its target, and whether it was met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .records import Measurement, ReceiveBytes, Record, SimulatorSpeed, Spread
+from .workloads import WORKLOADS, Case, ModelKind, Workload
+
+GIGABYTE = 1e9
+
+
+class Origin(StrEnum):
+    """Where a figure comes from."""
+
+    MEASURED = "measured"  # real work in real processes
+    EMULATED = "emulated"  # real processes and messages, stages that sleep
+    SIMULATED_OVER_MEASURED = "simulated / measured"
+    SIMULATED_OVER_EMULATED = "simulated / emulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is asked of a figure.
+
+    Arguments:
+        limit: of the median.
+        at_least: the median must not be below it (else: not above).
+        noise: a limit within the samples' range is met, since no difference is then seen.
+    """
+
+    limit: float
+    at_least: bool = False
+    noise: bool = False
+
+    def met(self, spread: Spread) -> bool:
+        """Whether the samples meet it."""
+        if self.at_least:
+            return spread.median >= self.limit
+        return (spread.low if self.noise else spread.median) <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the report.
+
+    Arguments:
+        workload: what was run, for people.
+        what: what the value is.
+        unit: "ratio", "error" (a fraction) or a unit of measurement.
+        target: None for what is only reported.
+        note: the times behind a ratio.
+    """
+
+    case: str
+    workload: str
+    what: str
+    unit: str
+    value: Spread
+    target: Target | None
+    origin: Origin
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ok, missed, or nothing where nothing was asked."""
+        if self.target is None:
+            return ""
+        return "ok" if self.target.met(self.value) else "missed"
+
+
+def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
+    """The figures that answer a case."""
+    measured = {r.workload: r for r in records if isinstance(r, Measurement)}
+    found: list[Figure] = []
+    for name in case.workloads:
+        if name not in measured:
+            continue
+        workload, measurement = WORKLOADS[name], measured[name]
+        if case.name == "prediction":
+            found.append(_prediction(workload, measurement))
+            continue
+        if workload.model is ModelKind.SLEEP:
+            found.append(_over_ideal(case, workload, measurement))
+        found.append(_over_torch(case, workload, measurement))
+    if case.name == "receive-bytes":
+        found += _receive_bytes([r for r in records if isinstance(r, ReceiveBytes)])
+    if case.name == "simulator":
+        found += _simulator([r for r in records if isinstance(r, SimulatorSpeed)])
+    return found
+
+
+def _origin(workload: Workload) -> Origin:
+    return Origin.EMULATED if workload.model is ModelKind.SLEEP else Origin.MEASURED
+
+
+def _described(workload: Workload) -> str:
+    return f"{workload.schedule} {workload.shape}"
+
+
+def _over_torch(case: Case, workload: Workload, measurement: Measurement) -> Figure:
+    targets = {
+        "overhead-1f1b": Target(limit=1.1),
+        "overhead-interleaved": Target(limit=0.5),
+        "gpt": Target(limit=1.0),
+    }
+    ours, theirs = Spread.of(measurement.ours), Spread.of(measurement.torch)
+    return Figure(
+        case=case.name,
+        workload=_described(workload),
+        what="step, ours / torch",
+        unit="ratio",
+        value=Spread.of_ratios(measurement.ours, measurement.torch),
+        target=targets.get(case.name, Target(limit=1.0, noise=True)),
+        origin=_origin(workload),
+        note=f"{milliseconds(ours)} / {milliseconds(theirs)}",
+    )
+
+
+def _over_ideal(case: Case, workload: Workload, measurement: Measurement) -> Figure:
+    ideal = workload.ideal_makespan
+    theirs = Spread.of(measurement.torch).median / ideal
+    return Figure(
+        case=case.name,
+        workload=_described(workload),
+        what="step, ours / ideal",
+        unit="ratio",
+        value=Spread.of([seconds / ideal for seconds in measurement.ours]),
+        target=Target(limit=1.03 if workload.num_chunks > 1 else 1.02),
+        origin=Origin.EMULATED,
+        note=f"ideal {ideal * 1e3:.0f} ms; torch / ideal {theirs:.3f}",
+    )
+
+
+def _prediction(workload: Workload, measurement: Measurement) -> Figure:
+    sleeps = workload.model is ModelKind.SLEEP
+    measured = Spread.of(measurement.makespans)
+    errors = [abs(measurement.predicted / makespan - 1) for makespan in measurement.makespans]
+    # The target is on the median makespan; the range says what single steps did.
+    error = abs(measurement.predicted / measured.median - 1)
+    return Figure(
+        case="prediction",
+        workload=_described(workload) + ("" if sleeps else " GPT"),
+        what="error of the makespan",
+        unit="error",
+        value=Spread(median=error, low=min(errors), high=max(errors)),
+        target=Target(limit=0.02 if sleeps else 0.03),
+        origin=Origin.SIMULATED_OVER_EMULATED if sleeps else Origin.SIMULATED_OVER_MEASURED,
+        note=f"{measurement.predicted * 1e3:.2f} / {measured.median * 1e3:.2f} ms, "
+        f"latency {measurement.latency * 1e6:.0f} us for {measurement.boundary_bytes} bytes",
+    )
+
+
+def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:
+    """Of each schedule: the peak for the largest M over that for the smallest."""
+    found = []
+    for schedule in dict.fromkeys(r.schedule for r in records):
+        few, *_, many = sorted(
+            (r for r in records if r.schedule == schedule), key=lambda r: r.num_microbatches
+        )
+        ratio = many.ours / few.ours
+        found.append(
+            Figure(
+                case="receive-bytes",
+                workload=f"{schedule} M={few.num_microbatches}, {many.num_microbatches}",
+                what="peak bytes, large M / small M",
+                unit="ratio",
+                value=Spread(median=ratio, low=ratio, high=ratio),
+                target=Target(limit=1.0),
+                origin=Origin.MEASURED,
+                note=f"{many.ours} / {few.ours} bytes; torch holds {many.torch} / {few.torch}",
+            )
+        )
+    return found
+
+
+def _simulator(records: Sequence[SimulatorSpeed]) -> list[Figure]:
+    if not records:
+        return []
+    large = f"interleaved P=64 V=4 M=512, {records[0].num_actions:,} actions"
+
+    def figure(workload: str, what: str, unit: str, samples: list[float], target: Target) -> Figure:
+        value = Spread.of(samples)
+        return Figure(
+            case="simulator",
+            workload=workload,
+            what=what,
+            unit=unit,
+            value=value,
+            target=target,
+            origin=Origin.MEASURED,
+        )
+
+    return [
+        figure(
+            "interleaved P=8 V=2 M=512",
+            "simulate",
+            "actions/s",
+            [r.actions_per_second for r in records],
+            Target(limit=200_000, at_least=True),
+        ),
+        figure(
+            large,
+            "build, check, simulate",
+            "s",
+            [r.build_check_simulate for r in records],
+            Target(limit=5.0),
+        ),
+        figure(large, "peak memory", "GB", [r.peak_bytes / GIGABYTE for r in records], Target(limit=1.0)),
+    ]
+
+
+def milliseconds(spread: Spread) -> str:
+    """A median in milliseconds.
+
+    >>> milliseconds(Spread(median=0.0123, low=0.0, high=1.0))
+    '12.30 ms'
+    """
+    return f"{spread.median * 1e3:.2f} ms"

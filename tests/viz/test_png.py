@@ -1,0 +1,173 @@
+"""Pictures: they are written, as large as they should be, the same each time, and nothing loads before it is needed."""
+
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure
+
+from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, build, simulate
+from stagewright.viz import render_comparison, render_timeline
+from stagewright.viz.png import time_unit
+
+
+def size_of(path):
+    """(width, height) in pixels, from the PNG's header."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def example(*, num_ranks=2, num_microbatches=4, unit=1.0, **costs):
+    schedule = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return simulate(schedule, Costs(forward=unit, backward=2 * unit, **costs))
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """What the figures that a test saves have written on them: a list that grows with each."""
+    found = []
+    save = Figure.savefig
+
+    def savefig(figure, *args, **options):
+        found.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+        found.extend(text.get_text() for text in figure.texts)
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 4), (4, 8), (16, 8)])
+def test_grows_with_the_ranks(num_ranks, num_microbatches, tmp_path):
+    path = tmp_path / "timeline.png"
+    render_timeline(example(num_ranks=num_ranks, num_microbatches=num_microbatches, latency=0.1), path)
+    width, height = size_of(path)
+    assert width == 1600
+    assert 150 < height < 200 + 60 * num_ranks
+
+
+def test_comparison_holds_both_panels(tmp_path, texts):
+    predicted, measured = example(), replace(example(latency=0.5), measured=True)
+    render_comparison(predicted, measured, tmp_path / "both.png")
+    render_timeline(predicted, tmp_path / "one.png")
+    assert size_of(tmp_path / "both.png")[1] > size_of(tmp_path / "one.png")[1] + 2 * 50
+    assert "1f1b:  P=2  V=1  M=4" in texts
+    assert any(text.startswith("predicted:  makespan 15 s,  makespan bubble 20.0%,") for text in texts)
+    assert (predicted.makespan, measured.makespan) == (15.0, 17.0)
+    assert any(text.startswith("measured:  makespan 17 s (1.133 times predicted)") for text in texts)
+
+
+@pytest.mark.parametrize("missing", ["predicted", "measured"])
+def test_comparison_of_one(missing, tmp_path, texts):
+    both = {"predicted": example(), "measured": replace(example(), measured=True)}
+    render_comparison(**{**both, missing: None}, path=tmp_path / "one.png")
+    captions = [text.split(":")[0] for text in texts if "makespan" in text]
+    assert captions == list(both.keys() - {missing})
+
+
+def test_comparison_of_nothing(tmp_path):
+    with pytest.raises(ValueError, match="expected at least one Timeline"):
+        render_comparison(None, None, tmp_path / "none.png")
+
+
+def test_both_panels_have_one_scale(tmp_path, monkeypatch):
+    limits = []
+    save = Figure.savefig
+
+    def savefig(figure, *args, **options):
+        limits.extend(axes.get_xlim() for axes in figure.axes)
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    render_comparison(example(), example(latency=2.0), tmp_path / "both.png")
+    longest = example(latency=2.0).makespan
+    assert limits[0] == limits[2] == (0, longest)  # 1 and 3 are those of the idle bars
+    assert limits[1] == limits[3]
+
+
+def test_numbers_where_they_fit(tmp_path, texts):
+    render_timeline(example(num_microbatches=4), tmp_path / "wide.png")
+    assert all(texts.count(str(k)) == 2 * 2 for k in range(4))  # F and B on both ranks
+    texts.clear()
+    render_timeline(example(num_microbatches=500), tmp_path / "narrow.png")
+    assert "3" not in texts
+
+
+def test_the_same_picture_each_time(tmp_path):
+    timeline = example(latency=0.2, update=0.5)
+    for name in ("a.png", "b.png"):
+        render_timeline(timeline, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_origin_does_not_matter(tmp_path):
+    render_timeline(example(), tmp_path / "a.png")
+    render_timeline(example().shifted(64.0), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-7, 1e-4, 3600.0])
+def test_any_duration(unit, tmp_path):
+    render_timeline(example(unit=unit), tmp_path / "t.png")
+    assert size_of(tmp_path / "t.png")[0] == 1600
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(90.0, "s"), (1.0, "s"), (0.5, "ms"), (2e-6, "µs"), (1e-8, "ns"), (1e-12, "ns"), (0.0, "s")]
+)
+def test_time_unit(seconds, unit):
+    assert time_unit(seconds)[0] == unit
+
+
+def test_split_backward_and_updates(tmp_path):
+    schedule = build("gpipe", num_ranks=2, num_microbatches=2)
+    split = tuple(
+        tuple(
+            part
+            for action in program
+            for part in ([action] if action.op is Op.F else [action._replace(op=Op.I), action._replace(op=Op.W)])
+        )
+        for program in schedule.programs
+    )
+    timeline = simulate(replace(schedule, programs=split), Costs(update=0.5))
+    assert {span.what.op for span in timeline.ranks[0].compute} == {Op.F, Op.I, Op.W, Op.U}
+    render_timeline(timeline, tmp_path / "t.png")
+    assert size_of(tmp_path / "t.png")[0] == 1600
+
+
+def test_nothing_ran(tmp_path, texts):
+    """Neither a timeline without any action, nor one whose actions take no time, nor one idle rank."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    empty = Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2)
+    render_timeline(empty, tmp_path / "empty.png")
+    assert "simulated:  nothing ran" in texts
+    render_comparison(empty, example(), tmp_path / "half.png")
+    render_timeline(example(unit=0.0), tmp_path / "no_time.png")
+    timeline = example()
+    half = replace(timeline, ranks=(timeline.ranks[0], RankTrace(compute=())))
+    render_timeline(half, tmp_path / "one_idle.png")
+    assert size_of(tmp_path / "one_idle.png")[0] == 1600
+    assert Action(0, Op.F, 0) == half.ranks[0].compute[0].what
+
+
+def test_matplotlib_loads_when_something_is_drawn():
+    program = "import sys, stagewright.viz; print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_no_pyplot(tmp_path):
+    """Drawing leaves no state behind: pyplot is never loaded."""
+    program = (
+        "import sys\n"
+        "from stagewright.schedules import Costs, build, simulate\n"
+        "from stagewright.viz import render_timeline\n"
+        "t = simulate(build('1f1b', num_ranks=2, num_microbatches=2), Costs())\n"
+        f"render_timeline(t, {str(tmp_path / 't.png')!r})\n"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
