@@ -86,6 +86,7 @@ def launch(
             return _see_through(ranks, grace=grace, timeout=timeout)
         finally:
             _end(ranks)
+            _restore_terminal()
 
 
 @contextmanager
@@ -269,6 +270,13 @@ def _end(ranks: list[_Rank]) -> None:
         for stream in (rank.process.stdin, rank.process.stdout, rank.process.stderr):
             if stream is not None and (rank.pump is None or not rank.pump.is_alive()):
                 stream.close()
+
+
+def _restore_terminal() -> None:
+    """Show the cursor, which a progress bar that was ended from outside has left hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()
 
 
 def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str, str]:

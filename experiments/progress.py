@@ -57,14 +57,15 @@ class BarProgress(Progress):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         self.console = Console(file=stream, highlight=False)
         # Four redraws a second: the cores belong to the ranks.
         self.bar = RichProgress(
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self.console,
             refresh_per_second=4,
         )

@@ -235,7 +235,15 @@ class _Training:
         fresh = GPT(self.config)
         fresh.load_state_dict(weights)
         text = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed)
-        return (SAMPLE_PROMPT + text).decode(errors="replace")
+        return printable(SAMPLE_PROMPT + text)
+
+
+def printable(text: bytes) -> str:
+    """Text that a terminal shows as it is: a young model may well write escape sequences."""
+    decoded = text.decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
+    )
 
 
 def gather(number: int) -> tuple[int, ...]:

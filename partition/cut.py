@@ -15,43 +15,53 @@ def cut_evenly(
     """Cut units 0..n-1 into contiguous stages of nearly equal weight.
 
     First the smallest possible weight of the heaviest stage, then, among the cuts whose heaviest stage weighs at most
-    SLACK times that, the one over which the fewest bytes cross. Ties: the earliest cut.
+    SLACK times that, the one over which the fewest bytes cross. Ties: the last stage begins as early as possible, then
+    the one before it, and so on.
 
     Arguments:
         weights: [n] of each unit, at least 0 (parameters today; seconds when a profile is there).
         num_stages: S, at most n.
-        crossing_bytes: [n] bytes that cross a cut made before unit i (entry 0 is never used); none where not given.
+        crossing_bytes: [n] bytes that cross a cut made before unit i (entry 0 is never used), infinite where none
+            may be made; all free where not given.
 
     Returns the first unit of each stage, [S], beginning with 0. Every stage has at least one unit.
-    Raises ValueError when there are fewer units than stages. O(S * n^2) numpy operations at most.
+    Raises ValueError when there are fewer units, or places for a cut, than stages need, and for numbers below 0.
+    O(S * n) numpy operations on n numbers each.
 
     >>> cut_evenly([1, 1, 1, 3], num_stages=2)
     (0, 3)
     """
     n = len(weights)
-    if not 1 <= num_stages <= n:
+    crossing = np.zeros(n) if crossing_bytes is None else np.asarray(crossing_bytes, dtype=float)
+    padded = np.asarray(weights, dtype=float)
+    if len(crossing) != n or not (np.isfinite(padded).all() and (padded >= 0).all() and (crossing >= 0).all()):
         raise ValueError(
-            f"num_stages={num_stages} for a model of {n} units that can be cut apart: expected at most {n}; "
+            f"weights={list(weights)}, crossing_bytes={crossing_bytes}: expected a number of at least 0 for each unit"
+        )
+    most = min(n, 1 + int(np.isfinite(crossing[1:]).sum()))
+    if not 1 <= num_stages <= most:
+        raise ValueError(
+            f"num_stages={num_stages} for a model of {most} units that can be cut apart: expected 1 to {most}; "
             f"take fewer ranks or chunks (stages = ranks x chunks)"
         )
-    # A small equal share for each unit spreads units without weight, and breaks ties towards equal counts.
-    padded = np.asarray(weights, dtype=float)
+    # A small equal share for each unit spreads units without weight.
     padded = padded + max(padded.sum(), 1.0) * 1e-6 / n
     prefix = np.concatenate([[0.0], np.cumsum(padded)])
-    crossing = np.zeros(n) if crossing_bytes is None else np.asarray(crossing_bytes, dtype=float)
-    cap = _smallest_maximum(prefix, num_stages) * (SLACK if crossing_bytes is not None else 1.0 + 1e-9)
+    slack = 1.0 + 1e-9 if crossing_bytes is None else SLACK
+    cap = slack * _smallest_maximum(prefix, np.isfinite(crossing), num_stages)
     return _fewest_bytes(prefix, crossing, num_stages, cap)
 
 
-def _smallest_maximum(prefix: np.ndarray, num_stages: int) -> float:
+def _smallest_maximum(prefix: np.ndarray, may_cut: np.ndarray, num_stages: int) -> float:
     """The least possible weight of the heaviest of `num_stages` contiguous non-empty parts."""
     n = len(prefix) - 1
     best = prefix.copy()  # best[j]: the first j units in the stages so far
-    best[0] = 0.0
+    best[0] = np.inf
     for stage in range(1, num_stages):
         longer = np.full(n + 1, np.inf)
         for j in range(stage + 1, n + 1):
-            longer[j] = np.maximum(best[stage:j], prefix[j] - prefix[stage:j]).min()
+            heaviest = np.maximum(best[stage:j], prefix[j] - prefix[stage:j])
+            longer[j] = np.where(may_cut[stage:j], heaviest, np.inf).min()
         best = longer
     return float(best[n])
 

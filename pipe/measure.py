@@ -35,9 +35,14 @@ def gather_costs(
     for recorder in recorders:
         medians.update(recorder.medians())
     merged: dict[tuple[int, Op], float] = {}
-    for one, seen_latency in collectives.gather((medians, latency), what="gathering the measured costs"):
+    norms: list[float | None] = []
+    mine = (medians, latency, [recorder.median_norm() for recorder in recorders])
+    for one, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):
         merged.update(one)
         latency = max(latency, seen_latency)
+        norms += seen_norms
+    # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
+    norm = min((seconds for seconds in norms if seconds is not None), default=None)
     if not merged:
         raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
-    return costs_from_medians(merged, num_stages=schedule.num_stages, latency=latency)
+    return costs_from_medians(merged, num_stages=schedule.num_stages, latency=latency, norm=norm)

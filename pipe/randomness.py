@@ -6,10 +6,11 @@ mask is the same on one rank and on any cut of the model, with and without recom
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -31,35 +32,62 @@ def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
 
 
 class Seeder:
-    """Seeds the CPU generator, and the CUDA generator of `device`, for the units of one action at a time."""
+    """Seeds the CPU generator, and the CUDA generator of `device`, for the units of one action at a time.
+
+    Units that draw nothing are found by shape inference (`watch`) and not seeded. The user's global state is
+    saved at the first unit of an action that draws, and restored at its end.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._step = 0
         self._microbatch = 0
         self._active = False
+        self._saved: list[torch.Tensor] = []
+        self._drawing: set[int] = set()  # units that draw random numbers
+        self._current = -1
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 
-    @contextmanager
-    def action(self, *, step: int, microbatch: int) -> Iterator[None]:
-        """Within: `enter` seeds for this step and microbatch. Behind: the user's global state, as it was."""
-        states = [generator.get_state() for generator in self._generators]
+    def begin(self, *, step: int, microbatch: int) -> None:
+        """An action begins: `enter` seeds for this step and microbatch until `end`."""
         self._step, self._microbatch, self._active = step, microbatch, True
-        try:
-            yield
-        finally:
-            self._active = False
-            for generator, state in zip(self._generators, states, strict=True):
+
+    def end(self) -> None:
+        """The action is over: the user's global state is as it was."""
+        self._active = False
+        if self._saved:
+            for generator, state in zip(self._generators, self._saved, strict=True):
                 generator.set_state(state)
+            self._saved = []
 
     def enter(self, unit: int) -> None:
-        """The unit begins: seed for it. Outside an action (shape inference) nothing happens."""
-        if not self._active:
+        """The unit begins: seed for it, if it draws. Outside an action (shape inference) nothing is seeded."""
+        self._current = unit
+        if not self._active or unit not in self._drawing:
             return
+        if not self._saved:
+            self._saved = [generator.get_state() for generator in self._generators]
         seed = mix(self._seed, self._step, self._microbatch, unit)
         for generator in self._generators:
             generator.manual_seed(seed)
+
+    def watch(self) -> TorchDispatchMode:
+        """Within: random operations are noted for the unit that was entered last."""
+        return _Watch(lambda: self._drawing.add(self._current))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note()
+        return func(*args, **(kwargs or {}))

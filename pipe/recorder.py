@@ -22,6 +22,7 @@ class Recorder:
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
         self._remembered = 0  # actions of this step whose durations are in already
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[tuple[int, Op], deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
     def begin(self) -> None:
@@ -36,6 +37,14 @@ class Recorder:
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
         """These messages were waited for, and then there."""
         self._waits += [(message, start, end) for message in messages]
+
+    def norm(self, start: Stamp, end: Stamp) -> None:
+        """The global norm was found and the gradients clipped."""
+        self._norms.append(self.clock.seconds(end) - self.clock.seconds(start))
+
+    def median_norm(self) -> float | None:
+        """Median seconds of the global norm, waiting for the other ranks included; None without one."""
+        return statistics.median(self._norms) if self._norms else None
 
     def last_actions(self, count: int = 4) -> list[Action]:
         """The newest actions of this step, oldest first."""
@@ -62,6 +71,7 @@ class Recorder:
         """Drop the durations (the first steps are slower)."""
         self._remembered = len(self._actions)
         self._durations.clear()
+        self._norms.clear()
 
     def _remember(self) -> None:
         at = self.clock.seconds
@@ -114,10 +124,12 @@ def _made(action: Action | Message) -> tuple[bool, int, int]:
     return action.op is Op.F, action.stage, action.index
 
 
-def costs_from_medians(medians: Mapping[tuple[int, Op], float], *, num_stages: int, latency: float) -> Costs:
+def costs_from_medians(
+    medians: Mapping[tuple[int, Op], float], *, num_stages: int, latency: float, norm: float | None
+) -> Costs:
     """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
 
     def column(op: Op) -> list[float]:
         return [medians.get((stage, op), 0.0) for stage in range(num_stages)]
 
-    return Costs(forward=column(Op.F), backward=column(Op.B), update=column(Op.U), latency=latency)
+    return Costs(forward=column(Op.F), backward=column(Op.B), update=column(Op.U), latency=latency, norm=norm)

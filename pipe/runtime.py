@@ -136,7 +136,7 @@ class Runtime:
 
     def _make_mode(self, schedule: Schedule, microbatch: Any, *, training: bool) -> _Mode:
         faces = self._parts.train if training else self._parts.evaluate
-        inference = Inference(faces, device=self._settings.device, training=training)
+        inference = Inference(faces, self._seeder, device=self._settings.device, training=training)
         wiring = Wiring(faces, inference.outputs(microbatch))
         wired = schedule.with_edges(wiring.edges())
         check(wired)
@@ -205,7 +205,10 @@ class Runtime:
         loss, step = self._run_training(arguments)
         grad_norm = None
         if self._settings.max_grad_norm is not None:
+            recorder = self._engine.ranks[0].recorder
+            start = recorder.clock.stamp()
             grad_norm = self._gradients.clip(self._settings.max_grad_norm)
+            recorder.norm(start, recorder.clock.stamp())
         for local in self._engine.ranks:
             for s in sorted(local.worker.stages):
                 start = local.recorder.clock.stamp()

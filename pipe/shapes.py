@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..comm import TensorSpec
 from ..partition.trace import MODEL_INPUT, ValueRef
 from .chain import Chain
+from .randomness import Seeder
 from .stage import Face
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -30,12 +31,14 @@ class Inference:
 
     Arguments:
         faces: the stages in one mode, in order.
+        seeder: learns which units draw random numbers.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
     """
 
-    def __init__(self, faces: Sequence[Face], *, device: torch.device, training: bool) -> None:
+    def __init__(self, faces: Sequence[Face], seeder: Seeder, *, device: torch.device, training: bool) -> None:
         self._faces = faces
+        self._seeder = seeder
         self._device = device
         self._training = training
         self._known: dict[Signature, tuple[tuple[TensorSpec, ...], ...]] = {}
@@ -54,7 +57,7 @@ class Inference:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[tuple[torch.Tensor, ...]] = []
-        with mode, grad:
+        with mode, grad, self._seeder.watch():
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs]
             for index, face in enumerate(self._faces):
                 if isinstance(face.module, Chain) and index > 0:

@@ -94,14 +94,15 @@ class Worker:
 
     def run(self, action: Action) -> None:
         """Carry out one compute action; its inputs must be there."""
-        with self._seeder.action(step=self._batch.step, microbatch=action.index):
-            match action.op:
-                case Op.F:
-                    self._forward(action.stage, action.index)
-                case Op.B:
-                    self._backward(action.stage, action.index)
-                case _:
-                    raise AssertionError(f"{action} got past the check of the schedule")
+        self._seeder.begin(step=self._batch.step, microbatch=action.index)
+        try:
+            if action.op is Op.F:
+                self._forward(action.stage, action.index)
+            else:
+                assert action.op is Op.B, f"{action} got past the check of the schedule"
+                self._backward(action.stage, action.index)
+        finally:
+            self._seeder.end()
 
     def _forward(self, s: int, k: int) -> None:
         stage, wiring, batch = self.stages[s], self._wiring, self._batch

@@ -1,63 +1,126 @@
-"""Why a rank was idle: each gap of a timeline is put down to its causes."""
+"""Why a rank was idle: each gap of a timeline is put down to its causes.
+
+    rank 0 |   0F3   |                     made and arrived are those of the latest input
+    rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
+
+The gap before an optimizer step is drain while another rank still computes, update behind that.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .ir import Action, Op
-from .lower import Message, MessageKind
+from .lower import Message, message_for
 from .needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 
 
+class Gap(NamedTuple):
+    """The idle time [s] right before `action`, by cause (the fields of `Idle` that a gap can have)."""
+
+    action: Action
+    warm_up: float = 0.0
+    drain: float = 0.0
+    late_peer: float = 0.0
+    transfer: float = 0.0
+    update: float = 0.0
+    unexplained: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The whole gap [s]."""
+        return sum(self[1:])
+
+    @property
+    def cause(self) -> str:
+        """The cause with the most seconds."""
+        seconds = self._asdict()
+        del seconds["action"]
+        return max(seconds, key=seconds.__getitem__)
+
+
+def find_gaps(timeline: Timeline) -> tuple[dict[Action, Gap], ...]:
+    """By rank, the gap before each action that has one; works alike on simulated and measured timelines."""
+    finder = _Finder(timeline)
+    return tuple(finder.gaps_of(rank) for rank in timeline.ranks)
+
+
 def attribute_idle(timeline: Timeline) -> tuple[Idle, ...]:
-    """The idle seconds of each rank by cause; works alike on simulated and measured timelines.
+    """The idle seconds of each rank by cause; they add up to makespan - busy.
 
-    A gap before an action is split at two moments: the latest production of an input on another rank
-    (before it: late peer), and that input's arrival (before it: transfer; behind it: unexplained).
+    Imbalance is the part of waiting for late peers that no order could avoid, as another rank has more work.
     """
-    made_at = {s.what: s.end for rank in timeline.ranks for s in rank.compute}
-    needs = Needs(timeline.schedule)
     largest = max((rank.busy for rank in timeline.ranks), default=0.0)
-    return tuple(_attribute(timeline, rank, made_at, needs, largest - rank.busy) for rank in timeline.ranks)
-
-
-def _attribute(
-    timeline: Timeline, rank: RankTrace, made_at: dict[Action | Message, float], needs: Needs, surplus: float
-) -> Idle:
-    if not rank.compute:
-        return Idle(0.0, timeline.makespan, 0.0, 0.0, 0.0, 0.0, 0.0)
-    arrived = {message: end for message, _, end in rank.comm}
-    own = {span.what for span in rank.compute}
-    late = transfer = unexplained = update = 0.0
-    previous = rank.compute[0].start
-    for action, start, end in rank.compute:
-        assert isinstance(action, Action)
-        if start > previous:
-            made = arrival = previous
-            for need in needs.of(action):
-                if need in own:
-                    continue
-                ready = made_at.get(need, previous)
-                made = max(made, ready)
-                arrival = max(arrival, arrived.get(_message(need, action), ready))
-            made, arrival = min(made, start), min(max(arrival, made), start)
-            late += made - previous
-            transfer += arrival - made
-            unexplained += start - arrival
-        if action.op is Op.U:
-            update += end - start
-        previous = end
-    imbalance = min(late, max(surplus, 0.0))
-    return Idle(
-        warm_up=rank.compute[0].start - timeline.start,
-        drain=timeline.end - rank.compute[-1].end,
-        late_peer=late - imbalance,
-        transfer=transfer,
-        imbalance=imbalance,
-        update=update,
-        unexplained=unexplained,
+    return tuple(
+        _sum_up(timeline, rank, list(gaps.values()), surplus=largest - rank.busy)
+        for rank, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True)
     )
 
 
-def _message(made_by: Action, consumer: Action) -> Message:
-    kind = MessageKind.ACT if made_by.op is Op.F else MessageKind.GRAD
-    return Message(kind, made_by.stage, consumer.stage, consumer.index)
+def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Gap], *, surplus: float) -> Idle:
+    if not rank.compute:
+        return Idle(0.0, timeline.makespan, 0.0, 0.0, 0.0, 0.0, 0.0)
+    late = sum(gap.late_peer for gap in gaps)
+    imbalance = min(late, max(surplus, 0.0))
+    updates = sum(end - start for what, start, end in rank.compute if isinstance(what, Action) and what.op is Op.U)
+    return Idle(
+        warm_up=sum(gap.warm_up for gap in gaps),
+        drain=timeline.end - rank.compute[-1].end + sum(gap.drain for gap in gaps),
+        late_peer=late - imbalance,
+        transfer=sum(gap.transfer for gap in gaps),
+        imbalance=imbalance,
+        update=updates + sum(gap.update for gap in gaps),
+        unexplained=sum(gap.unexplained for gap in gaps),
+    )
+
+
+class _Finder:
+    """What all ranks' gaps are explained from."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._start = timeline.start
+        self._flush = timeline.schedule.has_epilogue
+        self._needs = Needs(timeline.schedule)
+        spans = [span for rank in timeline.ranks for span in rank.compute]
+        self._made_at = {what: end for what, _, end in spans}
+        self._last = max((s.end for s in spans if isinstance(s.what, Action) and s.what.op is not Op.U), default=0.0)
+
+    def gaps_of(self, rank: RankTrace) -> dict[Action, Gap]:
+        arrived = {message: end for message, _, end in rank.comm}
+        own = {span.what for span in rank.compute}
+        gaps: dict[Action, Gap] = {}
+        previous = self._start
+        for at, (action, start, end) in enumerate(rank.compute):
+            assert isinstance(action, Action)
+            if start > previous:
+                if at == 0:
+                    gaps[action] = Gap(action, warm_up=start - previous)
+                elif action.op is Op.U:
+                    gaps[action] = self._before_update(action, previous, start)
+                else:
+                    inputs = [need for need in self._needs.of(action) if need not in own]
+                    gaps[action] = self._before_compute(action, previous, start, inputs, arrived)
+            previous = end
+        return gaps
+
+    def _before_update(self, action: Action, previous: float, start: float) -> Gap:
+        """In a flush schedule others may still compute, whom the global norm waits for."""
+        drain = max(0.0, min(self._last, start) - previous) if self._flush else 0.0
+        return Gap(action, drain=drain, update=start - previous - drain)
+
+    def _before_compute(
+        self,
+        action: Action,
+        previous: float,
+        start: float,
+        inputs: list[Action],
+        arrived: dict[Action | Message, float],
+    ) -> Gap:
+        made = arrival = previous
+        for need in inputs:
+            ready = self._made_at.get(need, previous)
+            made = max(made, ready)
+            arrival = max(arrival, arrived.get(message_for(action, need), ready))
+        made, arrival = min(made, start), min(max(arrival, made), start)
+        return Gap(action, late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 from .costs import Costs, CostTable
@@ -21,7 +22,11 @@ def lower_bound(schedule: Schedule, costs: Costs) -> float:
     ends last. Tried are the sets of all actions with a head of at least h and a tail of at least q.
     The one-machine bound of Carlier (1982). O(actions + P * V^2 + S + edges * log(edges)).
     """
-    ways = _Ways(schedule, costs.table(num_stages=schedule.num_stages))
+    table = costs.table(num_stages=schedule.num_stages)
+    if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
+        own_update = max(sum(table.update[s] for s in stages) for stages in schedule.placement)
+        return lower_bound(schedule, replace(costs, update=0.0, norm=None)) + table.norm + own_update
+    ways = _Ways(schedule, table)
     return max(_rank_bound(ways.jobs(rank)) for rank in range(schedule.num_ranks))
 
 
@@ -71,27 +76,31 @@ class _Ways:
 
     def _walk(self) -> None:
         forward, gradient, weight_grad = self.table.forward, self.gradient, self.table.weight_grad
-        edges = sorted(self.schedule.stage_edges, key=lambda edge: edge.dst)
-        back = [edge for edge in sorted(edges, key=lambda edge: -edge.src) if edge.grad]
+        upwards = sorted(self.schedule.stage_edges, key=lambda edge: edge.dst)
+        downwards = sorted(self.schedule.stage_edges, key=lambda edge: -edge.src)
+        has_backward = self.schedule.has_backward
+
         self.to_forward = [0.0] * self.schedule.num_stages
-        for src, dst, _ in edges:
+        for src, dst, _ in upwards:
             way = self.to_forward[src] + forward[src] + self._latency(src, dst)
             self.to_forward[dst] = max(self.to_forward[dst], way)
-        self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
-        for src, dst, _ in back:
-            way = self.to_gradient[dst] + gradient[dst] + self._latency(dst, src)
-            self.to_gradient[src] = max(self.to_gradient[src], way)
 
-        # A gradient is followed by its weight gradient too, unless a whole backward may have made it.
-        self.behind_gradient = [
-            update + (0.0 if (Op.B, s) in self.present else weight_grad[s]) for s, update in enumerate(self.update)
-        ]
-        for src, dst, grad in edges:
-            if grad:
+        self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
+        for src, dst, grad in downwards:
+            if grad and has_backward:
+                way = self.to_gradient[dst] + gradient[dst] + self._latency(dst, src)
+                self.to_gradient[src] = max(self.to_gradient[src], way)
+
+        # The weight gradient comes behind, too, unless a whole backward may have made the gradient.
+        split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(self.schedule.num_stages)]
+        self.behind_gradient = [u + w * s for u, w, s in zip(self.update, weight_grad, split, strict=True)]
+        for src, dst, grad in upwards:
+            if grad and has_backward:
                 way = self._latency(dst, src) + gradient[src] + self.behind_gradient[src]
                 self.behind_gradient[dst] = max(self.behind_gradient[dst], way)
+
         self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
-        for src, dst, _ in sorted(edges, key=lambda edge: -edge.src):
+        for src, dst, _ in downwards:
             way = self._latency(src, dst) + forward[dst] + self.behind_forward[dst]
             self.behind_forward[src] = max(self.behind_forward[src], way)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
-from .lower import Lowered, Message
+from .lower import Lowered, Message, MessageKind, RankProgram, message_for
 from .needs import Needs
 from .versions import check_rule, check_updates, derive_versions
 
@@ -55,9 +55,13 @@ def check(schedule: Schedule) -> Report:
 def check_lowered(lowered: Lowered) -> int:
     """Prove that the sends and receives of each link are the same messages in the same order.
 
-    A transport may then match them by order alone. Returns the number of messages; raises ScheduleError
-    that names the link and the first place where the two sides differ.
+    A transport may then match them by order alone. Also that each rank still runs its program, sends what it has
+    made, and posts each receive before the action that needs it. Returns the number of messages; raises
+    ScheduleError that names the link and the first place where the two sides differ, or the rank and the step.
     """
+    needs = Needs(lowered.schedule)
+    for program in lowered.programs:
+        _check_steps(lowered.schedule, program, needs)
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for program in lowered.programs:
@@ -77,6 +81,41 @@ def check_lowered(lowered: Lowered) -> int:
                     f"received is {other or 'nothing'}; expected the same messages in the same order"
                 )
     return sum(len(messages) for messages in sends.values())
+
+
+def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None:
+    rank = program.rank
+    posted: set[Message] = set()
+    done: list[Action] = []
+    made: set[Action] = set()
+    for position, step in enumerate(program.steps):
+        where = f"rank {rank}, step {position}"
+        if isinstance(step, Action):
+            inputs = _messages_needed(schedule, needs, step, rank)
+            if inputs != set(program.inputs.get(step, ())):
+                raise ScheduleError(f"{where}: {step} needs {_listed(inputs)}, but waits for other messages")
+            if not inputs <= posted:
+                raise ScheduleError(f"{where}: {step} needs {_listed(inputs - posted)}; expected the receive before it")
+            done.append(step)
+            made.add(step)
+        elif not step.is_send:
+            posted.add(step.message)
+        elif step.message.kind is not MessageKind.LOSS:
+            src, index = step.message.src, step.message.index
+            op = Op.F if step.message.kind is MessageKind.ACT else needs.backward(src, index).op
+            if Action(src, op, index) not in made:
+                raise ScheduleError(f"{where}: {step} stands before {Action(src, op, index)}, which makes it")
+    if tuple(done) != schedule.programs[rank]:
+        raise ScheduleError(f"rank {rank} no longer runs the actions of its program in their order")
+
+
+def _messages_needed(schedule: Schedule, needs: Needs, action: Action, rank: int) -> set[Message]:
+    others = [need for need in needs.of(action) if schedule.owner(need.stage, need.index) != rank]
+    return {message_for(action, need) for need in others}
+
+
+def _listed(messages: set[Message]) -> str:
+    return ", ".join(str(message) for message in sorted(messages)) or "nothing"
 
 
 def peak_activations(program: tuple[Action, ...]) -> int:

@@ -26,6 +26,8 @@ class Costs:
         input_grad, weight_grad: I and W [s].
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
+        norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
+            rank updates by itself.
 
     Raises ValueError for what is no finite number of seconds of at least 0, or for a half-given split.
 
@@ -39,6 +41,7 @@ class Costs:
     weight_grad: PerStage | None = None
     latency: PerStage = 0.0
     update: PerStage = 0.0
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -78,6 +81,7 @@ class Costs:
             weight_grad=weight_grad,
             latency=spread("latency", self.latency),
             update=spread("update", self.update),
+            norm=None if self.norm is None else spread("norm", self.norm)[0],
         )
 
 
@@ -106,6 +110,7 @@ class CostTable:
     weight_grad: tuple[float, ...]
     latency: tuple[float, ...]
     update: tuple[float, ...]
+    norm: float | None
 
     def of(self, op: Op, stage: int) -> float:
         """Seconds of one action of `stage`."""

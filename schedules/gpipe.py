@@ -8,8 +8,8 @@ from .ir import Action, Op, Schedule
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards, both in microbatch order.
 
-        rank 0 | F0 F1 F2 F3 .  .  B0 B1 B2 B3
-        rank 1 | .  F0 F1 F2 F3 B0 B1 B2 B3
+        rank 0 | F0 F1 F2 F3 .  .  B0 B1 B2 B3       P=2, M=4, unit time
+        rank 1 | .  F0 F1 F2 F3 B0 B1 B2 B3 .
 
     Makespan (M+P-1)(F+B) with equal stages and free links; every rank holds M activations.
     """

@@ -36,20 +36,24 @@ def interleaved(
 ) -> Schedule:
     """1F1B over V chunks a rank: the bubble shrinks by V, and messages multiply by V.
 
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 ...        P=2, V=2: rank 0 holds stages 0 and 2
-        rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 ...
+        rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1       P=2, V=2, M=2, unit time:
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .         rank 0 holds stages 0 and 2
 
     Makespan (M*V+P-1)(F+B) when P divides M (F, B of one chunk, equal stages, free links); rank r
     then holds (V-1)P + 2(P-1-r) + 1 chunk activations, where M allows.
 
     Arguments:
-        groups: sizes of the microbatch groups, the largest first, together M; `microbatch_groups` by default.
+        groups: sizes of the microbatch groups, the largest first, together M, each at least P (smaller ones may
+            deadlock) unless there is one alone; `microbatch_groups` by default.
     """
-    sizes = tuple(groups or microbatch_groups(num_ranks=num_ranks, num_microbatches=num_microbatches))
-    if sum(sizes) != num_microbatches or min(sizes) < 1 or max(sizes) > sizes[0]:
+    if groups is None:
+        groups = microbatch_groups(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    sizes = tuple(groups)
+    smallest = min(num_ranks, num_microbatches)
+    if sum(sizes) != num_microbatches or min(sizes) < smallest or max(sizes) > sizes[0]:
         raise ValueError(
-            f"groups={sizes} for num_microbatches={num_microbatches}: expected sizes of at least 1 "
-            f"that add up to the microbatches, none larger than the first"
+            f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
+            f"least {smallest} that add up to {num_microbatches}, none larger than the first"
         )
     programs = []
     for rank in range(num_ranks):

@@ -9,8 +9,8 @@ from .ir import Action, Op, Schedule
 def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """All microbatches through a chunk before the next chunk; then backward, the last chunk first.
 
-        rank 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1       P=2, V=2, M=2
-        rank 1 |     1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+        rank 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1       P=2, V=2, M=2, unit time
+        rank 1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
 
     One gather and one reduction of a chunk's weights a batch; every rank holds M*V chunk activations.
     """

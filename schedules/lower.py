@@ -9,7 +9,7 @@ and each receive (the posting of it, not the waiting: an action waits for what i
 allows, so that receive buffers do not grow with M. A link is first in, first out: receives are posted in the
 order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
 
-    rank 1 of a 1F1B:  RECV_F0 RECV_F1 | 1F0 | 1B0 SEND_B0 RECV_F2 | 1F1 | ...
+    rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class Message(NamedTuple):
             return f"loss of batch {self.index} from stage {self.src} to rank {self.dst}"
         name = "activations" if self.kind is MessageKind.ACT else "gradients"
         return f"{name} of microbatch {self.index} from stage {self.src} to stage {self.dst}"
+
+
+def message_for(action: Action, need: Action) -> Message:
+    """What brings the result of `need` to `action` when they stand on different ranks."""
+    kind = MessageKind.ACT if need.op is Op.F else MessageKind.GRAD
+    return Message(kind, need.stage, action.stage, action.index)
 
 
 class Transfer(NamedTuple):

@@ -14,8 +14,8 @@ from .ir import BACKWARD_OPS, Action, Op, Schedule
 class Needs:
     """Answers `of(action)` for one schedule; O(in-degree) each.
 
-    `backward_op[s]` is B or I: which of them makes the gradient that stage s sends on. A stage may
-    use both over its microbatches, so it is looked up by microbatch.
+    A stage may split the backward of some microbatches and not of others, so which action makes a gradient
+    (B or I) is looked up by microbatch.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -25,9 +25,9 @@ def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """Each rank starts a backward as soon as it can: P-1-r forwards ahead, then one and one.
 
-        rank 0 | F0 F1 F2 .  B0 F3 B1 .  B2 .  B3          P=3, M=4
-        rank 1 | .  F0 F1 B0 F2 B1 F3 B2 .  B3
-        rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3             (unit time)
+        rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       P=3, M=4, unit time
+        rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
     Makespan (M+P-1)(F+B) with equal stages and free links; rank r holds min(M, P-r) activations.
     """

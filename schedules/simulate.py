@@ -22,8 +22,8 @@ _NOT_YET = -1.0
 def simulate(schedule: Schedule, costs: Costs, links: None = None) -> Timeline:
     """When each action of `schedule` runs under `costs`.
 
-    With `costs.update` above 0, a flush schedule ends with each rank's optimizer steps (its epilogue), right
-    behind the rank's own last backward.
+    With `costs.update` above 0, a flush schedule ends with each rank's optimizer steps (its epilogue): right behind the
+    rank's own last backward, or with `costs.norm` when all ranks are through and the global norm is known.
 
     Arguments:
         costs: of one stage action each [s].
@@ -58,24 +58,32 @@ class _Simulation:
         self.durations = [table.column(op)[s] for op in _OPS for s in range(self.num_stages)]
         count = len(self.durations)
         self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
-        self.outputs: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # code -> (slot base, latency)
+        self.outputs: list[list[tuple[int, list[float]]]] = [[] for _ in range(count)]  # code -> (slot base, delays)
         self._wire()
 
     def _wire(self) -> None:
         """Give each edge that crosses ranks its slots. An edge within a rank needs none: program order suffices."""
-        owners, latency = self.schedule.owners, self.table.latency
+        owners = self.schedule.owners
         forward, input_grad, backward = (_OPS.index(op) * self.num_stages for op in (Op.F, Op.I, Op.B))
         for number, edge in enumerate(self.schedule.stage_edges):
             if owners[edge.src] == owners[edge.dst]:
                 continue
+            there, back = self._delays(edge.src, edge.dst), self._delays(edge.dst, edge.src)
             base = 2 * number * self.num_slots
             self.inputs[forward + edge.dst].append(base)
-            self.outputs[forward + edge.src].append((base, latency[edge.src]))
+            self.outputs[forward + edge.src].append((base, there))
             if edge.grad:
                 base += self.num_slots
                 for op in (backward, input_grad):
                     self.inputs[op + edge.src].append(base)
-                    self.outputs[op + edge.dst].append((base, latency[edge.dst]))
+                    self.outputs[op + edge.dst].append((base, back))
+
+    def _delays(self, src: int, dst: int) -> list[float]:
+        """By microbatch, the latency from stage to stage: none where replicas of both stand on one rank."""
+        latency, owner = self.table.latency[src], self.schedule.owner
+        if not set(self.schedule.owners[src]) & set(self.schedule.owners[dst]):
+            return [latency] * self.num_slots
+        return [0.0 if owner(src, k) == owner(dst, k) else latency for k in range(self.num_slots)]
 
     def run(self) -> Timeline:
         programs = self._encode()
@@ -88,8 +96,9 @@ class _Simulation:
                 Span(action, start, start + durations[code])
                 for action, start, code in zip(program, starts[rank], codes, strict=True)
             ]
-            compute += self._epilogue(rank, compute[-1].end if compute else 0.0)
             ranks.append(RankTrace(compute=tuple(compute)))
+        if self.schedule.has_epilogue:
+            ranks = self._with_epilogue(ranks)
         if any(self.table.latency):
             ranks = [
                 RankTrace(compute=trace.compute, comm=comm)
@@ -147,8 +156,8 @@ class _Simulation:
             position[rank] = at + 1
             free_at[rank] = now
             ready = [rank]
-            for base, latency in outputs[code]:
-                arrived[base + k] = now + latency
+            for base, delays in outputs[code]:
+                arrived[base + k] = now + delays[k]
                 waiter = blocked.pop(base + k, None)
                 if waiter is not None:
                     ready.append(waiter)
@@ -160,16 +169,21 @@ class _Simulation:
                 )
         return starts
 
-    def _epilogue(self, rank: int, end: float) -> list[Span]:
+    def _with_epilogue(self, ranks: list[RankTrace]) -> list[RankTrace]:
         """The optimizer steps of a flush schedule, stage by stage."""
-        spans: list[Span] = []
-        if not self.schedule.has_epilogue:
-            return spans
-        for stage in self.schedule.placement[rank]:
-            if self.table.update[stage] > 0:
-                spans.append(Span(Action(stage, Op.U, 0), end, end + self.table.update[stage]))
-                end = spans[-1].end
-        return spans
+        ends = [trace.compute[-1].end if trace.compute else 0.0 for trace in ranks]
+        if self.table.norm is not None:
+            ends = [max(ends) + self.table.norm] * len(ranks)
+        extended = []
+        for rank, trace in enumerate(ranks):
+            spans = list(trace.compute)
+            end = ends[rank]
+            for stage in self.schedule.placement[rank]:
+                if self.table.update[stage] > 0:
+                    spans.append(Span(Action(stage, Op.U, 0), end, end + self.table.update[stage]))
+                    end = spans[-1].end
+            extended.append(RankTrace(compute=tuple(spans)))
+        return extended
 
     def _messages(self, ranks: list[RankTrace]) -> list[tuple[Span, ...]]:
         """The comm lane of each receiver: each message from the end of its maker to its arrival."""

@@ -32,7 +32,7 @@ _COMPUTE_ALONE, _COMPUTE_ABOVE = 0.86, 0.66  # height of the boxes without and w
 _LANES_TOP, _LANES_HEIGHT = 0.77, 0.18
 _SMALLEST, _LARGEST = 6.0, 11.0  # font sizes of microbatch numbers [points]
 _DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in font sizes
-_PADDING = 2.0  # of a box around its number [pixels]
+_FILL = 0.82  # of a box's width, at the most, goes to its number
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
 
 
@@ -96,12 +96,12 @@ def _boxes(timeline: Timeline) -> list[_Box]:
     return boxes
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels) -> None:
     """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
     boxes = _boxes(timeline)
     _draw_idle(axes, timeline, scale)
     _draw_boxes(axes, boxes, scale)
-    _draw_labels(axes, boxes, scale)
+    _draw_labels(axes, boxes, scale, labels)
     if scale.with_lanes:
         _draw_messages(axes, timeline, scale)
     axes.set_xlim(0, scale.length / scale.unit)
@@ -159,28 +159,45 @@ def _corners(x: float, width: float, y: float, height: float) -> list[tuple[floa
     return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
 
 
-def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
-    """Microbatch numbers, all of one font size, for each op of which at least half of the boxes have room."""
-    per_point = scale.dpi / 72
-    highest = 0.8 * scale.box_height * scale.row / per_point
-    if highest < _SMALLEST:
-        return
-    ems: dict[Op, float] = {}  # width of the longest label, in font sizes
-    for box in boxes:
-        ems[box.op] = max(ems.get(box.op, 0.0), _LETTER if box.op is Op.U else _DIGIT * len(box.label))
-    room = [(scale.pixels(box.width) - _PADDING) / (per_point * ems[box.op]) for box in boxes]
-    by_op = {op: sorted(s for s, box in zip(room, boxes, strict=True) if box.op is op) for op in ems}
-    labelled = {op: sizes for op, sizes in by_op.items() if sizes[len(sizes) // 2] >= _SMALLEST}
-    wished = (sizes[int(_OUTLIERS * len(sizes))] for sizes in labelled.values())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """The microbatch numbers of a picture: one font size [points] for all, and the ops that have them."""
+
+    size: float
+    ops: frozenset[Op]
+
+
+def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
+    """Numbers for each op of which at least half of the boxes have room for the smallest font.
+
+    Updates do not count for the size: one short box a step should not shrink all numbers.
+    """
+    room: dict[Op, list[float]] = {}
+    for box in (box for timeline in timelines for box in _boxes(timeline)):
+        room.setdefault(box.op, []).append(_largest_font(box, scale))
+    sizes = {op: sorted(fonts) for op, fonts in room.items()}
+    ops = frozenset(op for op, fonts in sizes.items() if fonts[len(fonts) // 2] >= _SMALLEST)
+    highest = 0.8 * scale.box_height * scale.row * 72 / scale.dpi
+    wished = [sizes[op][int(_OUTLIERS * len(sizes[op]))] for op in ops if op is not Op.U]
     size = max(_SMALLEST, min([highest, _LARGEST, *wished]))
+    return Labels(size=size, ops=ops if size <= highest else frozenset())
+
+
+def _largest_font(box: _Box, scale: Scale) -> float:
+    ems = _LETTER if box.op is Op.U else _DIGIT * len(box.label)
+    return _FILL * scale.pixels(box.width) / ems * 72 / scale.dpi
+
+
+def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale, labels: Labels) -> None:
     middle = _TOP + scale.box_height / 2
-    for box, fits in zip(boxes, room, strict=True):
-        if box.op in labelled and fits >= 0.99 * size:  # equal durations differ in the last bits
+    for box in boxes:
+        # Equal durations differ in the last bits.
+        if box.op in labels.ops and _largest_font(box, scale) >= 0.99 * labels.size:
             axes.text(
                 (box.start + box.width / 2) / scale.unit,
                 box.rank + middle,
                 box.label,
-                size=size,
+                size=labels.size,
                 color=ink(box.colour),
                 ha="center",
                 va="center_baseline",

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..schedules import Action, Message, MessageKind, Op, Timeline
-from .gaps import Gap, find_arrows, find_gaps
+from ..schedules.attribution import Gap, find_gaps
+from .arrows import find_arrows
 from .lanes import assign_lanes
 
 _Event = dict[str, Any]  # as the format has it

@@ -29,6 +29,7 @@ from .gantt import (
     message_kinds_of,
     num_chunks,
     ops_of,
+    plan_labels,
 )
 from .legend import draw_legend
 
@@ -121,6 +122,7 @@ class _Page:
             dpi=_DPI,
             with_lanes=any(message_kinds_of(t) for t in timelines),
         )
+        self.labels = plan_labels(timelines, self.scale)
         self._legend = _LEGEND_ROW * (2 if self.with_bars else 1) + 10
         rows = sum(len(t.ranks) for t in timelines) * self.scale.row
         gaps = _PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1)
@@ -161,7 +163,7 @@ class _Page:
         top += _PANEL_TITLE
         height = len(timeline.ranks) * scale.row
         axes = self.axes(figure, _LEFT, top, scale.width, height)
-        draw_timeline(axes, timeline, scale)
+        draw_timeline(axes, timeline, scale, self.labels)
         axes.tick_params(labelbottom=is_last)
         if is_last:
             axes.set_xlabel(f"time [{self.unit_name}]", size=9.5, labelpad=2)

@@ -17,7 +17,7 @@ from stagewright.experiments.gpt import GPT, GPTConfig
 from stagewright.experiments.progress import describe, make_progress
 from stagewright.experiments.run_folder import Metrics
 from stagewright.experiments.train import TrainOptions, make_schedule, resolve
-from stagewright.experiments.training import learning_rate_curve, make_model, make_optimizer
+from stagewright.experiments.training import learning_rate_curve, make_model, make_optimizer, printable
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 SOME = Metrics(
@@ -168,6 +168,10 @@ def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.Ca
     with make_progress(rank=0, steps=2, json=True) as progress:
         progress.note("aside")
     assert capsys.readouterr() == ("", "aside\n")
+
+
+def test_a_sample_cannot_command_the_terminal() -> None:
+    assert printable(b"a\n\tb\x1b[2J\xff") == "a\n\tb\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"
 
 
 def train(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:

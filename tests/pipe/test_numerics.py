@@ -78,9 +78,7 @@ def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> No
         pytest.param("unet", ("down.1", "up.0"), ("stem", "down.0"), id="skip-without-gradient"),
     ],
 )
-def test_frozen_parameters(
-    task: str, split_points: tuple[str, ...], frozen: tuple[str, ...], recompute: str
-) -> None:
+def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tuple[str, ...], recompute: str) -> None:
     layout = Layout(num_ranks=3, split_points=split_points, recompute=recompute)
     check(make_case(task, layout, 5, frozen=frozen), layout)
 
@@ -280,9 +278,7 @@ def test_without_example_inputs_the_first_call_builds(task: str) -> None:
     case = make_case(task, layout, 5)
     model = users_model(case)
     pipe = make_pipeline(case, layout, model, example_inputs=None)
-    assert pipe.forward_backward(*batch_of(case, 0)).loss == pytest.approx(
-        reference(case).losses[0], abs=1e-12
-    )
+    assert pipe.forward_backward(*batch_of(case, 0)).loss == pytest.approx(reference(case).losses[0], abs=1e-12)
     found, expected = gradients(model), reference(case).first_grads
     assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
     clear(pipe)

@@ -46,17 +46,11 @@ def mlp() -> nn.Module:
 
 def gpt() -> nn.Module:
     blocks = [Block() for _ in range(12)]
-    return nn.Sequential(
-        Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False)
-    )
+    return nn.Sequential(Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False))
 
 
 def batchnorm() -> nn.Module:
-    body = [
-        layer
-        for _ in range(6)
-        for layer in (nn.Linear(D, D), nn.BatchNorm1d(D), nn.Tanh(), nn.Dropout(DROPOUT))
-    ]
+    body = [layer for _ in range(6) for layer in (nn.Linear(D, D), nn.BatchNorm1d(D), nn.Tanh(), nn.Dropout(DROPOUT))]
     return nn.Sequential(*body, nn.Linear(D, D))
 
 

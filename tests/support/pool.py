@@ -72,9 +72,7 @@ class Pool:
         With `group=False` there is no process group, only the environment that torchrun would set.
         Raises CaseError when a rank raises, dies, or has not answered after `timeout` [s].
         """
-        replies = self.replies(
-            function, ranks=ranks, args=args, kwargs=kwargs, timeout=timeout, group=group, grace=3.0
-        )
+        replies = self.replies(function, ranks=ranks, args=args, kwargs=kwargs, timeout=timeout, group=group, grace=3.0)
         if any(reply.kind != "ok" for reply in replies):
             raise CaseError(_story(function, replies))
         return [reply.value for reply in replies]

@@ -145,9 +145,7 @@ def reference(case: Case) -> Outcome:
 
     def backward(call: int) -> None:
         inputs, target = make_batch(case.task, index=call, size=sizes[call])
-        loss = accumulate(
-            model, inputs, target, case=case, enter=lambda k: seeder.at(step=call, microbatch=k)
-        )
+        loss = accumulate(model, inputs, target, case=case, enter=lambda k: seeder.at(step=call, microbatch=k))
         outcome.losses.append(loss)
 
     with torch.random.fork_rng(devices=[]):

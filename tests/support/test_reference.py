@@ -43,9 +43,7 @@ class SeededGraph(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         random = [
-            node
-            for node in module.graph.nodes
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            node for node in module.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         ]
         self.ordinals = {node: k for k, node in enumerate(random)}
 

@@ -18,7 +18,8 @@ from stagewright.schedules import (
     build,
     simulate,
 )
-from stagewright.viz.gaps import Arrow, find_arrows, find_gaps
+from stagewright.schedules.attribution import find_gaps
+from stagewright.viz.arrows import Arrow, find_arrows
 from stagewright.viz.lanes import assign_lanes
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30).map(

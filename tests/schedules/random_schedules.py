@@ -1,0 +1,135 @@
+"""Random valid schedules and costs for hypothesis: any placement, replicas, skips, split backwards, any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from stagewright.schedules import Action, Costs, Edge, Op, Schedule
+from stagewright.schedules.ir import chain
+
+# The same examples in every run; take derandomize away and max_examples up to search for more.
+steady = settings(max_examples=60, deadline=None, derandomize=True)
+
+# Quarters add up without rounding, so that times can be compared exactly.
+quarters = st.integers(0, 12).map(lambda n: n / 4)
+
+
+@st.composite
+def costs_for(draw: DrawFn, num_stages: int) -> Costs:
+    """Costs with a number for each stage, zeros included."""
+
+    def numbers() -> list[float]:
+        return draw(st.lists(quarters, min_size=num_stages, max_size=num_stages))
+
+    return Costs(
+        forward=numbers(),
+        backward=numbers(),
+        input_grad=numbers(),
+        weight_grad=numbers(),
+        latency=numbers(),
+        update=numbers(),
+    )
+
+
+@st.composite
+def placements(draw: DrawFn, *, replicas: bool) -> tuple[tuple[int, ...], ...]:
+    """Up to 6 stages on up to 4 ranks, in any order."""
+    num_ranks = draw(st.integers(1, 4))
+    num_stages = draw(st.integers(1, 6))
+    most = min(num_ranks, 3) if replicas else 1
+    owners = [draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=most)) for _ in range(num_stages)]
+    return tuple(tuple(stage for stage in range(num_stages) if rank in owners[stage]) for rank in range(num_ranks))
+
+
+@st.composite
+def stage_graphs(draw: DrawFn, num_stages: int) -> tuple[Edge, ...]:
+    """The chain with skips, some of them (and of the chain) without gradient."""
+    pairs = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages)]
+    skips = draw(st.sets(st.sampled_from(pairs), max_size=3)) if pairs else set()
+    edges = sorted({(edge.src, edge.dst) for edge in chain(num_stages)} | skips)
+    return tuple(Edge(src, dst, draw(st.integers(0, 4)) > 0) for src, dst in edges)
+
+
+def ordered(
+    placement: Sequence[Sequence[int]],
+    edges: Sequence[Edge],
+    actions: Sequence[Action],
+    rank_of: dict[Action, int],
+    priority: Sequence[int],
+) -> tuple[tuple[Action, ...], ...]:
+    """Programs that follow one order of all actions, random among those that the data allow."""
+    key = dict(zip(actions, priority, strict=True))
+    dag = nx.DiGraph()
+    dag.add_nodes_from(actions)
+    present = set(actions)
+    for stage, op, k in actions:
+        if op is Op.W:
+            dag.add_edge(Action(stage, Op.I, k), Action(stage, op, k))
+        elif op in (Op.B, Op.I):
+            dag.add_edge(Action(stage, Op.F, k), Action(stage, op, k))
+    for src, dst, grad in edges:
+        for stage, op, k in actions:
+            if stage == src and op is Op.F:
+                dag.add_edge(Action(src, op, k), Action(dst, op, k))
+            elif stage == src and op in (Op.B, Op.I) and grad:
+                maker = next(Action(dst, o, k) for o in (Op.B, Op.I) if Action(dst, o, k) in present)
+                dag.add_edge(maker, Action(src, op, k))
+    programs: list[list[Action]] = [[] for _ in placement]
+    for action in nx.lexicographical_topological_sort(dag, key=lambda a: (key[a], a)):
+        programs[rank_of[action]].append(action)
+    return tuple(tuple(program) for program in programs)
+
+
+@st.composite
+def schedules(
+    draw: DrawFn, *, replicas: bool = True, forward_only: bool | None = None, split: bool = True
+) -> Schedule:
+    """A schedule that runs to its end: its programs follow a random order of all actions."""
+    placement = draw(placements(replicas=replicas))
+    num_stages = 1 + max(stage for stages in placement for stage in stages)
+    edges = draw(stage_graphs(num_stages))
+    num_microbatches = draw(st.integers(1, 4))
+    without_backward = draw(st.integers(0, 7)) == 0 if forward_only is None else forward_only
+    actions: list[Action] = []
+    for stage in range(num_stages):
+        for k in range(num_microbatches):
+            ops = [Op.F]
+            if not without_backward:
+                ops += [Op.I, Op.W] if split and draw(st.booleans()) else [Op.B]
+            actions += [Action(stage, op, k) for op in ops]
+    owners = [[rank for rank, stages in enumerate(placement) if stage in stages] for stage in range(num_stages)]
+    rank_of = {action: owners[action.stage][action.index % len(owners[action.stage])] for action in actions}
+    size = len(actions)
+    priority = draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
+    return Schedule(
+        name="random",
+        placement=placement,
+        programs=ordered(placement, edges, actions, rank_of, priority),
+        num_microbatches=num_microbatches,
+        edges=edges,
+    )
+
+
+@st.composite
+def schedules_with_costs(draw: DrawFn, **options: bool) -> tuple[Schedule, Costs]:
+    schedule = draw(schedules(**options))
+    return schedule, draw(costs_for(schedule.num_stages))
+
+
+@st.composite
+def shuffled(draw: DrawFn, strategy: SearchStrategy[Schedule]) -> Schedule:
+    """The same actions in any order: it may deadlock."""
+    schedule = draw(strategy)
+    programs = tuple(tuple(draw(st.permutations(program))) for program in schedule.programs)
+    return Schedule(
+        name="shuffled",
+        placement=schedule.placement,
+        programs=programs,
+        num_microbatches=schedule.num_microbatches,
+        edges=schedule.edges,
+    )

@@ -1,0 +1,84 @@
+"""A slow simulator that shares nothing with the package's: the longest path through a graph of all actions.
+
+program order     each action behind the one before it on its rank
+data              F(s, k) behind F(p, k) of each producer p;  gradient(s, k) behind gradient(c, k) of each consumer c
+                  and behind F(s, k);  W(s, k) behind I(s, k);  latency on the edges that cross ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import networkx as nx
+
+from stagewright.schedules import Action, Costs, Op, Schedule
+
+GRADIENT = (Op.B, Op.I)
+Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage
+
+
+def seconds(costs: Costs, action: Action) -> float:
+    """Of one action, read straight from the costs (all given one a stage, backward and split alike)."""
+    column = {
+        Op.F: costs.forward,
+        Op.B: costs.backward,
+        Op.I: costs.input_grad,
+        Op.W: costs.weight_grad,
+        Op.U: costs.update,
+    }[action.op]
+    assert isinstance(column, tuple)
+    return column[action.stage]
+
+
+def data_edges(schedule: Schedule) -> Iterator[tuple[Node, Node]]:
+    """(maker, user) of every result that an action of the schedule needs."""
+    home = {
+        action: (rank, action)
+        for rank, program in enumerate(schedule.programs)
+        for action in program
+        if action.op is not Op.U
+    }
+    for action, node in home.items():
+        stage, op, k = action
+        makers: list[Action] = []
+        if op is Op.F:
+            makers = [Action(edge.src, Op.F, k) for edge in schedule.stage_edges if edge.dst == stage]
+        elif op in GRADIENT:
+            users = [edge.dst for edge in schedule.stage_edges if edge.src == stage and edge.grad]
+            makers = [Action(user, op, k) for user in users for op in GRADIENT]  # one of the two is there
+            makers.append(Action(stage, Op.F, k))
+        elif op is Op.W:
+            makers = [Action(stage, Op.I, k)]
+        for maker in makers:
+            if maker in home:
+                yield home[maker], node
+
+
+def graph(schedule: Schedule) -> nx.DiGraph:
+    dag = nx.DiGraph()
+    for rank, program in enumerate(schedule.programs):
+        nodes = [(rank, action) for action in program]
+        dag.add_nodes_from(nodes)
+        dag.add_edges_from(zip(nodes, nodes[1:], strict=False), kind="order")
+    for maker, user in data_edges(schedule):
+        if not dag.has_edge(maker, user):
+            dag.add_edge(maker, user, kind="data")
+    return dag
+
+
+def has_deadlock(schedule: Schedule) -> bool:
+    return not nx.is_directed_acyclic_graph(graph(schedule))
+
+
+def starts(schedule: Schedule, costs: Costs) -> dict[Node, float]:
+    """When each action starts: the longest path to it."""
+    dag = graph(schedule)
+    assert isinstance(costs.latency, tuple)
+    found: dict[Node, float] = {}
+    for node in nx.topological_sort(dag):
+        found[node] = 0.0
+        for before in dag.predecessors(node):
+            crossing = before[0] != node[0]
+            delay = costs.latency[before[1].stage] if crossing else 0.0
+            found[node] = max(found[node], found[before] + seconds(costs, before[1]) + delay)
+    return found
