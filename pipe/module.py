@@ -165,6 +165,17 @@ class PipelineModule:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
         self._runtime.ownership.load_state_dict(state)
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes."""
+        self._runtime.save(folder)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
+
+        Raises ValueError for what is no whole checkpoint of this model.
+        """
+        self._runtime.load(folder)
+
     # What is known of the run
 
     @property

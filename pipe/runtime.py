@@ -6,6 +6,7 @@ step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> updat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from ..comm import (
 from ..comm.ping_pong import one_way_seconds
 from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
 from ..schedules.ir import ScheduleError
+from . import checkpoint
 from .batches import check_inputs, combine_losses, read_loss, split_target, split_tensor
 from .build import Parts, cut_model, with_model_inputs
 from .clock import clock_for
@@ -321,6 +323,24 @@ class Runtime:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         return self.ownership.full_state_dict(self._collectives)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """See PipelineModule.save."""
+        checkpoint.save(
+            folder,
+            step=self._num_steps,
+            ownership=self.ownership,
+            optimizers=self._optimizers,
+            local_stages=[s for local in self._engine.ranks for s in sorted(local.worker.stages)],
+            num_stages=self.schedule.num_stages,
+            collectives=self._collectives,
+        )
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """See PipelineModule.load."""
+        self._num_steps = checkpoint.load(
+            folder, ownership=self.ownership, optimizers=self._optimizers, device=self._settings.device
+        )
 
     @property
     def ownership(self) -> Ownership:

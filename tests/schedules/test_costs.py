@@ -1,0 +1,68 @@
+"""Costs: what follows from what, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from stagewright.schedules import Costs, Op
+
+
+def test_backward_is_twice_the_forward_unless_given() -> None:
+    table = Costs(forward=[1.0, 3.0]).table(num_stages=2)
+    assert table.forward == (1.0, 3.0)
+    assert table.backward == (2.0, 6.0)
+    assert table.input_grad == table.weight_grad == (1.0, 3.0)
+    assert table.latency == table.update == (0.0, 0.0)
+
+
+def test_a_split_backward_adds_up_to_the_whole() -> None:
+    table = Costs(input_grad=1.0, weight_grad=[0.25, 0.5]).table(num_stages=2)
+    assert table.backward == (1.25, 1.5)
+
+
+def test_a_whole_backward_may_be_cheaper_than_its_parts() -> None:
+    table = Costs(backward=2.0, input_grad=1.5, weight_grad=1.0).table(num_stages=1)
+    assert (table.backward, table.input_grad, table.weight_grad) == ((2.0,), (1.5,), (1.0,))
+
+
+def test_table_knows_each_op() -> None:
+    table = Costs(forward=1, backward=2, input_grad=3, weight_grad=4, update=5).table(num_stages=1)
+    assert [table.of(op, 0) for op in (Op.F, Op.B, Op.I, Op.W, Op.U)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    with pytest.raises(ValueError, match="SEND_F has no cost of its own: expected one of F B I W U"):
+        table.of(Op.SEND_F, 0)
+
+
+def test_any_numbers_do() -> None:
+    costs = Costs(forward=np.float32(0.5), backward=np.array([1, 2]), latency=(x for x in (0, 1)))  # type: ignore[arg-type]
+    assert (costs.forward, costs.backward, costs.latency) == (0.5, (1.0, 2.0), (0.0, 1.0))
+    assert hash(costs) == hash(Costs(forward=0.5, backward=[1, 2], latency=[0, 1]))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "latency", "update"])
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "12", [1.0, -0.5], [1.0, math.inf], ["1"]])
+def test_no_duration(name: str, wrong: object) -> None:
+    """Refused when made, not when used."""
+    with pytest.raises(ValueError, match=rf"{name}=.* expected a finite number of seconds, at least 0"):
+        Costs(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["forward", "latency", "update"])
+def test_none_is_no_duration(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=None"):
+        Costs(**{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("half", [{"input_grad": 1.0}, {"weight_grad": 1.0}, {"backward": 2.0, "input_grad": 1.0}])
+def test_half_a_split(half: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected both or neither; give backward="):
+        Costs(**half)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "input_grad", "weight_grad", "latency", "update"])
+def test_a_number_for_each_stage(name: str) -> None:
+    given = {"input_grad": 1.0, "weight_grad": 1.0, name: [1.0, 1.0, 1.0]}
+    with pytest.raises(ValueError, match=f"{name} has 3 numbers for 2 stages: expected one number, or one a stage"):
+        Costs(**given).table(num_stages=2)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""The order of each builder, drawn: small ones here, larger ones in data/golden, and those of the docstrings.
+
+pytest tests/schedules/test_golden.py --update-golden     writes data/golden anew; review it as a diff
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from stagewright.schedules import BUILDERS, Costs, Op, Schedule, build, check, ir, lower_bound, simulate
+from stagewright.schedules.gpipe import gpipe
+from stagewright.schedules.interleaved import interleaved
+from stagewright.schedules.looped_bfs import looped_bfs
+from stagewright.schedules.one_f_one_b import one_f_one_b, pair_up
+from stagewright.schedules.registry import takes_chunks
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+
+# (P, M, V): a multiple of P, remainders, fewer than P, one of each.
+SIZES = [(4, 8, 2), (4, 6, 2), (4, 4, 3), (3, 7, 2), (4, 3, 2), (2, 5, 3), (1, 3, 2), (3, 1, 1)]
+
+
+def made(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    chunks = num_chunks if takes_chunks(name) else None
+    return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
+
+
+def drawn(name: str) -> str:
+    """All cases of a builder: what was asked, what comes of it at F=1 and B=2, and the grid."""
+    sizes = SIZES if takes_chunks(name) else list(dict.fromkeys((P, M, 1) for P, M, _ in SIZES))
+    blocks = []
+    for P, M, V in sizes:
+        schedule = made(name, P, M, V)
+        costs = Costs(forward=1.0, backward=2.0)
+        timeline = simulate(schedule, costs)
+        peaks = " ".join(map(str, check(schedule).peak_activations))
+        blocks.append(
+            f"{name}  P={P} M={M}{f' V={V}' if takes_chunks(name) else ''}\n"
+            f"F=1 B=2: makespan {timeline.makespan:g}, lower bound {lower_bound(schedule, costs):g}, "
+            f"makespan bubble {timeline.makespan_bubble:.4f}, span bubble {timeline.span_bubble:.4f}, "
+            f"peak activations {peaks}\n{schedule.grid()}\n"
+        )
+    return "\n".join(blocks)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_golden(name: str, update_golden: bool) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if update_golden:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawn(name), encoding="utf-8")
+    assert path.exists(), f"no {path}: run pytest tests/schedules/test_golden.py --update-golden and review it"
+    assert drawn(name) == path.read_text(encoding="utf-8")
+
+
+def test_golden_holds_nothing_else() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(BUILDERS)
+
+
+# --- the same order, small enough to follow by eye ---
+
+DRAWN = {
+    ("gpipe", 3, 4, 1): """
+        rank 0 | F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+        rank 1 | .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+        rank 2 | .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+    """,
+    ("1f1b", 3, 5, 1): """
+        rank 0 | F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4
+        rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .
+    """,
+    ("1f1b", 3, 2, 1): """
+        rank 0 | F0 F1 .  .  .  B0 .  B1
+        rank 1 | .  F0 F1 .  B0 .  B1 .
+        rank 2 | .  .  F0 B0 F1 B1 .  .
+    """,
+    ("interleaved", 2, 4, 2): """
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
+    """,
+    # The third microbatch of a remainder goes with the group before it.
+    ("interleaved", 2, 3, 2): """
+        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 .   2B1 .   2B2 0B0 0B1 0B2
+        rank 1 | .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2 .
+    """,
+    ("looped-bfs", 2, 2, 3): """
+        rank 0 | 0F0 0F1 2F0 2F1 4F0 4F1 .   .   4B0 4B1 2B0 2B1 0B0 0B1
+        rank 1 | .   1F0 1F1 3F0 3F1 5F0 5F1 5B0 5B1 3B0 3B1 1B0 1B1 .
+    """,
+}
+
+
+@pytest.mark.parametrize(("name", "P", "M", "V"), DRAWN)
+def test_small_orders(name: str, P: int, M: int, V: int) -> None:
+    assert made(name, P, M, V).grid() == dedent(DRAWN[name, P, M, V]).strip()
+
+
+@pytest.mark.parametrize(
+    ("warmup", "program"),
+    [
+        (0, "0F0 0B0 0F1 0B1 0F2 0B2"),
+        (1, "0F0 0F1 0B0 0F2 0B1 0B2"),
+        (2, "0F0 0F1 0F2 0B0 0B1 0B2"),
+        (3, "0F0 0F1 0F2 0B0 0B1 0B2"),
+        (9, "0F0 0F1 0F2 0B0 0B1 0B2"),
+    ],
+)
+def test_pair_up(warmup: int, program: str) -> None:
+    """One forward comes between the warm-up and the first backward, as long as one is left."""
+    forwards, backwards = ([ir.Action(0, op, k) for k in range(3)] for op in (Op.F, Op.B))
+    assert " ".join(map(str, pair_up(forwards, backwards, warmup=warmup))) == program
+
+
+@pytest.mark.parametrize(
+    ("documented", "schedule"),
+    [
+        (gpipe, made("gpipe", 2, 4, 1)),
+        (one_f_one_b, made("1f1b", 3, 4, 1)),
+        (interleaved, made("interleaved", 2, 2, 2)),
+        (looped_bfs, made("looped-bfs", 2, 2, 2)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_pictures_in_docstrings(documented: object, schedule: Schedule) -> None:
+    """What stands left of two or more spaces and a word, if any, in lines that begin with `rank`."""
+    lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
+    rows = [re.split(r"  +(?=[a-zP])", line)[0] for line in lines if re.match(r"rank \d+ \|", line)]
+    assert "\n".join(rows) == schedule.grid()

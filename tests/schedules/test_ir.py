@@ -1,0 +1,111 @@
+"""Actions as text, and what a Schedule refuses to be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.schedules import Action, Edge, Op, Schedule, ScheduleError, build
+from stagewright.schedules.ir import chain
+
+from .random_schedules import schedules, steady
+
+ACTIONS = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Op), st.integers(0, 10**6))
+
+
+@steady
+@given(ACTIONS)
+def test_actions_print_and_parse(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+    assert repr(action) == str(action)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("3F12", Action(3, Op.F, 12)),
+        (" 0B0 ", Action(0, Op.B, 0)),
+        ("1SEND_F2", Action(1, Op.SEND_F, 2)),
+        ("12REDUCE_GRAD3", Action(12, Op.REDUCE_GRAD, 3)),
+        ("4UNSHARD", Action(4, Op.UNSHARD, 0)),  # torch writes no index there
+        ("4RESHARD", Action(4, Op.RESHARD, 0)),
+        ("4REDUCE_GRAD", Action(4, Op.REDUCE_GRAD, 0)),
+    ],
+)
+def test_parse(text: str, action: Action) -> None:
+    assert Action.parse(text) == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F-1", "0F1.5", "0F0 0F1", "(0F0;1B0)OVERLAP_F_B"])
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the action .* expected <stage><op><microbatch> such as 3F12"):
+        Action.parse(text)
+
+
+def schedule(placement: tuple[tuple[int, ...], ...], **fields: object) -> Schedule:
+    given: dict[str, object] = {"programs": ((),) * len(placement), "num_microbatches": 1, **fields}
+    return Schedule(name="x", placement=placement, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedule(()), "0 ranks are placed and 0 have a program: .* at least one rank"),
+        (lambda: schedule(((0,), (1,)), programs=((),)), "2 ranks are placed and 1 have a program"),
+        (lambda: schedule(((0,),), num_microbatches=0), "num_microbatches=0, num_batches=1: expected at least 1"),
+        (lambda: schedule(((0,),), num_batches=0), "num_microbatches=1, num_batches=0: expected at least 1"),
+        (lambda: schedule(((), ())), "hold no stage: expected at least one"),
+        (lambda: schedule(((0,), (2,))), "2 stages, numbered 0 to 2, and none holds stage 1"),
+        (lambda: schedule(((1,), (2,))), "2 stages, numbered 1 to 2, and none holds stage 0"),
+        (lambda: schedule(((0, -1),)), "2 stages, numbered -1 to 0, and none holds stage 1"),
+        (lambda: schedule(((0,), (1, 10**9))), "numbered 0 to 1000000000, and none holds stage 2"),
+        (lambda: schedule(((0, 0),)), "stage 0 stands twice on rank 0"),
+        (lambda: schedule(((0, 1),), edges=(Edge(1, 0),)), "edge 1 -> 0: expected stages in ascending order below 2"),
+        (lambda: schedule(((0, 1),), edges=(Edge(0, 2),)), "edge 0 -> 2: expected stages in ascending order below 2"),
+        (lambda: schedule(((0, 1),), edges=(Edge(0, 1), Edge(0, 1, False))), "edge 0 -> 1 stands twice"),
+    ],
+)
+def test_parts_that_do_not_fit(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ScheduleError, match=message):
+        make()
+
+
+def test_schedule_error_is_a_value_error() -> None:
+    assert issubclass(ScheduleError, ValueError)
+
+
+def test_owners() -> None:
+    """Stage 1 stands on ranks 1 and 2: its microbatches alternate, from 0 in each batch."""
+    made = schedule(((0,), (1,), (1,)), num_microbatches=3, num_batches=2)
+    assert (made.num_ranks, made.num_stages, made.total_microbatches) == (3, 2, 6)
+    assert made.owners == ((0,), (1, 2))
+    assert [made.owner(1, k) for k in range(6)] == [1, 2, 1, 1, 2, 1]
+    assert [made.owner(0, k) for k in range(6)] == [0] * 6
+
+
+def test_edges_are_a_chain_unless_given() -> None:
+    made = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    assert made.stage_edges == chain(4) == (Edge(0, 1), Edge(1, 2), Edge(2, 3))
+    skipped = made.with_edges([Edge(0, 1), Edge(0, 3, False)])
+    assert skipped.stage_edges == (Edge(0, 1), Edge(0, 3, False))
+    assert skipped.programs == made.programs
+
+
+@steady
+@given(schedules())
+def test_forward_only_keeps_the_order(made: Schedule) -> None:
+    forwards = made.forward_only()
+    assert not forwards.has_backward
+    for before, after in zip(made.programs, forwards.programs, strict=True):
+        assert [a for a in before if a.op is Op.F] == list(after)
+    assert forwards.placement == made.placement
+    assert forwards.stage_edges == made.stage_edges
+
+
+def test_schedules_are_values() -> None:
+    one, other = (build("1f1b", num_ranks=2, num_microbatches=2) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    with pytest.raises(AttributeError):
+        one.name = "2f2b"  # type: ignore[misc]

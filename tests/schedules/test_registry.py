@@ -1,0 +1,104 @@
+"""build(): names, options, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagewright.schedules import BUILDERS, build, canonical_name, check
+from stagewright.schedules.registry import ALIASES
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("1f1b", "1f1b"),
+        ("1F1B", "1f1b"),
+        (" GPipe ", "gpipe"),
+        ("looped_bfs", "looped-bfs"),
+        ("PipeDream-Flush", "1f1b"),
+        ("DAPPLE", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("Interleaved1F1B", "interleaved"),
+        ("ScheduleLoopedBFS", "looped-bfs"),
+    ],
+)
+def test_names(name: str, canonical: str) -> None:
+    assert canonical_name(name) == canonical
+    assert build(name, num_ranks=2, num_microbatches=2).name == canonical
+
+
+def test_aliases_lead_to_builders_and_hide_none() -> None:
+    assert set(ALIASES.values()) <= set(BUILDERS)
+    assert not set(ALIASES) & set(BUILDERS)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 1), (1, 4), (3, 7)])
+def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:
+    schedule = build(name, num_ranks=P, num_microbatches=M)
+    report = check(schedule)
+    assert report.num_actions == 2 * M * schedule.num_stages
+    assert report.peak_versions == (1,) * P
+    assert schedule.num_stages == P * (2 if name in ("interleaved", "looped-bfs") else 1)  # 2 chunks by default
+
+
+@pytest.mark.parametrize("name", ["interleaved", "looped-bfs"])
+def test_chunks_stand_in_turn(name: str) -> None:
+    assert build(name, num_ranks=2, num_microbatches=2, num_chunks=3).placement == ((0, 2, 4), (1, 3, 5))
+    assert build(name, num_ranks=2, num_microbatches=2, num_chunks=1).placement == ((0,), (1,))
+
+
+def test_one_chunk_is_what_the_others_have() -> None:
+    assert build("1f1b", num_ranks=2, num_microbatches=2, num_chunks=1).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("interlaced", "; did you mean 'interleaved'?"),
+        ("1f1", "; did you mean '1f1b'?"),
+        ("ScheduleInterleaved1F1", "; did you mean 'interleaved'?"),
+        ("zzz", "looped-bfs"),
+    ],
+)
+def test_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, interleaved, looped-bfs") as error:
+        build(name, num_ranks=2, num_microbatches=2)
+    assert str(error.value).startswith(f"unknown schedule {name!r}")
+    assert str(error.value).endswith(hint)
+
+
+@pytest.mark.parametrize("option", ["num_ranks", "num_microbatches", "num_chunks"])
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "4", True])
+def test_sizes_that_are_no_counts(option: str, wrong: object) -> None:
+    sizes = {"num_ranks": 2, "num_microbatches": 4, "num_chunks": 2, option: wrong}
+    with pytest.raises(ValueError, match=rf"{option}={wrong!r} for schedule 'interleaved': expected a whole number"):
+        build("interleaved", **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_chunks_for_a_schedule_without(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"num_chunks=2 for schedule '{name}': .*\(interleaved, looped-bfs\)"):
+        build(name, num_ranks=2, num_microbatches=2, num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("1f1b", {"warmup": 3}, "schedule '1f1b' has no option warmup: its options are none"),
+        ("interleaved", {"group": (2,)}, "'interleaved' has no option group: its options are groups, num_chunks"),
+        ("gpipe", {"b": 1, "a": 1}, "'gpipe' has no option a, b"),
+    ],
+)
+def test_unknown_option(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, num_ranks=2, num_microbatches=2, **options)
+
+
+@pytest.mark.parametrize("groups", [(), (4,), (3, 3), (2, 3), (1, 4), (4, 1), (6, -1)])
+def test_groups_that_do_not_fit(groups: tuple[int, ...]) -> None:
+    """Not 5 together, a later one larger than the first, or one smaller than P (which may deadlock)."""
+    with pytest.raises(ValueError, match=r"groups=.*expected sizes of at least 2 that add up to 5"):
+        build("interleaved", num_ranks=2, num_microbatches=5, groups=groups)
