@@ -74,7 +74,7 @@ def load(
     optimizers: Mapping[int, StageOptimizer],
     device: torch.device,
 ) -> int:
-    """Load what this process holds; returns the step. Raises ValueError for what is no whole checkpoint of this model."""
+    """Load what this process holds; returns the step. Raises ValueError for no whole checkpoint of this model."""
     path = Path(folder)
     manifest = _read_manifest(path)
     model: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def load(
         missing = [names[id(p)] for g in one.optimizer.param_groups for p in g["params"] if names[id(p)] not in states]
         if missing:
             raise ValueError(
-                f"checkpoint {path} has no optimizer state of {missing[:3]}: expected one that was saved with an optimizer"
+                f"checkpoint {path} has no optimizer state of {missing[:3]}: expected one saved with an optimizer"
             )
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:
@@ -120,9 +120,7 @@ def _read_manifest(path: Path) -> dict[str, int]:
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except OSError:
-        raise ValueError(
-            f"{path} is no checkpoint: expected a folder with {_MANIFEST}, as pipe.save(dir) leaves"
-        ) from None
+        raise ValueError(f"{path} is no checkpoint: expected a folder with {_MANIFEST} from pipe.save") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path / _MANIFEST} is unreadable: {error}") from None
     keys = {"version", "step", "num_stages"}

@@ -38,6 +38,18 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
         assert f"  {name:<8}  {command.summary}\n" in text
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_its_help_and_names_an_unknown_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: stagewright {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--no-such-option"])
+    assert stop.value.code == 2
+    assert "--no-such-option" in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_answered_with_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
     text = mistake(capsys, "simulte")
     assert "unknown command 'simulte'; did you mean simulate" in text

@@ -80,7 +80,7 @@ def test_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     pipe = make("1f1b", 2)
-    with pytest.raises(ValueError, match=r"is no checkpoint: expected a folder with checkpoint\.json"):
+    with pytest.raises(ValueError, match=r"is no checkpoint: expected a folder with checkpoint\.json from pipe\.save"):
         pipe.load(tmp_path / "nothing")
     train(pipe, range(1))
     pipe.save(tmp_path / "c")

@@ -1,0 +1,230 @@
+"""The checker: it accepts what a longest path exists for, and says where and why not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from stagewright.schedules import Action, Costs, Edge, Op, Schedule, ScheduleError, build, check, simulate
+
+from .random_schedules import schedules, shuffled, steady
+from .reference import has_deadlock
+
+
+def by_hand(*programs: str, microbatches: int, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """A schedule from programs as text; rank r holds stage r unless placed otherwise."""
+    placed = placement or [[rank] for rank in range(len(programs))]
+    return Schedule(
+        name="by hand",
+        placement=tuple(tuple(stages) for stages in placed),
+        programs=tuple(tuple(Action.parse(word) for word in program.split()) for program in programs),
+        num_microbatches=microbatches,
+    )
+
+
+def with_program(schedule: Schedule, rank: int, program: Sequence[Action]) -> Schedule:
+    programs = [*schedule.programs[:rank], tuple(program), *schedule.programs[rank + 1 :]]
+    return replace(schedule, programs=tuple(programs))
+
+
+@steady
+@given(schedules())
+def test_valid_schedules_are_accepted(schedule: Schedule) -> None:
+    report = check(schedule)
+    assert report.num_actions == sum(map(len, schedule.programs))
+    assert report.peak_activations == tuple(most_alive(program) for program in schedule.programs)
+    assert report.peak_versions == (1,) * schedule.num_ranks
+
+
+def most_alive(program: Sequence[Action]) -> int:
+    """(stage, microbatch) pairs whose F has begun and whose last action is not over, the most at any action."""
+    first: dict[tuple[int, int], int] = {}
+    last: dict[tuple[int, int], int] = {}
+    for at, (stage, _, index) in enumerate(program):
+        first.setdefault((stage, index), at)
+        last[stage, index] = at
+    return max((sum(first[p] <= at <= last[p] for p in first) for at in range(len(program))), default=0)
+
+
+@steady
+@given(shuffled(schedules(replicas=True)))
+def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
+    if has_deadlock(schedule):
+        event("deadlock")
+        with pytest.raises(ScheduleError, match="deadlock: a cycle of"):
+            check(schedule)
+    else:
+        event("fine")
+        check(schedule)
+
+
+@steady
+@given(shuffled(schedules(replicas=True)))
+def test_the_simulator_never_accepts_a_cycle_across_ranks(schedule: Schedule) -> None:
+    """It takes each program for sound in itself; `check` looks at that too."""
+    own_order = [
+        with_program(schedule, rank, sorted(program, key=lambda action: (action.index, action.op != Op.F)))
+        for rank, program in enumerate(schedule.programs)
+    ]
+    for one in own_order:
+        if all(len(stages) == 1 for stages in one.placement) and has_deadlock(one) and not alone_unsound(one):
+            with pytest.raises(ScheduleError, match="never gets what .* needs: the schedule deadlocks"):
+                simulate(one, Costs())
+
+
+def alone_unsound(schedule: Schedule) -> bool:
+    """Whether some rank has a backward before its own forward, or W before I."""
+    rank_of = {Op.F: 0, Op.I: 1, Op.B: 1, Op.W: 2}
+    for program in schedule.programs:
+        seen: dict[tuple[int, int], int] = {}
+        for stage, op, index in program:
+            if seen.get((stage, index), -1) > rank_of[op]:
+                return True
+            seen[stage, index] = rank_of[op]
+    return False
+
+
+# --- deadlocks are told as a cycle ---
+
+
+def test_a_cycle_of_two() -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2))
+    assert str(error.value) == dedent(
+        """\
+        deadlock: a cycle of 2 ranks, each waiting for the next:
+          rank 0 at position 1 (0F0 [0B0] 0F1 0B1) waits for 1B0, at position 2 of rank 1
+          rank 1 at position 1 (1F0 [1F1] 1B0 1B1) waits for 0F1, at position 2 of rank 0
+        move 1B0 before whatever waits for it, or 0B0 later"""
+    )
+
+
+def test_a_rank_that_waits_for_itself() -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(by_hand("0F0 0B1 0F1 0B0", microbatches=2))
+    assert str(error.value) == dedent(
+        """\
+        deadlock: a cycle of 1 rank, each waiting for the next:
+          rank 0 at position 1 (0F0 [0B1] 0F1 0B0) waits for 0F1, at position 2 of rank 0
+        move 0F1 before whatever waits for it, or 0B1 later"""
+    )
+
+
+def test_only_the_cycle_is_told() -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits for rank 3 and rank 3 for it."""
+    good = build("1f1b", num_ranks=4, num_microbatches=3)
+    bad = with_program(good, 2, [Action.parse(a) for a in "2F0 2B0 2F1 2B1 2F2 2B2".split()])
+    bad = with_program(bad, 3, [Action.parse(a) for a in "3F0 3F1 3F2 3B0 3B1 3B2".split()])
+    with pytest.raises(ScheduleError) as error:
+        check(bad)
+    assert str(error.value) == dedent(
+        """\
+        deadlock: a cycle of 2 ranks, each waiting for the next:
+          rank 2 at position 1 (2F0 [2B0] 2F1 2B1) waits for 3B0, at position 3 of rank 3
+          rank 3 at position 1 (3F0 [3F1] 3F2 3B0) waits for 2F1, at position 2 of rank 2
+        move 3B0 before whatever waits for it, or 2B0 later"""
+    )
+
+
+def test_a_skip_may_close_a_cycle() -> None:
+    """Free over the chain; the skip asks for 0F1 before 2F1, and rank 2 has 2B0 before 2F1."""
+    programs = ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", "2F0 2B0 2F1 2B1")
+    free = by_hand(*programs, microbatches=2)
+    check(free)
+    check(free.with_edges([*free.stage_edges, Edge(0, 2)]))
+    crossed = by_hand("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F1 2F0 2B0 2B1", microbatches=2)
+    check(crossed)
+    late = by_hand("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", "2F1 2B1 2F0 2B0", microbatches=2)
+    with pytest.raises(ScheduleError, match="rank 0 at position 1"):
+        check(late.with_edges([Edge(0, 2)]))
+    check(late.with_edges([Edge(0, 2, False)]))  # no gradient comes back: rank 0 need not wait
+
+
+# --- what must stand there, once, on its rank ---
+
+GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "program", "message"),
+    [
+        (0, "0F0 0F1 0B0 0B1 0B2", r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the 3"),
+        (1, "1F0 1B0 1F1 1B1 1F2", "missing: 1B2"),
+        (1, "", "missing: 1F0, 1B0, 1F1, 1B1, 1F2, 1B2"),
+        (1, "1F0 1I0 1F1 1B1 1F2 1B2", "missing: 1W0"),
+        (1, "1F0 1W0 1F1 1B1 1F2 1B2", "missing: 1I0"),
+        (1, "1F0 1B0 1W0 1F1 1B1 1F2 1B2", "1B0 stands beside 1I0 or 1W0: expected B, or I and W"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 1B2", "1B2 stand more than once"),
+        (1, "1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2", "1F0, 1B2 stand more than once"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F2", r"0F2 on rank 1, position 6: this rank holds the stages \[1\]"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 7F2", r"7F2 on rank 1, position 6: this rank holds the stages \[1\]"),
+        (1, "1F0 1B0 1F1 1B1 1F3 1B2", r"1F3 on rank 1, position 4: microbatches are numbered 0\.\.2"),
+        (1, "1RECV_F0 1F0 1B0 1F1 1B1 1F2 1B2", "1RECV_F0 on rank 1, position 0: a compute order holds F B I W U only"),
+    ],
+)
+def test_incomplete(rank: int, program: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(with_program(GOOD, rank, [Action.parse(word) for word in program.split()]))
+
+
+def test_a_long_list_of_missing_actions_is_cut() -> None:
+    empty = build("gpipe", num_ranks=2, num_microbatches=30)
+    with pytest.raises(ScheduleError, match=r"missing: 1F0, 1B0, .*, 1B3 and more\."):
+        check(with_program(empty, 1, []))
+
+
+def test_a_mistyped_microbatch_is_told_at_once() -> None:
+    """Not after listing 10^12 missing actions."""
+    wrong = Schedule.from_csv("0F0,0F1,0B0,0B1,0F999999999999\n")
+    with pytest.raises(ScheduleError, match="missing: 0B999999999999|missing: 0F2, 0B2"):
+        check(wrong)
+
+
+def test_a_replica_runs_its_own_microbatches() -> None:
+    placement = [[0], [1], [1]]
+    good = by_hand("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F2 1B2", "1F1 1B1", microbatches=3, placement=placement)
+    assert check(good).peak_activations == (3, 1, 1)
+    wrong = by_hand("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1", "1F2 1B2", microbatches=3, placement=placement)
+    with pytest.raises(ScheduleError, match="1F1 on rank 1, position 2: microbatch 1 of stage 1 belongs to rank 2"):
+        check(wrong)
+
+
+# --- activations ---
+
+
+@pytest.mark.parametrize(
+    ("program", "peak"),
+    [
+        ("0F0 0F1 0B0 0B1", 2),
+        ("0F0 0B0 0F1 0B1", 1),
+        ("0F0 0I0 0F1 0I1 0W0 0W1", 2),  # alive until W
+        ("0F0 0I0 0W0 0F1 0B1", 1),
+        ("0F0 0F1 0I0 0B1 0W0", 2),
+    ],
+)
+def test_peak_activations(program: str, peak: int) -> None:
+    assert check(by_hand(program, microbatches=2)).peak_activations == (peak,)
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    schedule = build("gpipe", num_ranks=3, num_microbatches=5)
+    assert check(schedule.forward_only()).peak_activations == (1, 1, 1)
+
+
+@steady
+@given(schedules(), st.data())
+def test_one_action_less_is_missed(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from([r for r, program in enumerate(schedule.programs) if program]))
+    program = list(schedule.programs[rank])
+    gone = program.pop(data.draw(st.integers(0, len(program) - 1)))
+    lacking = with_program(schedule, rank, program)
+    if not lacking.has_backward and schedule.has_backward:
+        return  # what is left is an evaluation
+    # Without an I, a W alone is left: the I is missing. Without a W, likewise.
+    with pytest.raises(ScheduleError, match=rf"missing: .*\b{gone}\b"):
+        check(lacking)
