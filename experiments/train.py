@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .gpt import GPTConfig
 
 DEFAULT_RANKS = 2
+DEFAULT_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,8 @@ class TrainOptions:
     """P, pipeline ranks: processes on this machine (default 2; under torchrun, its number of processes)."""
     chunks: int | None = None
     """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
-    microbatches: int = 8
-    """M, microbatches of a batch."""
+    microbatches: int | None = None
+    """M, microbatches of a batch (default: 8)."""
     layers: int = 4
     """Transformer blocks."""
     width: int = 320
@@ -121,6 +122,9 @@ def make_schedule(options: TrainOptions) -> Schedule:
     assert options.ranks is not None
     if options.schedule.endswith((".csv", ".json")):
         schedule = read_schedule(Path(options.schedule))
+        for option in ("chunks", "microbatches"):
+            if getattr(options, option) is not None:
+                raise ValueError(f"--{option} beside {options.schedule}: the file says it; leave --{option} away")
         if schedule.num_ranks != options.ranks:
             raise ValueError(
                 f"{options.schedule} is for {schedule.num_ranks} ranks: "
@@ -130,7 +134,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
         schedule = build(
             options.schedule,
             num_ranks=options.ranks,
-            num_microbatches=options.microbatches,
+            num_microbatches=DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
             num_chunks=options.chunks,
         )
     check(schedule)

@@ -47,7 +47,8 @@ class Costs:
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not each.default:
-                object.__setattr__(self, each.name, _per_stage(each.name, value))
+                convert = _seconds if each.name == "norm" else _per_stage
+                object.__setattr__(self, each.name, convert(each.name, value))
         if (self.input_grad is None) != (self.weight_grad is None):
             raise ValueError(
                 f"input_grad={self.input_grad}, weight_grad={self.weight_grad}: expected both or neither; "
@@ -81,7 +82,7 @@ class Costs:
             weight_grad=weight_grad,
             latency=spread("latency", self.latency),
             update=spread("update", self.update),
-            norm=None if self.norm is None else spread("norm", self.norm)[0],
+            norm=self.norm,
         )
 
 

@@ -114,8 +114,10 @@ class _Simulation:
             try:
                 encoded.append(([code_of[op, stage] for stage, op, _ in program], [k for _, _, k in program]))
             except KeyError as error:
+                op, stage = error.args[0]
                 raise ScheduleError(
-                    f"rank {rank} runs {error.args[0]}, which has no cost: expected F B I W U"
+                    f"rank {rank} runs {op} of stage {stage}, which has no cost: expected F B I W U of the stages "
+                    f"0..{self.num_stages - 1}"
                 ) from None
         return encoded
 

@@ -98,6 +98,8 @@ def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
     assert make_schedule(TrainOptions(schedule=str(path), ranks=1)).num_stages == 1
+    with pytest.raises(ValueError, match=r"--chunks beside .*: the file says it"):
+        make_schedule(TrainOptions(schedule=str(path), ranks=1, chunks=2))
     with pytest.raises(ValueError, match=r"is for 1 ranks: expected --ranks 1, not 2"):
         make_schedule(TrainOptions(schedule=str(path), ranks=2))
 

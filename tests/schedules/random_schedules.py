@@ -1,4 +1,7 @@
-"""Random valid schedules and costs for hypothesis: any placement, replicas, skips, split backwards, any order."""
+"""Schedules by hand, and random valid ones with costs for hypothesis.
+
+Any placement, with replicas; skips; edges without gradient; split backwards; any order that the data allow.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,30 @@ steady = settings(max_examples=60, deadline=None, derandomize=True)
 
 # Quarters add up without rounding, so that times can be compared exactly.
 quarters = st.integers(0, 12).map(lambda n: n / 4)
+
+
+def parsed(program: str) -> tuple[Action, ...]:
+    """`0F0 0B0` as actions."""
+    return tuple(Action.parse(word) for word in program.split())
+
+
+def by_hand(
+    *programs: str,
+    microbatches: int,
+    batches: int = 1,
+    rule: str = "flush",
+    placement: Sequence[Sequence[int]] | None = None,
+) -> Schedule:
+    """A schedule from programs as text; rank r holds stage r unless placed otherwise."""
+    placed = placement or [[rank] for rank in range(len(programs))]
+    return Schedule(
+        name="by hand",
+        placement=tuple(tuple(stages) for stages in placed),
+        programs=tuple(map(parsed, programs)),
+        num_microbatches=microbatches,
+        num_batches=batches,
+        weight_rule=rule,
+    )
 
 
 @st.composite
@@ -86,9 +113,7 @@ def ordered(
 
 
 @st.composite
-def schedules(
-    draw: DrawFn, *, replicas: bool = True, forward_only: bool | None = None, split: bool = True
-) -> Schedule:
+def schedules(draw: DrawFn, *, replicas: bool = True, forward_only: bool | None = None, split: bool = True) -> Schedule:
     """A schedule that runs to its end: its programs follow a random order of all actions."""
     placement = draw(placements(replicas=replicas))
     num_stages = 1 + max(stage for stages in placement for stage in stages)

@@ -8,6 +8,7 @@ data              F(s, k) behind F(p, k) of each producer p;  gradient(s, k) beh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import networkx as nx
 
@@ -59,7 +60,7 @@ def graph(schedule: Schedule) -> nx.DiGraph:
     for rank, program in enumerate(schedule.programs):
         nodes = [(rank, action) for action in program]
         dag.add_nodes_from(nodes)
-        dag.add_edges_from(zip(nodes, nodes[1:], strict=False), kind="order")
+        dag.add_edges_from(pairwise(nodes), kind="order")
     for maker, user in data_edges(schedule):
         if not dag.has_edge(maker, user):
             dag.add_edge(maker, user, kind="data")

@@ -10,21 +10,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from stagewright.schedules import Action, Costs, Edge, Op, Schedule, ScheduleError, build, check, simulate
+from stagewright.schedules import Action, Edge, Schedule, ScheduleError, build, check
 
-from .random_schedules import schedules, shuffled, steady
+from .random_schedules import by_hand, parsed, schedules, shuffled, steady
 from .reference import has_deadlock
-
-
-def by_hand(*programs: str, microbatches: int, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """A schedule from programs as text; rank r holds stage r unless placed otherwise."""
-    placed = placement or [[rank] for rank in range(len(programs))]
-    return Schedule(
-        name="by hand",
-        placement=tuple(tuple(stages) for stages in placed),
-        programs=tuple(tuple(Action.parse(word) for word in program.split()) for program in programs),
-        num_microbatches=microbatches,
-    )
 
 
 def with_program(schedule: Schedule, rank: int, program: Sequence[Action]) -> Schedule:
@@ -63,32 +52,6 @@ def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
         check(schedule)
 
 
-@steady
-@given(shuffled(schedules(replicas=True)))
-def test_the_simulator_never_accepts_a_cycle_across_ranks(schedule: Schedule) -> None:
-    """It takes each program for sound in itself; `check` looks at that too."""
-    own_order = [
-        with_program(schedule, rank, sorted(program, key=lambda action: (action.index, action.op != Op.F)))
-        for rank, program in enumerate(schedule.programs)
-    ]
-    for one in own_order:
-        if all(len(stages) == 1 for stages in one.placement) and has_deadlock(one) and not alone_unsound(one):
-            with pytest.raises(ScheduleError, match="never gets what .* needs: the schedule deadlocks"):
-                simulate(one, Costs())
-
-
-def alone_unsound(schedule: Schedule) -> bool:
-    """Whether some rank has a backward before its own forward, or W before I."""
-    rank_of = {Op.F: 0, Op.I: 1, Op.B: 1, Op.W: 2}
-    for program in schedule.programs:
-        seen: dict[tuple[int, int], int] = {}
-        for stage, op, index in program:
-            if seen.get((stage, index), -1) > rank_of[op]:
-                return True
-            seen[stage, index] = rank_of[op]
-    return False
-
-
 # --- deadlocks are told as a cycle ---
 
 
@@ -118,8 +81,8 @@ def test_a_rank_that_waits_for_itself() -> None:
 def test_only_the_cycle_is_told() -> None:
     """Ranks 0 and 1 wait for rank 2, which waits for rank 3 and rank 3 for it."""
     good = build("1f1b", num_ranks=4, num_microbatches=3)
-    bad = with_program(good, 2, [Action.parse(a) for a in "2F0 2B0 2F1 2B1 2F2 2B2".split()])
-    bad = with_program(bad, 3, [Action.parse(a) for a in "3F0 3F1 3F2 3B0 3B1 3B2".split()])
+    bad = with_program(good, 2, parsed("2F0 2B0 2F1 2B1 2F2 2B2"))
+    bad = with_program(bad, 3, parsed("3F0 3F1 3F2 3B0 3B1 3B2"))
     with pytest.raises(ScheduleError) as error:
         check(bad)
     assert str(error.value) == dedent(
@@ -153,7 +116,11 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 @pytest.mark.parametrize(
     ("rank", "program", "message"),
     [
-        (0, "0F0 0F1 0B0 0B1 0B2", r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the 3"),
+        (
+            0,
+            "0F0 0F1 0B0 0B1 0B2",
+            r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the 3",
+        ),
         (1, "1F0 1B0 1F1 1B1 1F2", "missing: 1B2"),
         (1, "", "missing: 1F0, 1B0, 1F1, 1B1, 1F2, 1B2"),
         (1, "1F0 1I0 1F1 1B1 1F2 1B2", "missing: 1W0"),
@@ -169,7 +136,7 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 )
 def test_incomplete(rank: int, program: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        check(with_program(GOOD, rank, [Action.parse(word) for word in program.split()]))
+        check(with_program(GOOD, rank, parsed(program)))
 
 
 def test_a_long_list_of_missing_actions_is_cut() -> None:
@@ -181,7 +148,7 @@ def test_a_long_list_of_missing_actions_is_cut() -> None:
 def test_a_mistyped_microbatch_is_told_at_once() -> None:
     """Not after listing 10^12 missing actions."""
     wrong = Schedule.from_csv("0F0,0F1,0B0,0B1,0F999999999999\n")
-    with pytest.raises(ScheduleError, match="missing: 0B999999999999|missing: 0F2, 0B2"):
+    with pytest.raises(ScheduleError, match=r"missing: 0F2, 0B2, .* and more"):
         check(wrong)
 
 

@@ -44,7 +44,7 @@ def test_activations_in_flight(P: int, M: int) -> None:
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("V", [1, 2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_interleaved_when_P_divides_M(P: int, V: int, rounds: int) -> None:
+def test_interleaved_of_whole_rounds(P: int, V: int, rounds: int) -> None:
     M = P * rounds
     schedule = build("interleaved", num_ranks=P, num_microbatches=M, num_chunks=V)
     for F, B in FB:
@@ -56,7 +56,7 @@ def test_interleaved_when_P_divides_M(P: int, V: int, rounds: int) -> None:
 
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("V", [1, 2, 3])
-def test_interleaved_is_the_best_order_for_any_M(P: int, V: int) -> None:
+def test_interleaved_is_the_best_order_of_any_batch(P: int, V: int) -> None:
     """With equal stages and free links, fewer microbatches than ranks and remainders included."""
     for M in range(1, 3 * P + 2):
         schedule = build("interleaved", num_ranks=P, num_microbatches=M, num_chunks=V)
@@ -124,7 +124,7 @@ def test_microbatch_groups(P: int, M: int, groups: tuple[int, ...]) -> None:
     assert microbatch_groups(num_ranks=P, num_microbatches=M) == groups
 
 
-def test_any_groups_of_at_least_P_are_as_fast() -> None:
+def test_any_groups_of_at_least_one_a_rank_are_as_fast() -> None:
     costs = Costs(forward=1.0, backward=2.0)
     for groups in [(5, 4), (5, 5), (6, 3), (9,), (4, 4, 4), (6, 4, 5)]:
         M = sum(groups)

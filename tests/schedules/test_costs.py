@@ -55,6 +55,14 @@ def test_none_is_no_duration(name: str) -> None:
         Costs(**{name: None})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, "1", [1.0]])
+def test_the_norm_is_one_number(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"norm=.* expected a finite number of seconds"):
+        Costs(norm=wrong)  # type: ignore[arg-type]
+    assert Costs(norm=1).table(num_stages=3).norm == 1.0
+    assert Costs().table(num_stages=3).norm is None
+
+
 @pytest.mark.parametrize("half", [{"input_grad": 1.0}, {"weight_grad": 1.0}, {"backward": 2.0, "input_grad": 1.0}])
 def test_half_a_split(half: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected both or neither; give backward="):

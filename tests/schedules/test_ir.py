@@ -37,9 +37,11 @@ def test_parse(text: str, action: Action) -> None:
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F-1", "0F1.5", "0F0 0F1", "(0F0;1B0)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F-1", "0F1.5", "0F0 0F1", "(0F0;1B0)OVERLAP_F_B"]
+)
 def test_parse_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the action .* expected <stage><op><microbatch> such as 3F12"):
+    with pytest.raises(ValueError, match=r"cannot read the action .* expected <stage><op><microbatch> such as 3F12"):
         Action.parse(text)
 
 

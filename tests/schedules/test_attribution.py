@@ -1,0 +1,152 @@
+"""Where the idle time went: each cause by hand, and the sum for any timeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.schedules import (
+    Action,
+    Costs,
+    Idle,
+    RankTrace,
+    Schedule,
+    Span,
+    Timeline,
+    attribute_idle,
+    build,
+    simulate,
+)
+from stagewright.schedules.attribution import find_gaps
+
+from .random_schedules import by_hand, quarters, schedules_with_costs, steady
+
+NONE = Idle(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def check_sums(timeline: Timeline) -> None:
+    for rank, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+        assert sum(idle) == timeline.makespan - rank.busy
+        assert all(seconds >= 0 for seconds in idle)
+
+
+@steady
+@given(schedules_with_costs(), st.none() | quarters)
+def test_causes_add_up_in_every_simulation(case: tuple[Schedule, Costs], norm: float | None) -> None:
+    schedule, costs = case
+    timeline = simulate(schedule, replace(costs, norm=norm))
+    check_sums(timeline)
+    assert all(idle.unexplained == 0 for idle in attribute_idle(timeline))
+    if not any(costs.latency):  # type: ignore[arg-type]
+        assert all(idle.transfer == 0 for idle in attribute_idle(timeline))
+
+
+@steady
+@given(schedules_with_costs(), st.data())
+def test_causes_add_up_in_every_measurement(case: tuple[Schedule, Costs], data: st.DataObject) -> None:
+    """Any pauses anywhere, clocks that disagree."""
+    timeline = simulate(*case)
+    ranks = []
+    for trace in timeline.ranks:
+        shift = data.draw(quarters) - 1
+        spans = []
+        for what, start, end in trace.compute:
+            shift += data.draw(quarters)
+            spans.append(Span(what, start + shift, end + shift))
+        ranks.append(RankTrace(compute=tuple(spans), comm=trace.comm))
+    check_sums(replace(timeline, ranks=tuple(ranks), measured=True))
+
+
+def test_an_even_pipeline_warms_up_waits_and_drains() -> None:
+    """
+    rank 0 | F0 F1 .  .  B0 F2 B1 .  B2      P=3 in unit time, M=3
+    rank 1 | .  F0 F1 .  B0 F2 B1 .  ...
+    """
+    schedule = build("1f1b", num_ranks=3, num_microbatches=3)
+    assert schedule.grid().splitlines() == [
+        "rank 0 | F0 F1 F2 .  .  B0 .  B1 .  B2",
+        "rank 1 | .  F0 F1 .  B0 F2 B1 .  B2 .",
+        "rank 2 | .  .  F0 B0 F1 B1 F2 B2 .  .",
+    ]
+    assert attribute_idle(simulate(schedule, Costs(forward=1.0, backward=1.0))) == (
+        NONE._replace(late_peer=4.0),
+        NONE._replace(warm_up=1.0, late_peer=2.0, drain=1.0),
+        NONE._replace(warm_up=2.0, drain=2.0),
+    )
+
+
+def test_waiting_for_a_rank_with_more_work_is_imbalance() -> None:
+    """Rank 0 works 4, rank 1 works 12: 8 seconds of rank 0 are lost in any order, one more in this one."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    costs = Costs(forward=[1.0, 3.0], backward=[1.0, 3.0])
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == 14
+    assert attribute_idle(timeline) == (
+        NONE._replace(late_peer=2.0, imbalance=8.0),
+        NONE._replace(warm_up=1.0, drain=1.0),
+    )
+
+
+def test_latency_is_transfer() -> None:
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    costs = Costs(forward=1.0, backward=2.0, latency=[0.5, 0.25])
+    assert attribute_idle(simulate(schedule, costs)) == (
+        NONE._replace(late_peer=3.5, transfer=0.25),  # rank 1 made the gradient at 4.5: 0.5 until its F, 3 of work
+        NONE._replace(warm_up=1.5, drain=2.25),
+    )
+
+
+def test_the_part_of_a_gap_behind_the_arrival_is_unexplained() -> None:
+    """
+    rank 0 | F0 .. .. .. .. .. .. B0        gradient made at 4, here at 5, used at 7
+    rank 1 |    F0 F0 B0
+    """
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    measured = Timeline(
+        schedule=schedule,
+        ranks=(
+            RankTrace(
+                compute=(Span(Action.parse("0F0"), 0.0, 1.0), Span(Action.parse("0B0"), 7.0, 8.0)),
+                comm=simulate(schedule, Costs(forward=[1, 2], backward=[1, 1], latency=[0, 1])).ranks[0].comm,
+            ),
+            RankTrace(compute=(Span(Action.parse("1F0"), 1.0, 3.0), Span(Action.parse("1B0"), 3.0, 4.0))),
+        ),
+        measured=True,
+    )
+    # Rank 1 works one second more than rank 0: that much waiting is imbalance.
+    assert attribute_idle(measured)[0] == NONE._replace(late_peer=2.0, imbalance=1.0, transfer=1.0, unexplained=2.0)
+    gap = find_gaps(measured)[0][Action.parse("0B0")]
+    assert (gap.late_peer, gap.transfer, gap.unexplained, gap.seconds, gap.cause) == (3.0, 1.0, 2.0, 6.0, "late_peer")
+
+
+def test_updates() -> None:
+    """Without a norm each rank updates at once; with one all wait for the last backward (drain), then for the norm."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    costs = Costs(forward=1.0, backward=2.0, update=0.5)
+    assert attribute_idle(simulate(schedule, costs)) == (
+        NONE._replace(late_peer=3.0, update=0.5),
+        NONE._replace(warm_up=1.0, update=0.5, drain=2.0),
+    )
+    assert attribute_idle(simulate(schedule, replace(costs, norm=0.25))) == (
+        NONE._replace(late_peer=3.0, update=0.75),
+        NONE._replace(warm_up=1.0, drain=2.0, update=0.75),
+    )
+
+
+def test_a_rank_that_does_nothing_drains() -> None:
+    schedule = by_hand("0F0 0B0", "", microbatches=1, placement=[[0], []])
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
+    assert attribute_idle(timeline) == (NONE, NONE._replace(drain=3.0))
+
+
+def test_gaps_stand_before_their_actions() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(forward=1.0, backward=1.0))
+    gaps = find_gaps(timeline)
+    assert [{str(action): gap.cause for action, gap in rank.items()} for rank in gaps] == [
+        {"0B0": "late_peer", "0B1": "late_peer"},
+        {"1F0": "warm_up"},
+    ]
+    assert [sum(gap.seconds for gap in rank.values()) for rank in gaps] == pytest.approx([2.0, 1.0])

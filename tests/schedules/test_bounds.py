@@ -1,0 +1,96 @@
+"""The lower bound: never above what any order reaches, and reached by the best order of small cases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given
+
+from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, lower_bound, simulate
+
+from .random_schedules import by_hand, schedules_with_costs, steady
+
+
+@steady
+@given(schedules_with_costs())
+def test_no_order_beats_it(case: tuple[Schedule, Costs]) -> None:
+    schedule, costs = case
+    assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
+
+
+def orders(stages: Sequence[int], num_microbatches: int, ops: str) -> Iterator[tuple[Action, ...]]:
+    """All orders of the actions of one rank in which each (stage, microbatch) has its ops in this order."""
+    chains = [[Action(s, Op(op), k) for op in ops] for s in stages for k in range(num_microbatches)]
+
+    def continued(done: tuple[Action, ...], at: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        if all(i == len(ops) for i in at):
+            yield done
+        for j, i in enumerate(at):
+            if i < len(ops):
+                yield from continued((*done, chains[j][i]), (*at[:j], i + 1, *at[j + 1 :]))
+
+    return continued((), (0,) * len(chains))
+
+
+def best_makespan(P: int, V: int, M: int, ops: str, costs: Costs) -> float:
+    placement = tuple(tuple(range(rank, P * V, P)) for rank in range(P))
+    best = float("inf")
+    for programs in product(*(list(orders(stages, M, ops)) for stages in placement)):
+        schedule = Schedule(name="any", placement=placement, programs=programs, num_microbatches=M)
+        try:
+            best = min(best, simulate(schedule, costs).makespan)
+        except ScheduleError:  # a deadlock
+            continue
+    return best
+
+
+@pytest.mark.parametrize(
+    ("P", "V", "M", "ops"),
+    [(2, 1, 2, "FB"), (2, 2, 1, "FB"), (3, 1, 1, "FB"), (1, 2, 2, "FB"), (2, 1, 2, "F"), (2, 1, 2, "FIW")],
+)
+def test_the_best_of_all_orders_reaches_it(P: int, V: int, M: int, ops: str) -> None:
+    """Not so in general: these are small enough, for any costs, latencies and updates."""
+    numbers = random.Random(P * 100 + V * 10 + M)
+    program = " ".join(f"{s}{op}{k}" for s in range(P * V) for k in range(M) for op in ops)
+    words = [[word for word in program.split() if int(word[0]) % P == rank] for rank in range(P)]
+    some_order = by_hand(
+        *map(" ".join, words), microbatches=M, placement=[list(range(rank, P * V, P)) for rank in range(P)]
+    )
+    for _ in range(3 if ops == "FIW" else 12):
+        costs = Costs(
+            forward=[numbers.randint(1, 5) for _ in range(P * V)],
+            input_grad=[numbers.randint(1, 9) for _ in range(P * V)],
+            weight_grad=[numbers.randint(1, 5) for _ in range(P * V)],
+            latency=numbers.choice([0, 1, 2]),
+            update=numbers.choice([0, 3]),
+        )
+        assert lower_bound(some_order, costs) == best_makespan(P, V, M, ops, costs)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+def test_it_is_the_same_for_every_order_of_a_placement(name: str) -> None:
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    costs = Costs(
+        forward=[1 + s % 3 for s in range(schedule.num_stages)],
+        latency=0.5,
+        update=1.0,
+    )
+    backwards_last = Schedule(
+        name="sorted",
+        placement=schedule.placement,
+        programs=tuple(tuple(sorted(p, key=lambda a: (a.op, -a.index, a.stage))) for p in schedule.programs),
+        num_microbatches=8,
+    )
+    assert lower_bound(schedule, costs) == lower_bound(backwards_last, costs)
+
+
+def test_updates_in_the_program() -> None:
+    """Each U after its batch; the last update of stage 0 comes behind all else."""
+    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1U0 1F1 1B1 1U1", microbatches=1, batches=2)
+    costs = Costs(forward=1.0, backward=2.0, update=0.5)
+    # Rank 1: 1 before its first, work 2 * 3, then B on stage 0 and its update. Its own first update might come late.
+    assert lower_bound(schedule, costs) == 1 + 6 + 2 + 0.5
+    assert simulate(schedule, costs).makespan == 2 * 6.5

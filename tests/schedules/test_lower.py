@@ -1,0 +1,323 @@
+"""Lowering: sends, receives posted ahead, and what an arrival proves."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.schedules import (
+    BUILDERS,
+    Action,
+    Lowered,
+    Message,
+    MessageKind,
+    Op,
+    Schedule,
+    ScheduleError,
+    build,
+    check_lowered,
+    lower,
+)
+from stagewright.schedules.lower import RankProgram, Step, Transfer
+
+from .random_schedules import by_hand, schedules, steady
+from .reference import data_edges
+
+lowered_schedules = st.builds(lower, schedules())
+
+
+def steps(schedule: Schedule, rank: int, *, share_loss: bool = False) -> str:
+    return " ".join(map(str, lower(schedule, share_loss=share_loss).programs[rank].steps))
+
+
+# --- by hand ---
+
+
+def test_1f1b() -> None:
+    """At most two receives ahead: 0RECV_B2 is posted as soon as 0B0 has consumed the first."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    assert steps(schedule, 0) == (
+        "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0RECV_B2 0F2 0SEND_F2 0B1 0RECV_B3 0F3 0SEND_F3 0B2 0B3"
+    )
+    assert steps(schedule, 1) == (
+        "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1F3 1B3 1SEND_B3"
+    )
+    assert [program.peak_receives for program in lower(schedule).programs] == [2, 2]
+
+
+def test_inputs_and_proofs_of_1f1b() -> None:
+    first, second = lower(build("1f1b", num_ranks=2, num_microbatches=2)).programs
+    act = [Message(MessageKind.ACT, 0, 1, k) for k in range(2)]
+    grad = [Message(MessageKind.GRAD, 1, 0, k) for k in range(2)]
+    assert first.inputs == {Action(0, Op.B, k): (grad[k],) for k in range(2)}
+    assert second.inputs == {Action(1, Op.F, k): (act[k],) for k in range(2)}
+    assert first.proves == {grad[0]: (act[0],), grad[1]: (act[1],)}  # 1B1 comes behind 1F1
+    assert second.proves == {act[1]: ()} or second.proves == {}  # nothing comes back after the last gradients
+
+
+def test_an_answer_proves_all_that_was_consumed_before_it() -> None:
+    first, _ = lower(build("gpipe", num_ranks=2, num_microbatches=3)).programs
+    acts = tuple(Message(MessageKind.ACT, 0, 1, k) for k in range(3))
+    assert first.proves == {Message(MessageKind.GRAD, 1, 0, 0): acts}
+
+
+def test_messages_between_stages_of_one_rank_are_none() -> None:
+    one_rank = build("interleaved", num_ranks=1, num_microbatches=3, num_chunks=2)
+    assert lower(one_rank).programs[0].steps == one_rank.programs[0]
+    assert check_lowered(lower(one_rank)) == 0
+
+
+def test_a_split_backward_sends_with_the_input_gradient() -> None:
+    schedule = by_hand("0F0 0I0 0W0", "1F0 1I0 1W0", microbatches=1)
+    assert steps(schedule, 0) == "0RECV_B0 0F0 0SEND_F0 0I0 0W0"
+    assert steps(schedule, 1) == "1RECV_F0 1F0 1I0 1SEND_B0 1W0"
+
+
+def test_an_order_that_turns_round_forces_more_receives() -> None:
+    """Rank 1 wants the last microbatch first: all before it on the link must be posted, too."""
+    schedule = by_hand("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F3 1F2 1F1 1F0 1B3 1B2 1B1 1B0", microbatches=4)
+    assert steps(schedule, 1).startswith("1RECV_F0 1RECV_F1 1RECV_F2 1RECV_F3 1F3 1F2 1F1 1F0 1B3 1SEND_B3")
+    assert [program.peak_receives for program in lower(schedule).programs] == [2, 4]
+
+
+def test_losses_go_to_every_rank_behind_the_last_forward() -> None:
+    schedule = build("1f1b", num_ranks=3, num_microbatches=2)
+    assert steps(schedule, 2, share_loss=True) == (
+        "2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2F1 SEND_LOSS0 SEND_LOSS0 2B1 2SEND_B1"
+    )
+    for rank in (0, 1):
+        program = lower(schedule, share_loss=True).programs[rank]
+        assert program.finally_needs == (Message(MessageKind.LOSS, 2, rank, 0),)
+        assert sum(1 for step in program.steps if str(step) == "RECV_LOSS0") == 1
+    assert check_lowered(lower(schedule, share_loss=True)) == 2 * 4 + 2
+
+
+def test_messages_say_what_they_are() -> None:
+    assert str(Message(MessageKind.ACT, 0, 2, 7)) == "activations of microbatch 7 from stage 0 to stage 2"
+    assert str(Message(MessageKind.GRAD, 2, 0, 7)) == "gradients of microbatch 7 from stage 2 to stage 0"
+    assert str(Message(MessageKind.LOSS, 3, 1, 4)) == "loss of batch 4 from stage 3 to rank 1"
+
+
+# --- of any schedule ---
+
+
+@steady
+@given(schedules(), st.booleans())
+def test_what_crosses_ranks_is_sent_once(schedule: Schedule, share_loss: bool) -> None:
+    if share_loss and len(schedule.owners[-1]) > 1:
+        return  # which of the replicas speaks is not settled yet
+    lowered = lower(schedule, share_loss=share_loss)
+    expected = Counter(
+        (sender, receiver, maker.stage, user.stage, maker.index, maker.op is Op.F)
+        for (sender, maker), (receiver, user) in data_edges(schedule)
+        if sender != receiver
+    )
+    sent = Counter(
+        (program.rank, step.peer, step.message.src, step.message.dst, step.message.index, is_act(step))
+        for program in lowered.programs
+        for step in program.steps
+        if isinstance(step, Transfer) and step.is_send and step.message.kind is not MessageKind.LOSS
+    )
+    assert sent == expected
+    assert check_lowered(lowered) == sum(expected.values()) + (schedule.num_ranks - 1) * share_loss
+
+
+def is_act(step: Transfer) -> bool:
+    return step.message.kind is MessageKind.ACT
+
+
+def posting_order(program: RankProgram) -> dict[int, list[Message]]:
+    """By peer, the messages in the order in which their receives are posted."""
+    order: dict[int, list[Message]] = {}
+    for step in program.steps:
+        if isinstance(step, Transfer) and not step.is_send:
+            order.setdefault(step.peer, []).append(step.message)
+    return order
+
+
+@steady
+@given(lowered_schedules)
+def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) -> None:
+    for program in lowered.programs:
+        order = posting_order(program)
+        outstanding: dict[int, set[Message]] = {peer: set() for peer in order}
+        posted: Counter[int] = Counter()
+        most = 0
+        for at, step in enumerate(program.steps):
+            if isinstance(step, Transfer) and not step.is_send:
+                if len(outstanding[step.peer]) >= 2:  # forced: the next action needs this message or one behind it
+                    action = next(s for s in program.steps[at:] if isinstance(s, Action))
+                    behind = order[step.peer][posted[step.peer] :]
+                    assert set(program.inputs[action]) & set(behind)
+                outstanding[step.peer].add(step.message)
+                posted[step.peer] += 1
+            elif isinstance(step, Action):
+                for peer, messages in order.items():  # as early as two a link allow
+                    assert len(outstanding[peer]) >= 2 or posted[peer] == len(messages)
+                most = max(most, sum(map(len, outstanding.values())))
+                for message in program.inputs.get(step, ()):
+                    [peer] = [p for p, held in outstanding.items() if message in held]
+                    outstanding[peer].remove(message)
+        assert not any(outstanding.values())
+        assert program.peak_receives == most
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("P", "V"), [(2, 2), (4, 2), (4, 3), (3, 1)])
+def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, V: int) -> None:
+    chunks = V if name in ("interleaved", "looped-bfs") else None
+    peaks = [
+        [
+            program.peak_receives
+            for program in lower(build(name, num_ranks=P, num_microbatches=M, num_chunks=chunks)).programs
+        ]
+        for M in (2 * P, 4 * P, 16 * P)
+    ]
+    assert peaks[0] == peaks[1] == peaks[2]
+    neighbours = 2 if P > 2 else 1
+    assert max(peaks[0]) <= 2 * neighbours
+
+
+@steady
+@given(lowered_schedules, st.integers(0, 2**32))
+def test_ranks_run_to_the_end_in_any_interleaving(lowered: Lowered, seed: int) -> None:
+    """Links that match by order alone: the n-th receive that is posted gets the n-th message that was sent."""
+    choose = Random(seed)
+    links: dict[tuple[int, int], deque[Message]] = {}
+    waiting: dict[tuple[int, int], deque[Message]] = {}
+    arrived: list[set[Message]] = [set() for _ in lowered.programs]
+    position = [0] * len(lowered.programs)
+
+    def may_go(rank: int) -> bool:
+        steps = lowered.programs[rank].steps
+        if position[rank] == len(steps):
+            return False
+        step = steps[position[rank]]
+        return isinstance(step, Transfer) or set(lowered.programs[rank].inputs.get(step, ())) <= arrived[rank]
+
+    while able := [rank for rank in range(len(position)) if may_go(rank)]:
+        rank = choose.choice(able)
+        step = lowered.programs[rank].steps[position[rank]]
+        position[rank] += 1
+        if isinstance(step, Transfer):
+            link = (rank, step.peer) if step.is_send else (step.peer, rank)
+            (links if step.is_send else waiting).setdefault(link, deque()).append(step.message)
+            while links.get(link) and waiting.get(link):
+                message = links[link].popleft()
+                assert message == waiting[link].popleft()
+                arrived[link[1]].add(message)
+    assert position == [len(program.steps) for program in lowered.programs]
+    assert not any(links.values())
+    assert not any(waiting.values())
+
+
+@steady
+@given(lowered_schedules)
+def test_proofs(lowered: Lowered) -> None:
+    """An answer proves a send if, and only if, it is the first that the peer made after consuming the message."""
+    for program in lowered.programs:
+        first_answer: dict[Message, Message] = {}
+        for peer in lowered.programs:
+            consumed: list[Message] = []
+            proved: set[Message] = set()
+            for step in peer.steps:
+                if isinstance(step, Action):
+                    sent_here = [m for m in peer.inputs.get(step, ()) if sender_of(lowered, m) == program.rank]
+                    consumed += sent_here
+                elif step.is_send and step.peer == program.rank:
+                    for message in consumed:
+                        if message not in proved:
+                            first_answer[message] = step.message
+                    proved |= set(consumed)
+        given = {message: answer for answer, messages in program.proves.items() for message in messages}
+        assert given == first_answer
+        assert sum(map(len, program.proves.values())) == len(given)  # none is proved twice
+
+
+def sender_of(lowered: Lowered, message: Message) -> int:
+    return lowered.schedule.owner(message.src, message.index)
+
+
+# --- tampered with ---
+
+
+def tampered(lowered: Lowered, rank: int, change: Callable[[list[Step]], object]) -> Lowered:
+    program = lowered.programs[rank]
+    steps = list(program.steps)
+    change(steps)
+    programs = list(lowered.programs)
+    programs[rank] = replace(program, steps=tuple(steps))
+    return replace(lowered, programs=tuple(programs))
+
+
+def swap(one: str, other: str) -> Callable[[list[Step]], None]:
+    def change(steps: list[Step]) -> None:
+        i, j = (next(k for k, step in enumerate(steps) if str(step) == text) for text in (one, other))
+        steps[i], steps[j] = steps[j], steps[i]
+
+    return change
+
+
+def drop(text: str) -> Callable[[list[Step]], None]:
+    return lambda steps: steps.remove(next(step for step in steps if str(step) == text))
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "message"),
+    [
+        pytest.param(
+            1,
+            swap("1RECV_F0", "1RECV_F1"),
+            "link 0 -> 1, message 0: sent is activations of microbatch 0 .*, received is activations of microbatch 1 ",
+            id="receives-swapped",
+        ),
+        pytest.param(1, swap("1SEND_B1", "1SEND_B2"), "rank 1, step .*: 1SEND_B2 stands before 1B2", id="sent-early"),
+        pytest.param(
+            1,
+            drop("1SEND_B3"),
+            "link 1 -> 0, message 3: sent is nothing, received is gradients of microbatch 3",
+            id="send-lost",
+        ),
+        pytest.param(
+            0,
+            drop("0SEND_F3"),
+            "link 0 -> 1, message 3: sent is nothing, received is activations of microbatch 3",
+            id="last-send-lost",
+        ),
+        pytest.param(
+            0,
+            lambda steps: steps.append(steps[-1]),
+            "rank 0 no longer runs the actions of its program in their order",
+            id="action-twice",
+        ),
+        pytest.param(
+            0,
+            swap("0RECV_B3", "0B3"),
+            "rank 0, step .*: 0B3 needs gradients of microbatch 3 .*; expected the receive before it",
+            id="posted-late",
+        ),
+        pytest.param(1, drop("1RECV_F2"), "1F2 needs activations of microbatch 2", id="receive-lost"),
+        pytest.param(0, drop("0B3"), "rank 0 no longer runs the actions of its program", id="action-lost"),
+        pytest.param(0, swap("0F2", "0F3"), "stands before 0F2, which makes it", id="actions-swapped"),
+    ],
+)
+def test_tampered_programs_are_refused(rank: int, change: Callable[[list[Step]], object], message: str) -> None:
+    lowered = lower(build("1f1b", num_ranks=2, num_microbatches=4))
+    assert check_lowered(lowered) == 8
+    with pytest.raises(ScheduleError, match=message):
+        check_lowered(tampered(lowered, rank, change))
+
+
+def test_waiting_for_the_wrong_message_is_refused() -> None:
+    lowered = lower(build("1f1b", num_ranks=2, num_microbatches=2))
+    program = lowered.programs[1]
+    forward = [Action(1, Op.F, k) for k in range(2)]
+    wrong = replace(program, inputs={forward[0]: program.inputs[forward[1]], forward[1]: program.inputs[forward[0]]})
+    with pytest.raises(ScheduleError, match=r"1F0 needs activations of microbatch 0 .*, but waits for other messages"):
+        check_lowered(replace(lowered, programs=(lowered.programs[0], wrong)))

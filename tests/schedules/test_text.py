@@ -1,0 +1,210 @@
+"""CSV, JSON and grids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from stagewright.schedules import BUILDERS, Edge, Op, Schedule, ScheduleError, build, check
+
+from .random_schedules import by_hand, schedules, steady
+
+CSV = """\
+0F0,0F1,,0B0,0F2,0B1,,0B2
+,1F0,1B0,1F1,1B1,1F2,1B2,
+"""
+
+
+def table(text: str) -> str:
+    """A table drawn with spaces, as CSV."""
+    lines = dedent(text).strip().splitlines()
+    return "".join(",".join("" if c == "." else c for c in line.split()) + "\n" for line in lines)
+
+
+# --- CSV ---
+
+
+def test_csv() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=3)
+    assert schedule.to_csv() == CSV
+    assert table("0F0 0F1 . 0B0 0F2 0B1 . 0B2\n. 1F0 1B0 1F1 1B1 1F2 1B2 .") == CSV
+    again = Schedule.from_csv(CSV, name="1f1b")
+    assert again == schedule
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 3), (4, 8)])
+def test_csv_round_trip_of_builders(name: str, P: int, M: int) -> None:
+    schedule = build(name, num_ranks=P, num_microbatches=M)
+    assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
+
+
+@steady
+@given(schedules(replicas=False))
+def test_csv_round_trip(schedule: Schedule) -> None:
+    """All but the name, the edges, and an idle rank's place at the end of the table."""
+    assume(all(schedule.programs) and len(schedule.to_csv().splitlines()[0]) > 3)
+    again = Schedule.from_csv(schedule.to_csv())
+    assert again.programs == schedule.programs
+    assert again.placement == schedule.placement
+    assert again.num_microbatches == schedule.num_microbatches
+    check(again.with_edges(schedule.stage_edges))
+
+
+def test_a_rank_without_stages_stays_a_row() -> None:
+    schedule = by_hand("0F0 0B0", "", "1F0 1B0", microbatches=1, placement=[[0], [], [1]])
+    assert schedule.to_csv() == "0F0,,,0B0\n,,,\n,1F0,1B0,\n"
+    assert Schedule.from_csv(schedule.to_csv(), name="by hand") == schedule
+
+
+def test_communication_and_spaces_are_skipped() -> None:
+    """What torch writes with format="compute_comms"."""
+    lowered = """\
+    0UNSHARD,0F0,0SEND_F0, 0RECV_B0 ,0B0,0REDUCE_GRAD,0RESHARD
+
+    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD0
+    """
+    schedule = Schedule.from_csv(lowered)
+    assert [" ".join(map(str, program)) for program in schedule.programs] == ["0F0 0B0", "1F0 1B0"]
+    check(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CSV.replace("0B1", "0X1"), r"row 1, column 6: cannot read the action '0X1': expected <stage><op><microbatch>"),
+        (CSV.replace("1F2", "F2"), r"row 2, column 6: cannot read the action 'F2'"),
+        ("\n\n" + CSV.replace("1F0", "one"), r"row 4, column 2: cannot read the action 'one'"),
+        (CSV.replace("1F2", "0F2"), r"row 2: 0F2 is of stage 0, which row 1 has too; expected one row for each stage"),
+        ("", "the table has no action: expected a row a rank with cells such as 0F0"),
+        (",,\n,\n", "the table has no action"),
+        ("0SEND_F0\n", "the table has no action"),
+        (CSV.replace("1", "2"), "2 stages, numbered 0 to 2, and none holds stage 1"),
+    ],
+)
+def test_unreadable_csv(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_csv(text)
+
+
+def test_readable_csv_that_does_not_run() -> None:
+    with pytest.raises(ScheduleError, match="missing: 1B2"):
+        check(Schedule.from_csv(CSV.replace("1B2", "")))
+    swapped = table(
+        """
+        0F0 0B0 0F1 0B1
+        1F0 1F1 1B0 1B1
+        """
+    )
+    with pytest.raises(ScheduleError, match="deadlock: a cycle of 2 ranks"):
+        check(Schedule.from_csv(swapped))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        by_hand("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1", microbatches=2, placement=[[0], [1], [1]]),
+        by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2),
+        by_hand("0F0 0B0 0U0", microbatches=1),
+        by_hand("0F0 0B0", microbatches=1, rule="2bw"),
+    ],
+    ids=["replicas", "batches", "updates", "rule"],
+)
+def test_what_a_table_cannot_say(schedule: Schedule) -> None:
+    with pytest.raises(ScheduleError, match=r"a CSV table cannot say: .*; use to_json"):
+        schedule.to_csv()
+
+
+# --- JSON ---
+
+
+@steady
+@given(schedules(), st.integers(1, 3), st.sampled_from(["flush", "2bw"]))
+def test_json_round_trip(schedule: Schedule, batches: int, rule: str) -> None:
+    schedule = replace(schedule, num_batches=batches, weight_rule=rule)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_json_is_readable() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1).with_edges([Edge(0, 1, False)])
+    assert json.loads(schedule.to_json()) == {
+        "version": 1,
+        "name": "1f1b",
+        "num_microbatches": 1,
+        "num_batches": 1,
+        "weight_rule": "flush",
+        "placement": [[0], [1]],
+        "edges": [[0, 1, False]],
+        "programs": ["0F0 0B0", "1F0 1B0"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2: expected 1"),
+        ({"programs": ["0F0", "1X0"]}, "program of rank 1: cannot read the action '1X0'"),
+        ({"programs": "0F0"}, "programs: expected a list, found '0F0'"),
+        ({"programs": 5}, "programs: expected a list, found 5"),
+        ({"programs": ["0F0", 7]}, "program of rank 1: cannot read the action '7'"),
+        ({"placement": [0, 1]}, "placement: expected a list, found 0"),
+        ({"placement": [[0], ["1"]]}, "placement: expected a whole number, found '1'"),
+        ({"num_microbatches": 2.5}, r"num_microbatches: expected a whole number, found 2\.5"),
+        ({"num_batches": True}, "num_batches: expected a whole number, found True"),
+        ({"num_microbatches": 0}, "num_microbatches=0, num_batches=1: expected at least 1"),
+        ({"edges": [[0, 1]]}, r"edges: expected \[src, dst, true or false\] each, found \[0, 1\]"),
+        ({"edges": [[0, 1, "false"]]}, r"edges: expected \[src, dst, true or false\] each"),
+        ({"edges": [[1, 0, True]]}, "edge 1 -> 0: expected stages in ascending order"),
+        ({"microbatches": 4}, r"a schedule has the keys \['edges', .* found \['edges', 'microbatches'"),
+    ],
+)
+def test_unreadable_json(change: dict[str, object], message: str) -> None:
+    data = json.loads(build("gpipe", num_ranks=2, num_microbatches=1).to_json())
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_json(json.dumps({**data, **change}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("0F0,0B0", "not JSON: "), ("[1]", "has the keys .* found list"), ("{}", r"has the keys .* found \[\]")],
+)
+def test_no_schedule_at_all(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_json(text)
+
+
+# --- grids ---
+
+
+def test_cells_are_as_wide_as_the_widest() -> None:
+    grid = build("gpipe", num_ranks=2, num_microbatches=11).grid()
+    assert grid.splitlines()[1] == (
+        "rank 1 | .   F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 B0  B1  B2  B3  B4  B5  B6  B7  B8  B9  B10 ."
+    )
+
+
+def test_ranks_are_aligned() -> None:
+    lines = build("1f1b", num_ranks=11, num_microbatches=1).grid().splitlines()
+    assert lines[0].startswith("rank  0 | F0 . ")
+    assert lines[10].startswith("rank 10 | .  .  ")
+
+
+def test_updates_take_no_cell() -> None:
+    schedule = by_hand("0F0 0B0 0U0 0F1 0I1 0W1 0U1", microbatches=1, batches=2)
+    assert schedule.grid() == "rank 0 | F0 B0 F1 I1 W1"
+
+
+@steady
+@given(schedules())
+def test_a_grid_shows_each_action_once_in_order(schedule: Schedule) -> None:
+    several = any(len(stages) > 1 for stages in schedule.placement)
+    for rank, line in enumerate(schedule.grid().splitlines()):
+        label, cells = line.split(" | ")
+        assert label == f"rank {rank}"
+        shown = [cell for cell in cells.split() if cell != "."]
+        assert shown == [str(a) if several else f"{Op(a.op).value}{a.index}" for a in schedule.programs[rank]]

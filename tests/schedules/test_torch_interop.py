@@ -1,0 +1,148 @@
+"""The CSV of torch.distributed.pipelining, both ways, through torch's own classes (mock stages, no processes)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagewright.schedules import Action, Schedule, build, check
+
+# (P, V, M): torch needs M to be a multiple of the rounds of M // P for interleaved, and M >= P for 1F1B.
+INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 10), (4, 2, 3), (3, 1, 6), (1, 3, 4)]
+PLAIN = [(1, 1), (2, 5), (4, 4), (4, 8)]
+
+
+@pytest.fixture(scope="module")
+def torch_schedules() -> Any:
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+def mock_stages(P: int, V: int, rank: int = 0) -> list[Any]:
+    return [
+        SimpleNamespace(
+            num_stages=P * V,
+            group_size=P,
+            group_rank=rank,
+            stage_index=chunk * P + rank,
+            is_first=chunk * P + rank == 0,
+            is_last=chunk * P + rank == P * V - 1,
+            has_backward=True,
+            stage_index_to_group_rank={},
+            submod=None,
+        )
+        for chunk in range(V)
+    ]
+
+
+def multi(torch_schedules: Any, kind: str, P: int, V: int, M: int) -> Any:
+    return getattr(torch_schedules, kind)(mock_stages(P, V), M)
+
+
+def orders(programs: Iterable[Iterable[Any]]) -> list[list[str]]:
+    """Compute actions as text, without idle cells and gradient reductions."""
+    return [
+        [str(a) for a in program if a is not None and str(a) and "REDUCE_GRAD" not in str(a)] for program in programs
+    ]
+
+
+# --- the rules coincide ---
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+@pytest.mark.parametrize(("P", "M"), PLAIN)
+def test_the_order_of_plain_schedules_is_torchs(torch_schedules: Any, name: str, kind: str, P: int, M: int) -> None:
+    theirs = getattr(torch_schedules, kind)(mock_stages(P, 1)[0], M)._get_pipeline_order()
+    assert orders(theirs[rank] for rank in range(P)) == orders(build(name, num_ranks=P, num_microbatches=M).programs)
+
+
+@pytest.mark.parametrize(("P", "V", "M"), INTERLEAVED)
+def test_the_order_of_interleaved_is_torchs(torch_schedules: Any, P: int, V: int, M: int) -> None:
+    theirs = multi(torch_schedules, "ScheduleInterleaved1F1B", P, V, M).pipeline_order
+    ours = build("ScheduleInterleaved1F1B", num_ranks=P, num_microbatches=M, num_chunks=V)
+    assert orders(theirs[rank] for rank in range(P)) == orders(ours.programs)
+
+
+def test_looped_bfs_differs_from_torchs_in_the_order_of_backwards(torch_schedules: Any) -> None:
+    """Torch runs the microbatches of each backward in descending order; the forwards agree."""
+    theirs = multi(torch_schedules, "ScheduleLoopedBFS", 2, 2, 3).pipeline_order
+    ours = build("ScheduleLoopedBFS", num_ranks=2, num_microbatches=3, num_chunks=2)
+    assert orders([theirs[0]]) == ["0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0".split()]  # noqa: SIM905
+    assert orders(ours.programs)[0] == "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2".split()  # noqa: SIM905
+
+
+# --- their tables here ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "P", "V", "M"),
+    [
+        *(("ScheduleInterleaved1F1B", *sizes) for sizes in INTERLEAVED),
+        ("ScheduleLoopedBFS", 2, 2, 3),
+        ("ScheduleInterleavedZeroBubble", 2, 2, 4),
+        ("ScheduleInterleavedZeroBubble", 4, 1, 8),
+        ("ScheduleZBVZeroBubble", 4, 2, 8),
+    ],
+)
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_torchs_tables_are_read_and_checked(
+    torch_schedules: Any, kind: str, P: int, V: int, M: int, form: str, tmp_path: Path
+) -> None:
+    theirs = multi(torch_schedules, kind, P, V, M)
+    theirs._dump_csv(tmp_path / "table.csv", format=form)
+    schedule = Schedule.from_csv((tmp_path / "table.csv").read_text())
+    assert check(schedule).num_actions == sum(map(len, orders(theirs.pipeline_order.values())))
+    assert orders(schedule.programs) == orders(theirs.pipeline_order[rank] for rank in range(P))
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (P, P * V, M)
+
+
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
+def test_torchs_grid_of_a_plain_schedule_is_read(torch_schedules: Any, name: str) -> None:
+    """It ends each row with a reduction of gradients, which is left out."""
+    order = getattr(torch_schedules, name)(mock_stages(3, 1)[0], 5)._get_pipeline_order()
+    text = "".join(",".join("" if a is None else str(a) for a in order[rank]) + "\n" for rank in range(3))
+    assert "REDUCE_GRAD" in text
+    schedule = Schedule.from_csv(text, name=name)
+    check(schedule)
+    assert schedule.programs == build(name, num_ranks=3, num_microbatches=5).programs
+
+
+# --- our tables there ---
+
+
+@pytest.mark.parametrize(
+    ("name", "P", "V", "M"),
+    [
+        ("gpipe", 3, 1, 5),
+        ("1f1b", 4, 1, 8),
+        ("1f1b", 4, 1, 2),  # fewer microbatches than ranks: torch's own builder refuses, its runtime does not
+        ("interleaved", 2, 2, 5),  # a remainder, likewise
+        ("interleaved", 4, 3, 11),
+        ("looped-bfs", 2, 3, 4),
+    ],
+)
+def test_our_tables_are_read_and_lowered_by_torchs_runtime(
+    torch_schedules: Any, name: str, P: int, V: int, M: int, tmp_path: Path
+) -> None:
+    ours = build(name, num_ranks=P, num_microbatches=M, num_chunks=V)
+    path = tmp_path / "table.csv"
+    path.write_text(ours.to_csv())
+    theirs = torch_schedules._PipelineScheduleRuntime(mock_stages(P, V), M)
+    theirs._load_csv(str(path))  # checks, places and adds communication
+    assert orders(theirs.pipeline_order[rank] for rank in range(P)) == orders(ours.programs)
+    placed = {stage: rank for rank, stages in enumerate(ours.placement) for stage in stages}
+    assert theirs.stage_index_to_group_rank == placed
+    theirs._simulate()  # raises where it cannot go on
+
+
+@pytest.mark.parametrize("text", ["3F12", "0B0", "1I2", "1W2", "2SEND_F3", "2RECV_B3", "0UNSHARD", "5REDUCE_GRAD"])
+def test_cells_mean_the_same(torch_schedules: Any, text: str) -> None:
+    theirs = torch_schedules._Action.from_str(text)
+    ours = Action.parse(text)
+    assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index or 0) == ours
+    assert str(theirs) == text

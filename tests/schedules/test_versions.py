@@ -1,0 +1,171 @@
+"""Weight versions: derived from the updates in the program, then compared with the rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check
+from stagewright.schedules.versions import derive_versions
+
+from .random_schedules import by_hand, schedules, steady
+
+# PipeDream-2BW: P=2, M=2, three batches. Batch t runs on version max(t-1, 0), so the update of batch t stands just
+# before the first forward of batch t+2 (or at the end), whenever its gradients were complete.
+RANK_0 = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0U0 0F4 0B3 0F5 0B4 0B5 0U1 0U2"
+RANK_1 = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1U0 1F4 1B4 1F5 1B5 1U1 1U2"
+
+
+def two_bw(rank_0: str = RANK_0, rank_1: str = RANK_1) -> Schedule:
+    return by_hand(rank_0, rank_1, microbatches=2, batches=3, rule="2bw")
+
+
+def test_2bw() -> None:
+    schedule = two_bw()
+    versions = derive_versions(schedule)
+    assert {(stage, k): version for (stage, k), version in versions.used.items() if version} == {
+        (stage, k): 1 for stage in (0, 1) for k in (4, 5)
+    }
+    # At 0U0 the backward of microbatch 3 is still to come, on version 0; rank 1 has none in flight at its updates.
+    assert check(schedule).peak_versions == versions.peak_live == (2, 1)
+    assert check(schedule).peak_activations == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        pytest.param(
+            "1F2 1B2 1F3 1B3 1U0",
+            "1U0 1F2 1B2 1F3 1B3",
+            "1F2 uses weight version 1 of stage 1 by the updates before it, but the rule '2bw' asks for version 0: "
+            r"move an update \(U\) of stage 1 on rank 1",
+            id="update-too-early",
+        ),
+        pytest.param(
+            "1U0 1F4 1B4",
+            "1F4 1B4 1U0",
+            "1F4 uses weight version 0 of stage 1 .* asks for version 1",
+            id="update-too-late",
+        ),
+        pytest.param(
+            "0B4 0B5 0U1 0U2",
+            "0B4 0U1 0B5 0U2",
+            None,
+            id="earlier-but-right",
+        ),
+        pytest.param(
+            "0F4 0B3 0F5 0B4 0B5 0U1 0U2",
+            "0F4 0F5 0U1 0B3 0B4 0B5 0U2",
+            "0B3 on rank 0, position 11, adds to the gradient that 0U1, which stands before it, has used",
+            id="update-before-its-gradients",
+        ),
+        pytest.param("1U1 1U2", "1U2 1U1", r"1U2 on rank 1, position 13, is update 1 of the stage", id="out-of-order"),
+        pytest.param("0U1 0U2", "0U1 0U2 0U3", r"0U3 .* is update 3 .* each of the 3 batches", id="surplus"),
+        pytest.param("0U1 0U2", "0U1 0U1 0U2", r"0U1 .* is update 2 .* in order, 0U0 first", id="twice"),
+        pytest.param("1U1 1U2", "1U1", "missing: 1U2 on rank 1; expected an update for each batch", id="missing"),
+        pytest.param("0U0", "", "0U1 on rank 0, position 12, is update 0 of the stage", id="first-missing"),
+    ],
+)
+def test_2bw_gone_wrong(old: str, new: str, message: str | None) -> None:
+    assert (old in RANK_0) != (old in RANK_1)
+    schedule = two_bw(RANK_0.replace(old, new), RANK_1.replace(old, new))
+    if message is None:
+        check(schedule)
+        return
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule)
+
+
+def test_a_claim_is_no_proof() -> None:
+    """The flush of each batch is not 2BW, and 2BW is no flush."""
+    flush = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
+    assert check(flush).peak_versions == (1,)
+    with pytest.raises(ScheduleError, match=r"0F1 uses weight version 1 .* rule '2bw' asks for version 0"):
+        check(replace(flush, weight_rule="2bw"))
+    with pytest.raises(ScheduleError, match=r"0F2 uses weight version 0 .* rule 'flush' asks for version 1"):
+        check(replace(two_bw(), weight_rule="flush"))
+
+
+def test_unknown_rule() -> None:
+    with pytest.raises(ScheduleError, match="weight_rule='3bw' of schedule 'by hand': expected one of flush, 2bw"):
+        check(by_hand("0F0 0B0 0U0", microbatches=1, rule="3bw"))
+
+
+def test_a_flush_schedule_of_one_batch_holds_no_update() -> None:
+    with pytest.raises(ScheduleError, match="0U0 on rank 0: a flush schedule of one batch holds no U"):
+        check(by_hand("0F0 0B0 0U0", microbatches=1))
+
+
+def test_several_batches_need_their_updates() -> None:
+    with pytest.raises(ScheduleError, match="missing: 0U0 on rank 0"):
+        check(by_hand("0F0 0B0 0F1 0B1", microbatches=1, batches=2))
+    with pytest.raises(ScheduleError, match="missing: 0U0 on rank 0"):
+        check(by_hand("0F0 0B0 0F1 0B1", microbatches=1, batches=2, rule="2bw"))
+
+
+def test_an_evaluation_needs_no_updates() -> None:
+    assert check(two_bw().forward_only()).peak_versions == (1, 1)
+
+
+def test_replicas_update_each() -> None:
+    placement = [[0], [0]]
+    good = by_hand("0F0 0B0 0U0 0F2 0B2 0U1", "0F1 0B1 0U0 0F3 0B3 0U1", microbatches=2, batches=2, placement=placement)
+    assert check(good).peak_versions == (1, 1)
+    bad = by_hand("0F0 0B0 0U0 0F2 0B2 0U1", "0F1 0B1 0U0 0F3 0B3", microbatches=2, batches=2, placement=placement)
+    with pytest.raises(ScheduleError, match="missing: 0U1 on rank 1"):
+        check(bad)
+
+
+@pytest.mark.parametrize(
+    ("program", "peak"),
+    [
+        ("0F0 0U0 0F1 0U1 0B0 0B1", 3),  # versions 0 and 1 in flight, 2 the newest
+        ("0F0 0U0 0B0 0F1 0U1 0B1", 2),
+        ("0F0 0I0 0U0 0W0 0F1 0I1 0W1 0U1", 2),  # alive until W
+        ("0F0 0F1 0U0 0U1 0B0 0B1", 2),  # two in flight, on one version
+        ("0F0 0B0 0F1 0B1 0U0 0U1", 1),
+    ],
+)
+def test_live_versions(program: str, peak: int) -> None:
+    schedule = by_hand(program, microbatches=1, batches=2, rule="2bw")
+    assert derive_versions(schedule).peak_live == (peak,)
+
+
+def test_each_stage_of_a_rank_has_its_own_versions() -> None:
+    program = "0F0 1F0 1B0 1U0 0B0 0U0"
+    schedule = by_hand(program, microbatches=1, placement=[[0, 1]])
+    assert derive_versions(schedule).peak_live == (1,)
+    schedule = by_hand("0F0 1F0 1U0 0B0 0U0 1B0", microbatches=1, placement=[[0, 1]])
+    assert derive_versions(schedule).peak_live == (2,)
+
+
+@steady
+@given(schedules(forward_only=False), st.integers(2, 3))
+def test_batch_after_batch_is_a_flush(schedule: Schedule, batches: int) -> None:
+    """Any schedule, repeated, with the updates of each rank behind each batch: versions as the flush rule asks."""
+    M = schedule.num_microbatches
+    programs = tuple(
+        tuple(
+            action
+            for t in range(batches)
+            for action in (
+                *(Action(stage, op, t * M + k) for stage, op, k in program),
+                *(Action(stage, Op.U, t) for stage in schedule.placement[rank]),
+            )
+        )
+        for rank, program in enumerate(schedule.programs)
+    )
+    several = replace(schedule, programs=programs, num_batches=batches)
+    report = check(several)
+    assert report.peak_versions == (1,) * schedule.num_ranks
+    assert report.peak_activations == check(schedule).peak_activations
+    assert report.num_actions == batches * check(schedule).num_actions
+    used = derive_versions(several).used
+    assert all(version == k // M for (_, k), version in used.items())
+
+
+def test_built_schedules_have_one_version() -> None:
+    assert check(build("1f1b", num_ranks=3, num_microbatches=4)).peak_versions == (1, 1, 1)
