@@ -2,7 +2,7 @@
 
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
-from .failures import FailureBoard
+from .failures import FailureBoard, Guard
 from .groups import World, join_world, link_groups, pipe_size
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
@@ -10,6 +10,7 @@ from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 __all__ = [
     "Collectives",
     "FailureBoard",
+    "Guard",
     "InProcessTransport",
     "Mailbox",
     "PeerLost",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .errors import PeerLost, PipelineTimeout, short_reason
-from .groups import World, backend_for
+from .groups import World, as_one, make_group
+from .process_group import break_group
 
 T = TypeVar("T")
 
@@ -34,14 +32,12 @@ class Collectives:
         """Make a group of these ranks, if there is none yet."""
         key = tuple(ranks)
         if self._world.distributed and key not in self._groups:
-            limit = timedelta(seconds=self._timeout)
-            self._groups[key] = dist.new_group(list(key), backend=backend_for(self._device), timeout=limit)
+            self._groups[key] = make_group(key, self._world, device=self._device, timeout=self._timeout)
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None) -> None:
         """Sum `tensor` over the ranks, in place."""
         if self._world.distributed:
-            group = self._groups[tuple(ranks or self._everyone)]
-            self._guard(lambda: dist.all_reduce(tensor, group=group), what)
+            self._run(lambda group: dist.all_reduce(tensor, group=group), tuple(ranks or self._everyone), what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
@@ -53,8 +49,8 @@ class Collectives:
             if mine
             else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         )
-        group = self._groups[self._everyone]
-        self._guard(lambda: dist.broadcast(buffer, src=source, group=group), what)
+        wire = buffer.reshape(-1).view(torch.uint8)  # backends know few types
+        self._run(lambda group: dist.broadcast(wire, src=source, group=group), self._everyone, what)
         return buffer
 
     def gather(self, mine: T, *, what: str) -> list[T]:
@@ -62,18 +58,15 @@ class Collectives:
         if not self._world.distributed:
             return [mine]
         everyone: list[T] = [mine] * self._world.size
-        group = self._groups[self._everyone]
-        self._guard(lambda: dist.all_gather_object(everyone, mine, group=group), what)
+        self._run(lambda group: dist.all_gather_object(everyone, mine, group=group), self._everyone, what)
         return everyone
 
-    def _guard(self, run: Callable[[], object], what: str) -> None:
-        started = time.monotonic()
-        try:
-            run()
-        except RuntimeError as error:
-            waited = time.monotonic() - started
-            story = (
-                f"rank {self._world.rank}: {what}, together with all {self._world.size} ranks, failed after "
-                f"{waited:.1f} s ({short_reason(error)}): did every rank make this call?"
-            )
-            raise (PipelineTimeout if waited >= self._timeout else PeerLost)(story) from error
+    def abort(self) -> None:
+        """After an error: let nobody wait for this rank any longer."""
+        for ranks, group in self._groups.items():
+            if self._world.rank in ranks:
+                break_group(group, self._device)
+
+    def _run(self, collective: Callable[[dist.ProcessGroup], object], ranks: tuple[int, ...], what: str) -> None:
+        group = self._groups[ranks]
+        as_one(lambda: collective(group), what=what, world=self._world, ranks=ranks, timeout=self._timeout)

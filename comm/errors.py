@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PipelineError(RuntimeError):
     """A run that cannot go on. The message names the ranks and actions concerned.
 
-    peer: the rank that was waited for, where there is one.
+    peers: the ranks that were waited for.
     """
 
-    def __init__(self, message: str, *, peer: int | None = None) -> None:
+    def __init__(self, message: str, *, peers: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peers = tuple(peers)
 
 
 class PipelineTimeout(PipelineError):  # noqa: N818 - a time-out says it all

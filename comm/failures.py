@@ -1,93 +1,210 @@
-"""The failure board: every rank that fails writes its story where the others can read it.
+"""When a rank fails: it tells the others why, lets go of them, and finds out whose failure it was.
 
-It stands in the rendezvous store. What a rank sees when it loses a connection, or when a wait runs out, is often
-only the echo of what happened further away:
+What a rank sees when it loses a connection, or when a wait runs out, is often only the echo of what happened
+further away:
 
     rank 0 waits for 1, rank 1 waits for 2, rank 3 waits for 2, rank 2 says nothing  ->  rank 2 is the cause
 
-So a rank that fails writes down whom it waited for, lets go of its links, and follows the reports to their end.
+So a rank that fails writes on a board whom it waited for, breaks its links (so that whoever waits for it fails
+at once, too), and follows the reports to their end. The board is the rendezvous store.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from .errors import PeerLost, PipelineError
+from .errors import PipelineError, PipelineTimeout
 
-_GRACE = 0.6  # [s] for the reports of ranks that fail at the same moment
+T = TypeVar("T")
+
+_SOON = 0.6  # [s] for the reports of ranks that lose a connection, and for the others to read rank 0's store
+_LATER = 1.5  # [s] for those of ranks whose own wait began a little later
+_STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
+_POLL = 0.05  # [s]
 
 
-class _Report(NamedTuple):
-    peer: int | None  # whom the rank waited for; None: the error was its own
+class Report(NamedTuple):
+    """What a rank wrote when it failed.
+
+    peers: whom it waited for; none: the error was its own.
+    gave_up: its wait ran out (else it lost a connection).
+    """
+
+    peers: tuple[int, ...]
+    gave_up: bool
     text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Report:
+        """Of an error on this rank."""
+        if isinstance(error, PipelineError):
+            return cls(error.peers, isinstance(error, PipelineTimeout), str(error))
+        return cls((), False, f"{type(error).__name__}: {error}")
+
+
+class Verdict(NamedTuple):
+    """What the reports say so far. settled: no later report can change it."""
+
+    cause: str
+    settled: bool
 
 
 class FailureBoard:
-    """Reports of one run's ranks. Without other processes (`store` is None) nothing is read or written."""
+    """Reports of one run's ranks, in a store that all of them reach.
 
-    def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
+    Each rank makes as many boards as the others, in the same order: so an old report is not taken for a new one.
+    """
+
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
+        self._name = f"failure/{store.add(f'failure/boards of rank {rank}', 1)}"
 
     def write(self, error: BaseException) -> None:
         """Write this rank's error down. Never raises: the store may be gone."""
-        if self._store is None:
-            return
-        peer = error.peer if isinstance(error, PipelineError) else None
-        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-        try:
-            self._store.set(f"failure/{self._rank}", json.dumps([peer, text]))
-        except Exception:
-            return
+        text = json.dumps(Report.of(error))
+        _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to raise: this rank's own, with the cause at the end of the chain of reports."""
-        if self._store is None:
+        if not isinstance(error, PipelineError) or not error.peers:
             return error
-        peer = error.peer if isinstance(error, PipelineError) else None
-        if peer is not None or self._rank == 0:  # rank 0 may host the store: let the others read first
-            time.sleep(_GRACE)
-        if peer is None:
-            return error
-        assert isinstance(error, PipelineError)
-        try:
-            reports = self._read()
-        except Exception:
-            return error
-        silent = "it died" if isinstance(error, PeerLost) else "it is stalled, or still computes"
-        cause = _cause(self._rank, peer, reports, silent)
+        deadline = time.monotonic() + (_LATER if isinstance(error, PipelineTimeout) else _SOON)
+        reports: dict[int, Report] = {self._rank: Report.of(error)}
+        while True:
+            found = _within(_STORE_LIMIT, partial(self._read, frozenset(reports)))
+            if found is None:
+                cause = (
+                    "the store that the ranks met at does not answer either: its host "
+                    "(rank 0, unless a launcher hosts it) died or is stalled"
+                )
+                break
+            reports |= found
+            cause, settled = find_cause(self._rank, reports)
+            if settled or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL)
+        return type(error)(f"{error}\ncause: {cause}", peers=error.peers)
+
+    def linger(self) -> None:
+        """Rank 0 may host the store: let the others read before it leaves."""
         if self._rank == 0:
-            time.sleep(_GRACE)
-        return type(error)(f"{error}\ncause: {cause}", peer=peer)
+            time.sleep(_SOON)
 
-    def _read(self) -> dict[int, _Report]:
-        assert self._store is not None
-        reports = {}
+    def _read(self, known: Collection[int]) -> dict[int, Report]:
+        found = {}
         for rank in range(self._size):
-            if self._store.check([f"failure/{rank}"]):
-                reports[rank] = _Report(*json.loads(self._store.get(f"failure/{rank}")))
-        return reports
+            key = f"{self._name}/{rank}"
+            if rank not in known and self._store.check([key]):
+                peers, gave_up, text = json.loads(self._store.get(key))
+                found[rank] = Report(tuple(peers), gave_up, text)
+        return found
 
 
-def _cause(rank: int, peer: int, reports: dict[int, _Report], silent: str) -> str:
-    """Follow who waited for whom.
+class Guard:
+    """Around everything that ranks do together: an error on one of them ends the run on all, and at once.
 
-    >>> _cause(0, 1, {0: _Report(1, "..."), 1: _Report(2, "...")}, "it died")
-    'rank 2, which rank 1 waited for, reports nothing: it died'
+    Without a board there are no other processes, and nothing ends.
     """
-    path = [rank]
-    while peer not in path:
-        report = reports.get(peer)
+
+    def __init__(self, board: FailureBoard | None) -> None:
+        self._board = board
+        self._let_go: list[Callable[[], None]] = []
+        self._end: str | None = None
+
+    def on_failure(self, let_go: Callable[[], None]) -> None:
+        """What to call so that nobody waits for this rank any longer."""
+        self._let_go.append(let_go)
+
+    @property
+    def ended(self) -> bool:
+        """Whether an error has ended the run."""
+        return self._end is not None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails within is told to the other ranks, and raised with its cause."""
+        if self._end is not None:
+            raise PipelineError(f"this pipeline has ended: expected a new PipelineModule after {self._end}")
+        try:
+            yield
+        except BaseException as error:
+            if self._board is None:
+                self._release()
+                raise
+            self._end = f"{type(error).__name__}: {error}"
+            self._board.write(error)
+            self._release()
+            told = self._board.explain(error)
+            self._board.linger()
+            if told is error:
+                raise
+            raise told from error
+
+    def _release(self) -> None:
+        for let_go in self._let_go:
+            let_go()
+
+
+def find_cause(rank: int, reports: Mapping[int, Report]) -> Verdict:
+    """Follow who waited for whom, from `rank` on.
+
+    >>> find_cause(0, {0: Report((1,), False, ""), 1: Report((2,), True, "rank 1: waited 3.0 s")}).cause
+    'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'
+    """
+    came_from: dict[int, int] = {rank: rank}
+    order = [rank]
+    silent: list[int] = []
+    for one in order:
+        report = reports.get(one)
         if report is None:
-            return f"rank {peer}, which rank {path[-1]} waited for, reports nothing: {silent}"
-        path.append(peer)
-        if report.peer is None:
-            return f"rank {peer} failed: {report.text}"
-        peer = report.peer
-    circle = " -> ".join(map(str, [*path[path.index(peer) :], peer]))
-    return f"the ranks {circle} wait for each other: did all of them make the same call?"
+            silent.append(one)
+        elif not report.peers:
+            return Verdict(f"rank {one} failed: {report.text}", True)
+        else:
+            fresh = [peer for peer in report.peers if peer not in came_from]
+            came_from.update(dict.fromkeys(fresh, one))
+            order += fresh
+    if silent:
+        return Verdict("; ".join(_silence(one, came_from[one], rank, reports) for one in silent), False)
+    others = [one for one in order if one != rank]
+    impatient = [one for one in others if reports[one].gave_up]
+    if impatient and not reports[rank].gave_up:
+        return Verdict(f"rank {impatient[0]} gave up: {reports[impatient[0]].text}", True)
+    stories = "; ".join(reports[one].text for one in others)
+    return Verdict(
+        f"the ranks {', '.join(map(str, order))} waited for each other: did all of them make the same calls, with "
+        f"batches of the same size? ({stories})",
+        True,
+    )
+
+
+def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Report]) -> str:
+    fate = "it is stalled, or still busy" if reports[waiting].gave_up else "it died"
+    story = f" ({reports[waiting].text})" if waiting != rank else ""
+    return f"rank {silent}, which rank {waiting} waited for, reports nothing: {fate}{story}"
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What `ask` returns; None when it raises, or has no answer in time (then its thread is left behind)."""
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception:
+            return
+
+    thread = threading.Thread(target=run, daemon=True, name="stagewright-failure-board")
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

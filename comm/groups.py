@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .errors import short_reason
+from .errors import PeerLost, PipelineTimeout, short_reason
 from .process_group import Link
+
+T = TypeVar("T")
 
 AXES = ("pipe", "data", "tensor")
 
@@ -77,6 +81,8 @@ def pipe_size(mesh: Mapping[str, int] | None, world: World, *, wanted: int | Non
 
     Raises ValueError for an unknown axis, a data or tensor axis above 1, and a size that does not match the processes.
     """
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {world.size}}}')
     sizes = dict(mesh or {})
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -94,11 +100,41 @@ def pipe_size(mesh: Mapping[str, int] | None, world: World, *, wanted: int | Non
             f'mesh={{"pipe": {size}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
         )
     if world.distributed and size != world.size:
+        asks, fix = (
+            ("mesh", f'mesh={{"pipe": {world.size}}}') if wanted is None else ("schedule", "a schedule of as many")
+        )
         raise ValueError(
-            f'the mesh asks for {size} ranks and the process group has {world.size}: expected mesh={{"pipe": '
-            f"{world.size}}}, or start {size} processes (torchrun --nproc-per-node {size})"
+            f"the {asks} asks for {size} ranks and the process group has {world.size}: expected {fix}, or start "
+            f"{size} processes (torchrun --nproc-per-node {size})"
         )
     return size
+
+
+def as_one(run: Callable[[], T], *, what: str, world: World, ranks: Sequence[int], timeout: float) -> T:
+    """A collective call, or PipelineTimeout or PeerLost that says what it was for and which ranks make it."""
+    started = time.monotonic()
+    try:
+        return run()
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        story = (
+            f"rank {world.rank}: {what}, together with the ranks {', '.join(map(str, ranks))}, failed after "
+            f"{waited:.1f} s ({short_reason(error)}): did all of them make this call?"
+        )
+        kind = PipelineTimeout if waited >= timeout else PeerLost
+        raise kind(story, peers=[rank for rank in ranks if rank != world.rank]) from error
+
+
+def make_group(ranks: Sequence[int], world: World, *, device: torch.device, timeout: float) -> dist.ProcessGroup:
+    """A group of these ranks, whose time-out is the run's. Collective over all processes of the world."""
+    group: dist.ProcessGroup = as_one(
+        lambda: dist.new_group(list(ranks), backend=backend_for(device), timeout=timedelta(seconds=timeout)),
+        what="making the links of a PipelineModule",
+        world=world,
+        ranks=range(world.size),
+        timeout=timeout,
+    )
+    return group
 
 
 def link_groups(
@@ -108,17 +144,16 @@ def link_groups(
 
     gloo: one group for all. NCCL: a communicator a directed link, made in the same order everywhere.
     """
-    backend, limit = backend_for(device), timedelta(seconds=timeout)
     groups: dict[Link, tuple[dist.ProcessGroup, int]] = {}
-    if backend == "gloo":
-        everyone = dist.new_group(backend="gloo", timeout=limit)
+    if backend_for(device) == "gloo":
+        everyone = make_group(range(world.size), world, device=device, timeout=timeout)
         for sender, receiver in links:
             if world.rank in (sender, receiver):
                 groups[sender, receiver] = (everyone, receiver if world.rank == sender else sender)
         return groups
     for sender, receiver in sorted(links):
         pair = sorted((sender, receiver))
-        group = dist.new_group(pair, backend=backend, timeout=limit)
+        group = make_group(pair, world, device=device, timeout=timeout)
         if world.rank in pair:
             groups[sender, receiver] = (group, pair.index(receiver if world.rank == sender else sender))
     return groups

@@ -1,8 +1,9 @@
 """Messages over torch.distributed process groups: gloo for the CPU, NCCL for CUDA.
 
-gloo: one group for all links; each tensor has a tag of its own (a counter per directed link), and waiting
-blocks the thread. A work that is dropped before it is through breaks its pair, and one that timed out closes
-the pair for good: so a time-out is fatal.
+gloo: one group for all links; each tensor has a tag of its own (a counter per directed link, and a checksum of
+its layout: one that does not fit its buffer would end the process), and waiting blocks the thread. A work that
+is dropped before it is through breaks its pair, and one that timed out closes every pair of its group for good:
+so a time-out is fatal.
 
 NCCL: a communicator for each directed link, so that no order between links can deadlock: on one link both
 sides issue the same messages in the same order (`check_lowered`). Waiting orders the current stream.
@@ -11,21 +12,26 @@ sides issue the same messages in the same order (`check_lowered`). Waiting order
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
-from ..schedules import Message
+from ..schedules import Action, Message, MessageKind, Op
 from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
 Link = tuple[int, int]  # (sender, receiver), ranks along the pipeline
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
-_TAGS = 1 << 30
+_COUNTS = 1 << 14  # far above the messages under way on a link
+_LAYOUTS = 1 << 16
+_NEVER_SENT = _COUNTS * _LAYOUTS
 
 
 class ProcessGroupTransport:
@@ -51,7 +57,7 @@ class ProcessGroupTransport:
         self._device = device
         self._timeout = timeout
         self._blocking = device.type != "cuda"
-        self._tags: dict[Link, int] = dict.fromkeys(groups, 0)
+        self._counts: dict[Link, int] = dict.fromkeys(groups, 0)
         self._posted: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._sent: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._leftover: deque[tuple[Message, int, list[torch.Tensor], list[dist.Work]]] = deque()
@@ -68,9 +74,9 @@ class ProcessGroupTransport:
         for spec in specs:
             buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
             buffers.append(buffer)
-            tag = self._next_tag((peer, self._rank))
+            tag = self._next_tag((peer, self._rank), spec)
             if buffer.numel():
-                works.append(self._start(group.recv, buffer, index, tag, message))
+                works.append(self._start(group.recv, buffer, index, tag, message=message, peer=peer))
         self._posted[message] = (peer, buffers, works)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -83,9 +89,9 @@ class ProcessGroupTransport:
                 whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
                 whole.copy_(tensor)
             kept.append(whole)
-            tag = self._next_tag((self._rank, peer))
+            tag = self._next_tag((self._rank, peer), spec)
             if whole.numel():
-                works.append(self._start(group.send, whole, index, tag, message))
+                works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
         self._sent[message] = (peer, kept, works)
 
     def ready(self, message: Message) -> bool:
@@ -96,7 +102,7 @@ class ProcessGroupTransport:
         """Block until the tensors are here (CUDA: until the stream will have them)."""
         peer, buffers, works = self._posted.pop(message)
         for work in works:
-            self._finish(work, message, peer, timeout)
+            self._finish(work, _arrival(message, peer), peer, timeout)
         return tuple(buffers)
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
@@ -105,7 +111,7 @@ class ProcessGroupTransport:
             sent = self._sent.pop(message, None)
             if sent is not None and self._blocking:
                 for work in sent[2]:
-                    self._finish(work, message, sent[0], self._timeout)
+                    self._finish(work, _receipt(message, sent[0]), sent[0], self._timeout)
 
     def end_of_program(self) -> None:
         """Sends without an answer wait here for one more program: by then they are through."""
@@ -120,30 +126,33 @@ class ProcessGroupTransport:
         self._free_leftover(timeout)
 
     def abort(self) -> None:
-        """After an error: close this rank's links, so that nobody waits for it any longer."""
+        """After an error: close this rank's links, so that nobody waits for it any longer, and drop all messages."""
         for group in {id(group): group for group, _ in self._groups.values()}.values():
-            try:
-                group.abort()
-            except RuntimeError:
-                continue  # it is broken already, which is what we want
+            break_group(group, self._device)
+        self._posted.clear()
+        self._sent.clear()
+        self._leftover.clear()
 
     def _free_leftover(self, timeout: float) -> None:
         while self._leftover:
             message, peer, _, works = self._leftover.popleft()
             for work in works:
-                self._finish(work, message, peer, timeout)
+                self._finish(work, _receipt(message, peer), peer, timeout)
 
-    def _next_tag(self, link: Link) -> int:
-        self._tags[link] = (self._tags[link] + 1) % _TAGS
-        return self._tags[link]
+    def _next_tag(self, link: Link, spec: TensorSpec) -> int:
+        count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
+        return count * _LAYOUTS + _checksum(spec)
 
-    def _start(self, operation: _Start, tensor: torch.Tensor, index: int, tag: int, message: Message) -> dist.Work:
+    def _start(
+        self, operation: _Start, tensor: torch.Tensor, index: int, tag: int, *, message: Message, peer: int
+    ) -> dist.Work:
         try:
             return operation([_wire(tensor)], index, tag)
         except RuntimeError as error:
-            raise PeerLost(_lost(index, message, error), peer=index) from error
+            story = f"lost the connection to rank {peer} before the {message} ({short_reason(error)})"
+            raise PeerLost(story, peers=[peer]) from error
 
-    def _finish(self, work: dist.Work, message: Message, peer: int, timeout: float) -> None:
+    def _finish(self, work: dist.Work, what: str, peer: int, timeout: float) -> None:
         started = time.monotonic()
         try:
             if self._blocking:
@@ -152,9 +161,33 @@ class ProcessGroupTransport:
                 work.wait()
         except RuntimeError as error:
             waited = time.monotonic() - started
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower() or waited >= timeout:
-                raise PipelineTimeout(f"waited {waited:.1f} s for rank {peer}: {message}", peer=peer) from error
-            raise PeerLost(_lost(peer, message, error), peer=peer) from error
+            if "timed out" in str(error).lower() or waited >= timeout:
+                raise PipelineTimeout(f"waited {waited:.1f} s for {what}", peers=[peer]) from error
+            story = (
+                f"lost the connection to rank {peer} after waiting {waited:.1f} s for {what} ({short_reason(error)})"
+            )
+            raise PeerLost(story, peers=[peer]) from error
+
+
+def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Close this rank's connections in a group, so that whoever waits for it there fails at once. Never raises.
+
+    gloo's own abort() leaves its sockets open (torch 2.13); a receive that times out closes all of them.
+    """
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # it is broken already, which is what we want
+            group.abort()
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+@cache
+def _checksum(spec: TensorSpec) -> int:
+    """The same in every process."""
+    return zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,5 +196,13 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return flat.reshape(-1).view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else flat
 
 
-def _lost(peer: int, message: Message, error: Exception) -> str:
-    return f"lost the connection to rank {peer} while waiting for the {message} ({short_reason(error)})"
+def _arrival(message: Message, peer: int) -> str:
+    """What a wait is for: the action and its rank, and what it brings."""
+    if message.kind is MessageKind.LOSS:
+        return f"rank {peer}: the {message}"
+    made_by = Action(message.src, Op.F if message.kind is MessageKind.ACT else Op.B, message.index)
+    return f"{made_by} of rank {peer}, which makes the {message}"
+
+
+def _receipt(message: Message, peer: int) -> str:
+    return f"rank {peer} to take the {message}"

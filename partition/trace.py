@@ -9,16 +9,19 @@ are computed again where they are needed.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-import os
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from .aliases import changed_views
+from .source_line import first_line, users_line
 
 MODEL_INPUT = -1
 
@@ -41,6 +44,22 @@ class TracedStage:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputForm:
+    """How a model's flat outputs go together, with what is no tensor among them (None, numbers) by position."""
+
+    spec: pytree.TreeSpec
+    constants: Mapping[int, object]
+
+    def assemble(self, flat: Sequence[torch.Tensor]) -> object:
+        """The model's output."""
+        tensors = iter(flat)
+        leaves = [
+            self.constants[i] if i in self.constants else next(tensors) for i in range(len(flat) + len(self.constants))
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
 class TracedModel:
     """A model's flat graph, in training or evaluation mode.
 
@@ -61,7 +80,6 @@ class TracedModel:
     ) -> None:
         exported = _export(model, tuple(example_inputs))
         self._root = exported.module(check_guards=False)
-        self.out_spec = exported.call_spec.out_spec
         self._enter_unit = enter_unit
         nodes = list(self._root.graph.nodes)
         self._placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -69,7 +87,26 @@ class TracedModel:
         self.nodes = [n for n in nodes if n.op in ("call_function", "call_module", "call_method") and not _is_guard(n)]
         self._number = {node: i for i, node in enumerate(self.nodes)}
         self._shape_nodes = {n for n in self.nodes if _is_shape_number(n)}
+        self._results, self.output_form = self._read_output(exported.call_spec.out_spec)
+        self._together = [*self._tuples_and_parts(), *changed_views(self.nodes)]
         self._random = {n: i for i, n in enumerate(n for n in self.nodes if _is_random(n))}
+
+    def _read_output(self, spec: pytree.TreeSpec) -> tuple[tuple[fx.Node, ...], OutputForm]:
+        """The nodes of the flat outputs that are tensors, and the form of the whole."""
+        flat = self._output.args[0]
+        assert isinstance(flat, tuple | list)
+        for leaf in flat:
+            if isinstance(leaf, fx.Node) and not _is_tensor(leaf) and leaf.op != "get_attr":
+                raise ValueError(
+                    f"the model returns {leaf.name!r}, a number that depends on its input's shape: expected tensors "
+                    f"and constants; return torch.tensor(...), or leave it out"
+                )
+        constants = {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, fx.Node)}
+        return tuple(leaf for leaf in flat if isinstance(leaf, fx.Node)), OutputForm(spec=spec, constants=constants)
+
+    def _tuples_and_parts(self) -> list[tuple[fx.Node, fx.Node]]:
+        tuples = [n for n in self.nodes if not _is_tensor(n) and n not in self._shape_nodes]
+        return [(node, user) for node in tuples for user in node.users if user in self._number]
 
     def parameter_weights(self) -> list[float]:
         """[n] parameter elements first used by each node."""
@@ -102,11 +139,9 @@ class TracedModel:
         for i in range(n):
             total += change[i]
             crossing.append(total)
-        for i, node in enumerate(self.nodes):  # a tuple and its parts stay together
-            if not _is_tensor(node) and node not in self._shape_nodes:
-                for user in node.users:
-                    for between in range(i + 1, self._number.get(user, i) + 1):
-                        crossing[between] = math.inf
+        for first, second in self._together:
+            for between in range(self._number[first] + 1, self._number[second] + 1):
+                crossing[between] = math.inf
         return crossing
 
     def starts_at(self, split_points: Sequence[str]) -> tuple[int, ...]:
@@ -170,7 +205,18 @@ class TracedModel:
         return {name: sorted(stages) for name, stages in found.items()}
 
     def split(self, stage_of: dict[fx.Node, int], num_stages: int) -> tuple[TracedStage, ...]:
-        """Cut the graph into stages; the last one returns the model's (flat) outputs."""
+        """Cut the graph into stages; the last one returns the model's (flat) outputs.
+
+        Raises ValueError for a cut between a view and an in-place change of the same memory.
+        """
+        for first, second in self._together:
+            if stage_of[first] != stage_of[second]:
+                module = (_module_paths(second) or ["the model itself"])[-1]
+                raise ValueError(
+                    f"stage {stage_of[first]} ends between {first.name!r} and {second.name!r} (in {module}), which "
+                    f"share memory or are parts of one value: expected both in one stage; split elsewhere, or take an "
+                    f"operation that is not in-place (inplace=False)"
+                )
         return _Splitter(self, stage_of, num_stages).run()
 
 
@@ -233,8 +279,7 @@ class _Splitter:
                 attributes[str(node.target)] = traced._root.get_submodule(str(node.target))
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         if is_last:
-            flat = fx.node.map_arg(traced._output.args[0], lambda n: copies[n])
-            results = tuple(flat) if isinstance(flat, tuple | list) else (flat,)
+            results = tuple(copies[n] for n in traced._results)
         else:
             results = tuple(copies[n] for n in self._outputs[stage])
         graph.output(results)
@@ -297,33 +342,20 @@ def _export(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> torch
     batches = tuple(torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x for x in example_inputs)
     dynamic = tuple({0: Dim.AUTO} if x.dim() else {} for x in batches)
     try:
+        inspect.signature(model.forward).bind(*batches)
+    except TypeError as error:
+        raise ValueError(
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take {len(batches)} tensors "
+            f"({error}): expected all that it needs, in its order; example_inputs=(...) or train_step(*inputs, target)"
+        ) from None
+    try:
         return torch.export.export(model, batches, dynamic_shapes=dynamic, strict=False)
     except Exception as error:
         raise ValueError(
-            f"torch.export cannot trace {type(model).__name__} whole{_user_line(error)}: {_first_line(error)}. "
+            f"torch.export cannot trace {type(model).__name__} whole{users_line(error)}: {first_line(error)}. "
             f"Expected a model without data-dependent Python control flow; change that line, make the model an "
             f"nn.Sequential, or give the parts yourself: PipelineModule(stages=[...])"
         ) from error
-
-
-def _user_line(error: BaseException) -> str:
-    """' at file:line, in function: `code`' of the innermost frame of the user's own, or nothing."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    library = os.path.dirname(os.path.abspath(torch.__file__))
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not os.path.abspath(f.filename).startswith((here, library)) and not f.filename.startswith("<")
-    ]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(". ")
 
 
 def _is_guard(node: fx.Node) -> bool:

@@ -36,9 +36,33 @@ def check_inputs(inputs: Sequence[object], num_microbatches: int) -> int:
     return int(sizes[0])
 
 
+def check_like_example(inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, has_target: bool) -> None:
+    """ValueError unless there are as many inputs, of the same types, as the stages were built for."""
+    if len(inputs) != len(dtypes):
+        given, then = (
+            (" and a target", "then the target") if has_target else ("", "and no target (there is no loss_fn)")
+        )
+        raise ValueError(
+            f"{len(inputs)} inputs{given} for a model that was built for {len(dtypes)}: expected {len(dtypes)}, {then}"
+        )
+    for position, (x, dtype) in enumerate(zip(inputs, dtypes, strict=True)):
+        if x.dtype != dtype:
+            raise ValueError(f"input {position} is {x.dtype} and the stages were built for {dtype}: type x.to({dtype})")
+
+
+def to_device(target: Any, device: torch.device) -> Any:
+    """Every tensor in the target moved to `device`."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, target)
+
+
 def split_tensor(x: torch.Tensor, num_microbatches: int) -> tuple[torch.Tensor, ...]:
     """[N, ...] -> M parts whose sizes differ by at most one."""
     return torch.tensor_split(x, num_microbatches)
+
+
+def join_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """M outputs -> that of the whole batch; [M] where an output has no dimension."""
+    return torch.cat(list(parts)) if parts[0].dim() else torch.stack(list(parts))
 
 
 def split_target(target: Any, num_microbatches: int, num_samples: int) -> list[object]:
@@ -66,12 +90,20 @@ def read_loss(value: object) -> LossValue:
         if len(value) != 2:
             raise ValueError(f"loss_fn returned {len(value)} values: expected a scalar mean, or (sum, count)")
         loss, count = value
-        count = count if isinstance(count, torch.Tensor) else torch.tensor(float(count), dtype=torch.float64)  # type: ignore[arg-type]
+        if isinstance(count, int | float):
+            count = torch.tensor(float(count), dtype=torch.float64)
+        if not isinstance(count, torch.Tensor) or count.dim() != 0:
+            raise ValueError(f"loss_fn returned the count {_shown(count)}: expected a number, or a scalar tensor")
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn returned {shown}: expected a scalar tensor; return loss.mean(), or (sum, count)")
+        raise ValueError(
+            f"loss_fn returned {_shown(loss)}: expected a scalar tensor; return loss.mean(), or (sum, count)"
+        )
     assert count is None or isinstance(count, torch.Tensor)
     return loss, count
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def combine_losses(losses: Sequence[LossValue], weights: Sequence[float], *, step: int) -> tuple[float, float | None]:
@@ -89,6 +121,11 @@ def combine_losses(losses: Sequence[LossValue], weights: Sequence[float], *, ste
                 f"the loss of step {step}, microbatch {k} is {number}: no update was made. Expected a finite number; "
                 f"look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
             )
+        if (count is not None) != has_counts:
+            raise ValueError(
+                f"loss_fn returned a count for some microbatches of step {step}, and none for microbatch "
+                f"{k if has_counts else 0}: expected a scalar mean always, or (sum, count) always"
+            )
         if count is None:
             total += weights[k] * number
         else:
@@ -96,6 +133,6 @@ def combine_losses(losses: Sequence[LossValue], weights: Sequence[float], *, ste
             counts += float(count)
     if not has_counts:
         return total, None
-    if counts <= 0:
+    if not 0 < counts < math.inf:
         raise ValueError(f"loss_fn's counts of step {step} add up to {counts}: expected something to average over")
     return total / counts, counts

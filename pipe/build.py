@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..partition.cut import cut_evenly
-from ..partition.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
+from ..partition.trace import MODEL_INPUT, OutputForm, TracedModel, TracedStage, ValueRef
 from .chain import Chain, Unit, sequential_units, stage_units
 from .randomness import Seeder
 from .stage import Face
@@ -25,24 +25,26 @@ class Parts:
         root: the user's model (or a ModuleList of the user's stages): its names are the original names.
         names: [S] for people.
         train, evaluate: [S] the stages in both modes.
-        traced_out_spec: how the model's flat outputs go together; None for a chain (its last stage knows).
+        train_output, evaluate_output: how the model's flat outputs go together in both modes; None for a chain (its
+            last stage knows).
     """
 
     root: nn.Module
     names: tuple[str, ...]
     train: tuple[Face, ...]
     evaluate: tuple[Face, ...]
-    traced_out_spec: pytree.TreeSpec | None
+    train_output: OutputForm | None
+    evaluate_output: OutputForm | None
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
         """The model's output from the flat outputs of the last stage."""
-        spec = self.traced_out_spec
-        if spec is None:
-            last = (self.train if training else self.evaluate)[-1].module
-            assert isinstance(last, Chain)
-            spec = last.out_spec
-        assert spec is not None
-        return pytree.tree_unflatten(list(flat), spec)
+        form = self.train_output if training else self.evaluate_output
+        if form is not None:
+            return form.assemble(flat)
+        last = (self.train if training else self.evaluate)[-1].module
+        assert isinstance(last, Chain)
+        assert last.out_spec is not None
+        return pytree.tree_unflatten(list(flat), last.out_spec)
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -118,12 +120,12 @@ def _chain_parts(root: nn.Module, groups: Sequence[Sequence[Unit]], seeder: Seed
         return tuple(Face(module=Chain(units, seeder, spread=spread), inputs=()) for units in groups)
 
     names = tuple(u[0].name if len(u) == 1 else f"{u[0].name} .. {u[-1].name}" for u in groups)
-    return Parts(root=root, names=names, train=faces(), evaluate=faces(), traced_out_spec=None)
+    return Parts(root=root, names=names, train=faces(), evaluate=faces(), train_output=None, evaluate_output=None)
 
 
 def with_model_inputs(parts: Parts, num_inputs: int) -> None:
     """A chain's first stage takes all the model's inputs."""
-    if parts.traced_out_spec is None:
+    if parts.train_output is None:
         for face in (parts.train[0], parts.evaluate[0]):
             face.inputs = tuple(ValueRef(MODEL_INPUT, slot) for slot in range(num_inputs))
 
@@ -160,5 +162,6 @@ def _traced_parts(
         names=tuple(stage.name for stage in trained),
         train=faces(trained),
         evaluate=faces(evaluated),
-        traced_out_spec=train.out_spec,
+        train_output=train.output_form,
+        evaluate_output=evaluation.output_form,
     )

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from .randomness import Seeder
 
+NOT_TENSORS = "expected tensors (in tuples, lists or dicts)"
+
 
 class Unit(NamedTuple):
     """A module that is not cut further, with its number over the whole model (for its random numbers)."""
@@ -67,6 +69,6 @@ class Chain(nn.Module):
             if not isinstance(leaf, torch.Tensor):
                 raise ValueError(
                     f"{type(self._units[-1][1]).__name__} returns a {type(leaf).__name__} ({leaf!r:.60}) at the end "
-                    f"of a stage: expected tensors (in tuples, lists or dicts)"
+                    f"of a stage: {NOT_TENSORS}"
                 )
         return tuple(leaves)

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm import PipelineError, Transport
-from ..schedules import Action, Lowered, Message
+from ..schedules import Action, Lowered, Op, Schedule, ScheduleError
 from ..schedules.lower import Transfer
-from .machine import Machine, Wait
+from .machine import Instruction, Machine, Wait
 from .recorder import Recorder
-from .stage import Tensors
 from .wiring import Wiring
 from .worker import Batch, Worker
 
@@ -60,41 +59,38 @@ class Engine:
                 raise AssertionError("a single rank has nobody to wait for")
         else:
             self._take_turns(runs)
-        for local in self.ranks:
-            local.transport.end_of_program()
 
     def _drive(self, local: LocalRank, machine: Machine) -> Iterator[Wait]:
         """One rank's run; yields a Wait whose messages are not there, to be resumed when they may be."""
         worker, transport, recorder = local.worker, local.transport, local.recorder
         stamp = recorder.clock.stamp
         proves = machine.proves
-        while (instruction := machine.next()) is not None:
-            if isinstance(instruction, Action):
-                start = stamp()
-                worker.run(instruction)
-                recorder.action(instruction, start, stamp())
-            elif isinstance(instruction, Transfer):
-                message, peer, is_send = instruction
-                if is_send:
-                    transport.send(message, peer, worker.take(message), worker.specs(message))
-                else:
-                    transport.post(message, peer, worker.specs(message))
-            else:
-                while not all(transport.ready(message) for message in instruction.messages):
-                    yield instruction
-                start = stamp()
-                for message in instruction.messages:
-                    worker.put(message, self._wait(local, message, instruction))
-                    transport.acknowledged(proves.get(message, ()))
-                recorder.wait(instruction.messages, start, stamp())
-                machine.arrived(instruction.messages)
-
-    def _wait(self, local: LocalRank, message: Message, wait: Wait) -> Tensors:
+        instruction: Instruction | None = None
         try:
-            return local.transport.wait(message, self._timeout)
+            while (instruction := machine.next()) is not None:
+                if isinstance(instruction, Action):
+                    start = stamp()
+                    worker.run(instruction)
+                    recorder.action(instruction, start, stamp())
+                elif isinstance(instruction, Transfer):
+                    message, peer, is_send = instruction
+                    if is_send:
+                        transport.send(message, peer, worker.take(message), worker.specs(message))
+                    else:
+                        transport.post(message, peer, worker.specs(message))
+                else:
+                    while not all(transport.ready(message) for message in instruction.messages):
+                        yield instruction
+                    start = stamp()
+                    for message in instruction.messages:
+                        worker.put(message, transport.wait(message, self._timeout))
+                        transport.acknowledged(proves.get(message, ()))
+                    recorder.wait(instruction.messages, start, stamp())
+                    machine.arrived(instruction.messages)
+            transport.end_of_program()
         except PipelineError as error:
-            story = f"rank {local.worker.rank}: {error}, needed {_story(local, wait)}"
-            raise type(error)(story, peer=error.peer) from error
+            story = f"rank {worker.rank}: {error}, {_story(local, instruction)}"
+            raise type(error)(story, peers=error.peers) from error
 
     def _take_turns(self, runs: Sequence[Iterator[Wait]]) -> None:
         """Round and round until all have ended; a round in which none got on is a deadlock."""
@@ -112,13 +108,33 @@ class Engine:
                     standing[index] = wait
             if not moved:
                 waits = [(self.ranks[i], wait) for i, wait in standing.items() if wait is not None]
-                stories = [
-                    f"rank {r.worker.rank} waits for the {w.messages[0]}, needed {_story(r, w)}" for r, w in waits
-                ]
+                stories = [f"rank {r.worker.rank} waits for the {w.messages[0]}, {_story(r, w)}" for r, w in waits]
                 raise PipelineError("deadlock in one process: " + "; ".join(stories))
 
 
-def _story(local: LocalRank, wait: Wait) -> str:
-    where = "at the end of the batch" if wait.before is None else f"before {wait.before}"
+def refuse_what_cannot_run(schedule: Schedule) -> None:
+    """The engine runs flush schedules with whole backwards and one owner a stage."""
+    if schedule.weight_rule != "flush" or schedule.num_batches > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
+            f"batches: expected a flush schedule; the runtime has no weight versions yet"
+        )
+    replicated = [s for s, ranks in enumerate(schedule.owners) if len(ranks) > 1]
+    if replicated:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} replicates the stages {replicated}: expected one rank a stage; "
+            f"the runtime has no replicas yet"
+        )
+    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B)), None)
+    if odd is not None:
+        raise ScheduleError(
+            f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"
+        )
+
+
+def _story(local: LocalRank, instruction: Instruction | None) -> str:
+    where = f"to {instruction}" if isinstance(instruction, Transfer) else "at the end of the batch"
+    if isinstance(instruction, Wait) and instruction.before is not None:
+        where = f"needed before {instruction.before}"
     last = " ".join(map(str, local.recorder.last_actions())) or "none yet in this batch"
     return f"{where}; last actions of rank {local.worker.rank}: {last}"

@@ -25,8 +25,8 @@ def gather_records(schedule: Schedule, records: Sequence[RankRecord], collective
 
 def gather_costs(
     schedule: Schedule, recorders: Sequence[Recorder], collectives: Collectives, *, latency: float
-) -> Costs:
-    """Median costs by stage and op of all ranks, on every rank.
+) -> Costs | None:
+    """Median costs by stage and op of all ranks, on every rank; None if nothing was measured yet.
 
     Arguments:
         latency: of a message as this rank measured it (0 where it did not) [s].
@@ -44,5 +44,5 @@ def gather_costs(
     # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
     norm = min((seconds for seconds in norms if seconds is not None), default=None)
     if not merged:
-        raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
+        return None
     return costs_from_medians(merged, num_stages=schedule.num_stages, latency=latency, norm=norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from ..comm import pipe_size
 from ..comm.groups import World, join_world
-from ..schedules import Costs, Schedule, build, canonical_name
+from ..schedules import Costs, Schedule, build, canonical_name, check
 from .optimizers import OptimizerFactory, SchedulerFactory
 from .results import EvalResult, StepResult
 from .runtime import Runtime, Settings
@@ -72,19 +73,25 @@ class PipelineModule:
         _check_parts(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
         run_on = _device_of(root) if device is None else torch.device(device)
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: expected seconds above 0")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
+        _check_numbers(timeout, max_grad_norm, seed)
         for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
             if value is not None and not callable(value):
                 raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
-        given = _given_schedule(schedule)
-        if given is None:
+        for name, given in (("lr_scheduler", lr_scheduler), ("max_grad_norm", max_grad_norm)):
+            if given is not None and optimizer is None:
+                raise ValueError(
+                    f"{name}={given!r} without an optimizer: expected optimizer= beside it, since train_step applies "
+                    f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
+                )
+        if example_inputs is not None and not isinstance(example_inputs, list | tuple):
+            shown = type(example_inputs).__name__
+            raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")
+        whole = _given_schedule(schedule)
+        if whole is None:
             canonical_name(str(schedule))  # refuse an unknown name before looking for other ranks
         self.world: World = join_world(device=run_on, timeout=timeout)
-        num_ranks = pipe_size(mesh, self.world, wanted=None if given is None else given.num_ranks)
-        plan = given or build(
+        num_ranks = pipe_size(mesh, self.world, wanted=None if whole is None else whole.num_ranks)
+        plan = whole or build(
             str(schedule),
             num_ranks=num_ranks,
             num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
@@ -233,9 +240,20 @@ def _check_parts(
         raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
     if isinstance(split_points, str):
         raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r}]")
+    if stages is not None and not isinstance(stages, list | tuple | nn.ModuleList):
+        raise ValueError(f"stages={stages!r:.60}: expected a list of modules, one a stage")
     for part in [model] if stages is None else stages:
         if not isinstance(part, nn.Module):
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
+
+
+def _check_numbers(timeout: float, max_grad_norm: float | None, seed: int) -> None:
+    if not isinstance(timeout, Real) or not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: expected seconds above 0")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed={seed!r}: expected a whole number")
 
 
 def _device_of(root: nn.Module) -> torch.device:
@@ -250,6 +268,8 @@ def _given_schedule(schedule: ScheduleLike) -> Schedule | None:
     """A schedule that was given whole: itself, or from a file. None: it is a name."""
     if isinstance(schedule, Schedule):
         return schedule
+    if not isinstance(schedule, str | os.PathLike):
+        raise ValueError(f"schedule={schedule!r}: expected a name, a Schedule, or a .csv or .json file")
     path = Path(schedule)
     if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
         return None
@@ -258,9 +278,11 @@ def _given_schedule(schedule: ScheduleLike) -> Schedule | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
     try:
-        return Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
+        read = Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
+        check(read)
     except ValueError as error:
         raise type(error)(f"{path}: {error}") from None
+    return read
 
 
 def _check_given(schedule: Schedule, num_microbatches: int | None, num_chunks: int | None) -> None:

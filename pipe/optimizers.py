@@ -23,12 +23,17 @@ class StageOptimizer:
     ) -> None:
         self.stage = stage
         self.optimizer = factory(list(parameters)) if parameters else None
-        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+        if parameters and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"optimizer= returned {type(self.optimizer).__name__}: expected a callable that takes a list of "
                 f"parameters and returns a torch.optim.Optimizer, such as lambda params: torch.optim.AdamW(params)"
             )
         self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        if scheduler is not None and self.optimizer is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise ValueError(
+                f"lr_scheduler= returned {type(self.scheduler).__name__}: expected a callable that takes an optimizer "
+                f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
+            )
 
     def step(self) -> None:
         """Update, step the learning rate, drop the gradients."""

@@ -34,7 +34,8 @@ class EvalResult:
 
     Arguments:
         loss: on every rank; None without a loss_fn.
-        output: of the whole batch, on the ranks of the last stage; None elsewhere.
+        output: of the whole batch, on the ranks of the last stage; None elsewhere. Of an output without dimensions,
+            the value of each microbatch, [M].
     """
 
     loss: float | None

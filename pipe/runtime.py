@@ -17,6 +17,7 @@ from torch import nn
 from ..comm import (
     Collectives,
     FailureBoard,
+    Guard,
     InProcessTransport,
     Mailbox,
     ProcessGroupTransport,
@@ -28,10 +29,20 @@ from ..comm.ping_pong import one_way_seconds
 from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
 from ..schedules.ir import ScheduleError
 from . import checkpoint
-from .batches import check_inputs, combine_losses, read_loss, split_target, split_tensor
+from .agreement import check_agreement, describe
+from .batches import (
+    check_inputs,
+    check_like_example,
+    combine_losses,
+    join_tensors,
+    read_loss,
+    split_target,
+    split_tensor,
+    to_device,
+)
 from .build import Parts, cut_model, with_model_inputs
 from .clock import clock_for
-from .engine import Engine, LocalRank
+from .engine import Engine, LocalRank, refuse_what_cannot_run
 from .gradients import Gradients
 from .measure import gather_costs, gather_records
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
@@ -39,7 +50,7 @@ from .ownership import Ownership
 from .randomness import Seeder
 from .recorder import Recorder
 from .results import EvalResult, StepResult
-from .shapes import Inference, signature
+from .shapes import Inference, Signature, signature
 from .stage import LossValue, Stage, Tensors
 from .wiring import Wiring
 from .worker import Batch, Worker
@@ -81,7 +92,7 @@ class Runtime:
         world: World,
         settings: Settings,
     ) -> None:
-        _refuse_what_cannot_run(schedule)
+        refuse_what_cannot_run(schedule)
         self._model = model
         self._stage_modules = stages
         self._settings = settings
@@ -92,14 +103,19 @@ class Runtime:
         self._latency: float | None = None
         self.schedule = schedule
         check(schedule)
+        store = torch.distributed.distributed_c10d._get_default_store() if world.distributed else None
+        self._guard = Guard(None if store is None else FailureBoard(store, rank=world.rank, size=world.size))
 
     # Building
 
     def build(self, inputs: Sequence[torch.Tensor]) -> None:
         """Cut and wire the model for inputs like these. Collective over the processes."""
+        check_inputs(inputs, self.schedule.num_microbatches)
+        with self._guard.together():
+            self._build([x.to(self._settings.device) for x in inputs])
+
+    def _build(self, inputs: Sequence[torch.Tensor]) -> None:
         settings, schedule, world = self._settings, self.schedule, self._world
-        check_inputs(inputs, schedule.num_microbatches)
-        inputs = [x.to(settings.device) for x in inputs]
         self._parts = cut_model(
             self._model,
             self._stage_modules,
@@ -109,6 +125,7 @@ class Runtime:
             seeder=self._seeder,
         )
         with_model_inputs(self._parts, len(inputs))
+        self._input_types = [x.dtype for x in inputs]
         self.stage_num_parameters = tuple(
             sum(p.numel() for p in face.module.parameters()) for face in self._parts.train
         )
@@ -125,8 +142,18 @@ class Runtime:
             for index in local_stages:
                 if face in (self._parts.train[index], self._parts.evaluate[index]):
                     face.module.to(settings.device)
-        self._make_engine(local)
         self._collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
+        self._guard.on_failure(self._collectives.abort)
+        mine = describe(
+            schedule,
+            self._parts.names,
+            microbatch,
+            seed=settings.seed,
+            max_grad_norm=settings.max_grad_norm,
+            loss_fn="none" if settings.loss_fn is None else "given",
+        )
+        check_agreement(mine, self._collectives, rank=world.rank)
+        self._make_engine(local)
         self._gradients = Gradients(self._ownership, self._collectives, rank=world.rank, device=settings.device)
         self._optimizers: dict[int, StageOptimizer] = {}
         if settings.optimizer is not None:
@@ -136,7 +163,7 @@ class Runtime:
                 )
         self._built = True
 
-    def _make_mode(self, schedule: Schedule, microbatch: Any, *, training: bool) -> _Mode:
+    def _make_mode(self, schedule: Schedule, microbatch: Signature, *, training: bool) -> _Mode:
         faces = self._parts.train if training else self._parts.evaluate
         inference = Inference(faces, self._seeder, device=self._settings.device, training=training)
         wiring = Wiring(faces, inference.outputs(microbatch))
@@ -160,16 +187,14 @@ class Runtime:
             )
             self._links = set(links)
             groups = link_groups(links, world, device=settings.device, timeout=settings.timeout)
-            self._board = FailureBoard(
-                torch.distributed.distributed_c10d._get_default_store(), rank=world.rank, size=world.size
-            )
             transports: list[Transport] = [
                 ProcessGroupTransport(world.rank, groups, device=settings.device, timeout=settings.timeout)
             ]
         else:
             mailbox = Mailbox()
-            self._board = FailureBoard(None, rank=0, size=1)
             transports = [InProcessTransport(rank, mailbox) for rank in local]
+        for transport in transports:
+            self._guard.on_failure(transport.abort)
         clock = clock_for(settings.device)
         ranks = []
         for rank, transport in zip(local, transports, strict=True):
@@ -205,6 +230,12 @@ class Runtime:
                 "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
             )
         loss, step = self._run_training(arguments)
+        with self._guard.together():
+            grad_norm = self._update()
+        return self._result(loss, step, grad_norm)
+
+    def _update(self) -> float | None:
+        """Clip, and step the optimizers; the norm before."""
         grad_norm = None
         if self._settings.max_grad_norm is not None:
             recorder = self._engine.ranks[0].recorder
@@ -216,7 +247,7 @@ class Runtime:
                 start = local.recorder.clock.stamp()
                 self._optimizers[s].step()
                 local.recorder.action(Action(s, Op.U, 0), start, local.recorder.clock.stamp())
-        return self._result(loss, step, grad_norm)
+        return grad_norm
 
     def forward_backward(self, arguments: Sequence[Any]) -> StepResult:
         """See PipelineModule.forward_backward."""
@@ -228,7 +259,8 @@ class Runtime:
         self._require_built("clip_grad_norm_")
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
-        return self._gradients.clip(max_norm)
+        with self._guard.together():
+            return self._gradients.clip(max_norm)
 
     def _run_training(self, arguments: Sequence[Any]) -> tuple[float, int]:
         if self._settings.loss_fn is None:
@@ -236,16 +268,22 @@ class Runtime:
                 "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
                 "which returns a scalar mean or (sum, count)"
             )
+        if not self.schedule.has_backward:
+            raise ScheduleError(
+                f"schedule {self.schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
+                f"train, or eval_step"
+            )
         batch = self._cut(arguments, training=True)
         self._gradients.begin()
         try:
             self._run(self._train, batch, training=True)
             total, counts = combine_losses(self._losses(batch), batch.weights, step=batch.step)
-        except Exception:
+        except BaseException:
             self._gradients.abandon()
             raise
         scale = 1.0 if counts is None else batch.num_samples / counts
-        self._gradients.finish(scale=scale)
+        with self._guard.together():
+            self._gradients.finish(scale=scale)
         self._num_steps += 1
         return total, batch.step
 
@@ -268,32 +306,26 @@ class Runtime:
         last = next((r.worker for r in self._engine.ranks if r.worker.outputs), None)
         if last is not None:
             columns = zip(*(last.outputs[k] for k in range(batch.num_microbatches)), strict=True)
-            output = self._parts.output([torch.cat(column) for column in columns], training=False)
+            output = self._parts.output([join_tensors(column) for column in columns], training=False)
         return EvalResult(loss=loss, output=output)
 
     def _run(self, mode: _Mode, batch: Batch, *, training: bool) -> None:
-        """Run the engine; what fails here is told to the other ranks."""
-        try:
+        with self._guard.together():
             self._engine.run(mode.lowered, mode.wiring, batch, training=training)
-        except Exception as error:
-            self._board.write(error)
-            for local in self._engine.ranks:
-                local.transport.abort()
-            told = self._board.explain(error)
-            if told is error:
-                raise
-            raise told from error
 
     def _cut(self, arguments: Sequence[Any], *, training: bool) -> Batch:
         """The batch as microbatches; the stages are built by the first one if they are not yet."""
-        inputs, target = (arguments[:-1], arguments[-1]) if self._settings.loss_fn is not None else (arguments, None)
+        has_target = self._settings.loss_fn is not None
+        inputs, target = (arguments[:-1], arguments[-1:]) if has_target else (arguments, ())
         num_microbatches = self.schedule.num_microbatches
         num_samples = check_inputs(inputs, num_microbatches)
         if not self._built:
             self.build(inputs)
+        check_like_example(inputs, self._input_types, has_target=has_target)
         device = self._settings.device
         columns = [split_tensor(x.to(device), num_microbatches) for x in inputs]
-        targets = split_target(_to_device(target, device), num_microbatches, num_samples)
+        whole_target = to_device(target[0], device) if has_target else None
+        targets = split_target(whole_target, num_microbatches, num_samples)
         inference = (self._train if training else self._eval).inference
         specs = [inference.outputs(signature([column[k] for column in columns])) for k in range(num_microbatches)]
         weights = [len(columns[0][k]) / num_samples for k in range(num_microbatches)]
@@ -308,7 +340,8 @@ class Runtime:
         snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
 
         def timeline() -> Timeline:
-            return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._collectives)
+            with self._guard.together():
+                return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._collectives)
 
         return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)
 
@@ -322,19 +355,23 @@ class Runtime:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
-        return self.ownership.full_state_dict(self._collectives)
+        ownership = self.ownership
+        with self._guard.together():
+            return ownership.full_state_dict(self._collectives)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.save."""
-        checkpoint.save(
-            folder,
-            step=self._num_steps,
-            ownership=self.ownership,
-            optimizers=self._optimizers,
-            local_stages=[s for local in self._engine.ranks for s in sorted(local.worker.stages)],
-            num_stages=self.schedule.num_stages,
-            collectives=self._collectives,
-        )
+        ownership = self.ownership
+        with self._guard.together():
+            checkpoint.save(
+                folder,
+                step=self._num_steps,
+                ownership=ownership,
+                optimizers=self._optimizers,
+                local_stages=[s for local in self._engine.ranks for s in sorted(local.worker.stages)],
+                num_stages=self.schedule.num_stages,
+                collectives=self._collectives,
+            )
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.load."""
@@ -358,7 +395,11 @@ class Runtime:
         """See PipelineModule.measured_costs."""
         self._require_built("measured_costs")
         recorders = [local.recorder for local in self._engine.ranks]
-        return gather_costs(self.schedule, recorders, self._collectives, latency=self._link_latency())
+        with self._guard.together():
+            costs = gather_costs(self.schedule, recorders, self._collectives, latency=self._link_latency())
+        if costs is None:
+            raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
+        return costs
 
     def _link_latency(self) -> float:
         """Of an activation from stage 0 to its consumer on the next rank, measured once between ranks 0 and 1 [s]."""
@@ -386,9 +427,10 @@ class Runtime:
 
     def close(self) -> None:
         """See PipelineModule.close."""
-        if self._built:
-            for local in self._engine.ranks:
-                local.transport.drain(self._settings.timeout)
+        if self._built and not self._guard.ended:
+            with self._guard.together():
+                for local in self._engine.ranks:
+                    local.transport.drain(self._settings.timeout)
 
     def _require_built(self, what: str) -> None:
         if not self._built:
@@ -396,28 +438,3 @@ class Runtime:
                 f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
                 f"or a first train_step"
             )
-
-
-def _to_device(target: Any, device: torch.device) -> Any:
-    move: Callable[[Any], Any] = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    return torch.utils._pytree.tree_map(move, target)
-
-
-def _refuse_what_cannot_run(schedule: Schedule) -> None:
-    """The engine runs flush schedules with whole backwards and one owner a stage."""
-    if schedule.weight_rule != "flush" or schedule.num_batches > 1:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
-            f"batches: expected a flush schedule; the runtime has no weight versions yet"
-        )
-    replicated = [s for s, ranks in enumerate(schedule.owners) if len(ranks) > 1]
-    if replicated:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} replicates the stages {replicated}: expected one rank a stage; "
-            f"the runtime has no replicas yet"
-        )
-    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B)), None)
-    if odd is not None:
-        raise ScheduleError(
-            f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"
-        )

@@ -5,6 +5,7 @@ Every rank runs it over the whole model, with stand-ins for the parameters that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,8 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm import TensorSpec
+from ..partition.source_line import first_line, users_line
 from ..partition.trace import MODEL_INPUT, ValueRef
-from .chain import Chain
+from .chain import NOT_TENSORS, Chain
 from .randomness import Seeder
 from .stage import Face
 
@@ -69,29 +71,61 @@ class Inference:
                     flat[ref.slot] if ref.producer == MODEL_INPUT else results[ref.producer][ref.slot]
                     for ref in face.inputs
                 )
-                outputs = self._call(index, face.module, arguments)
+                outputs = self._named_call(index, face.module, arguments)
                 face.num_outputs = len(outputs)
                 results.append(outputs)
         return results
+
+    def _named_call(
+        self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """`_call`, or ValueError with the stage, what it was given and the user's source line."""
+        try:
+            with _quiet_torch():
+                return self._call(index, module, arguments)
+        except Exception as error:
+            if isinstance(error, ValueError) and str(error).endswith(NOT_TENSORS):
+                raise
+            given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in arguments)
+            raise ValueError(
+                f"stage {index} cannot take ({given}){users_line(error)}: {first_line(error)}. Expected inputs like "
+                f"those that the model was built for (only the batch size may differ), and a forward whose output "
+                f"shapes follow from its input shapes, not from values"
+            ) from error
 
     def _call(self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         def leaves() -> tuple[torch.Tensor, ...]:
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments)
 
         with _stand_ins(module, self._device):
-            if index in self.clone_inputs:
-                return tuple(module(*(x.clone() for x in leaves())))
-            try:
-                return tuple(module(*leaves()))
-            except RuntimeError as error:
-                if "in-place" not in str(error):
-                    raise
+            if index not in self.clone_inputs:
+                inputs = leaves()
+                versions = [x._version for x in inputs]
+                try:
+                    outputs = tuple(module(*inputs))
+                except RuntimeError as error:
+                    if "in-place" not in str(error):  # what autograd says of a leaf that is changed
+                        raise
+                else:
+                    if versions == [x._version for x in inputs]:
+                        return outputs
                 self.clone_inputs.add(index)
-                return tuple(module(*(x.clone() for x in leaves())))
+            return tuple(module(*(x.clone() for x in leaves())))
 
 
 def _all_of(producer: int, count: int) -> tuple[ValueRef, ...]:
     return tuple(ValueRef(producer, slot) for slot in range(count))
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Fake tensors log a traceback before they raise: the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -151,6 +151,11 @@ class Stage:
         if self._loss_of is None:
             return outputs, None
         loss = self._loss_of(outputs, target, True)
+        if torch.is_grad_enabled() and not loss[0].requires_grad and any(o.requires_grad for o in outputs):
+            raise ValueError(
+                "loss_fn returned a loss that does not depend on the model's output: expected one that is computed "
+                "from it, without detach(), item() or torch.no_grad()"
+            )
         return (loss[0],), loss
 
     # Buffers under recomputation: the forward runs twice and must change them once, and the second run must see

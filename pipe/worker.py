@@ -20,6 +20,8 @@ from .randomness import Seeder
 from .stage import LossValue, Stage, Tensors
 from .wiring import OutputSpecs, Wiring
 
+_NO_COUNT = float("-inf")  # no count of samples: nan may be one, by the user's mistake
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -130,6 +132,7 @@ class Worker:
             if not self._training:
                 self.outputs[k] = outputs
             return
+        _check_outputs(stage, outputs, specs[s])
         for c in wiring.consumers[s]:
             self._emit(Message(MessageKind.ACT, s, c, k), tuple(outputs[slot] for slot in wiring.acts[s, c]))
 
@@ -166,9 +169,9 @@ class Worker:
         (self._inbox if message.dst in self.stages else self._outbox)[message] = tensors
 
     def _written_losses(self) -> torch.Tensor:
-        """[M, 2]: value and count (nan without one) of each microbatch."""
+        """[M, 2]: value and count (_NO_COUNT without one) of each microbatch."""
         device = next(iter(self.losses.values()))[0].device
-        rows = torch.full((self._batch.num_microbatches, 2), float("nan"), dtype=torch.float64, device=device)
+        rows = torch.full((self._batch.num_microbatches, 2), _NO_COUNT, dtype=torch.float64, device=device)
         for k, (value, count) in self.losses.items():
             rows[k, 0] = value
             if count is not None:
@@ -177,4 +180,15 @@ class Worker:
 
     def _read_losses(self, rows: torch.Tensor) -> None:
         for k, (value, count) in enumerate(rows.cpu()):
-            self.losses[k] = (value, None if torch.isnan(count) else count)
+            self.losses[k] = (value, None if count == _NO_COUNT else count)
+
+
+def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
+    """What is sent must fit the buffers of whoever receives it."""
+    for slot, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
+        if output.shape != spec.shape or output.dtype != spec.dtype:
+            raise ValueError(
+                f"output {slot} of stage {stage.index} ({stage.name}) is {tuple(output.shape)} {output.dtype}, and was "
+                f"{spec.shape} {spec.dtype} when shapes were inferred: expected a module whose output shapes and types "
+                f"follow from those of its inputs alone"
+            )

@@ -116,11 +116,8 @@ class _Ways:
             match op:
                 case Op.F:
                     jobs.append(_Job(self.to_forward[stage], count * cost, self.behind_forward[stage]))
-                case Op.B:
+                case Op.B | Op.I:
                     jobs.append(_Job(self.to_gradient[stage], count * cost, self.behind_gradient[stage]))
-                case Op.I:
-                    tail = max(self.behind_gradient[stage], self.table.weight_grad[stage] + self.update[stage])
-                    jobs.append(_Job(self.to_gradient[stage], count * cost, tail))
                 case Op.W:
                     head = self.to_gradient[stage] + self.table.input_grad[stage]
                     jobs.append(_Job(head, count * cost, self.update[stage]))

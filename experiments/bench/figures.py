@@ -157,9 +157,7 @@ def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:
     """Of each schedule: the peak for the largest M over that for the smallest."""
     found = []
     for schedule in dict.fromkeys(r.schedule for r in records):
-        few, *_, many = sorted(
-            (r for r in records if r.schedule == schedule), key=lambda r: r.num_microbatches
-        )
+        few, *_, many = sorted((r for r in records if r.schedule == schedule), key=lambda r: r.num_microbatches)
         ratio = many.ours / few.ours
         found.append(
             Figure(

@@ -98,14 +98,14 @@ class SleepingStage(nn.Module):
         self._durations = (forward, backward)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self.weight, *self._durations)  # type: ignore[no-untyped-call]
+        end = time.perf_counter() + self._durations[0]
+        out: Tensor = _Sleep.apply(x, self.weight, end, self._durations[1])  # type: ignore[no-untyped-call]
         return out
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
-        end = time.perf_counter() + forward
+    def forward(ctx: Any, x: Tensor, weight: Tensor, end: float, backward: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.duration = backward
         out = x * weight

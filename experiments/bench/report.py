@@ -63,9 +63,7 @@ class Report:
             markup=False,
         )
         if self.repetitions < MIN_REPETITIONS:
-            console.print(
-                f"Only {self.repetitions} repetitions: for debugging. Expected {MIN_REPETITIONS} or more."
-            )
+            console.print(f"Only {self.repetitions} repetitions: for debugging. Expected {MIN_REPETITIONS} or more.")
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -103,16 +101,12 @@ def where_time_goes(records: Sequence[Record]) -> list[str]:
         if not isinstance(record, Breakdown) or messages is None:
             continue
         workload = WORKLOADS[f"overhead-{record.schedule}"]
-        lines.append(
-            f"\nwhere the time goes, {record.schedule} {workload.shape}, us a microbatch (measured):"
-        )
+        lines.append(f"\nwhere the time goes, {record.schedule} {workload.shape}, us a microbatch (measured):")
         lines += _breakdown_lines(workload, steps.get(workload.name), record, messages)
     return lines
 
 
-def _breakdown_lines(
-    workload: Workload, step: Measurement | None, record: Breakdown, messages: PingPong
-) -> list[str]:
+def _breakdown_lines(workload: Workload, step: Measurement | None, record: Breakdown, messages: PingPong) -> list[str]:
     in_process, autograd = Spread.of(record.in_process), Spread.of(record.autograd)
     tight, paced = Spread.of(messages.tight).median, Spread.of(messages.paced).median
     num_messages = 2 * (workload.num_stages - 1)

@@ -32,15 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_records(tyro.cli(SimulatorOptions, args=argv).out, [measure_simulator()])
 
 
-def measure_simulator(
-    *, num_ranks: int = 64, num_chunks: int = 4, num_microbatches: int = 512
-) -> SimulatorSpeed:
+def measure_simulator(*, num_ranks: int = 64, num_chunks: int = 4, num_microbatches: int = 512) -> SimulatorSpeed:
     """The rate on a schedule of ordinary size; then build, check and simulate the large one, once."""
     rate = _rate()
     start = time.perf_counter()
-    schedule = build(
-        "interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
+    schedule = build("interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     check(schedule)
     timeline = simulate(schedule, _COSTS)
     seconds = time.perf_counter() - start

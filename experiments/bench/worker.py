@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from ...comm import World, link_groups
 from ...schedules import simulate
 from ..launcher import report_to_launcher
 from .models import SPIN, Problem, make_problem, sleep_until
@@ -144,29 +143,20 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def ping_pong(tensor: torch.Tensor, *, rounds: int) -> PingPong:
-    """One-way times between ranks 0 and 1 over a group like the runtime's; the other ranks look on."""
-    world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    groups = link_groups([(0, 1), (1, 0)], world, device=tensor.device, timeout=60.0)
-    tight = _one_way_times(groups, tensor, rounds=rounds, pause=0.0)
-    paced = _one_way_times(groups, tensor, rounds=max(20, rounds // 5), pause=_PAUSE)
+    """One-way times between ranks 0 and 1 over a gloo group, as the runtime uses them; the other ranks look on."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    tight = _one_way_times(group, tensor, rounds=rounds, pause=0.0)
+    paced = _one_way_times(group, tensor, rounds=max(20, rounds // 5), pause=_PAUSE)
     dist.barrier()
     return PingPong(num_bytes=_num_bytes(tensor), tight=tight, paced=paced)
 
 
-def _one_way_times(
-    groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]],
-    tensor: torch.Tensor,
-    *,
-    rounds: int,
-    pause: float,
-) -> list[float]:
+def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: int, pause: float) -> list[float]:
     """[2 * rounds] seconds from before the send to after the wait, without a warm-up."""
     rank = dist.get_rank()
     stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and the other way round, in turn
     if rank < 2:
-        _, peer = groups[rank, 1 - rank]
-        group, buffer = groups[rank, 1 - rank][0], torch.empty_like(tensor)
-        warm_up = rounds // 5
+        peer, buffer, warm_up = 1 - rank, torch.empty_like(tensor), rounds // 5
         for number in range(warm_up + rounds):
             receive = group.recv([buffer], peer, number)
             for is_send in (rank == 0, rank == 1):

@@ -6,11 +6,12 @@ Any placement, with replicas; skips; edges without gradient; split backwards; an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+from hypothesis.strategies import DrawFn
 
 from stagewright.schedules import Action, Costs, Edge, Op, Schedule
 from stagewright.schedules.ir import chain
@@ -44,6 +45,23 @@ def by_hand(
         num_batches=batches,
         weight_rule=rule,
     )
+
+
+def with_updates(schedule: Schedule, num_batches: int) -> Schedule:
+    """The schedule batch after batch, with the updates of each rank behind each batch."""
+    M = schedule.num_microbatches
+    programs = tuple(
+        tuple(
+            action
+            for t in range(num_batches)
+            for action in (
+                *(Action(stage, op, t * M + k) for stage, op, k in program),
+                *(Action(stage, Op.U, t) for stage in schedule.placement[rank]),
+            )
+        )
+        for rank, program in enumerate(schedule.programs)
+    )
+    return replace(schedule, programs=programs, num_batches=num_batches)
 
 
 @st.composite
@@ -147,14 +165,15 @@ def schedules_with_costs(draw: DrawFn, **options: bool) -> tuple[Schedule, Costs
 
 
 @st.composite
-def shuffled(draw: DrawFn, strategy: SearchStrategy[Schedule]) -> Schedule:
-    """The same actions in any order: it may deadlock."""
-    schedule = draw(strategy)
-    programs = tuple(tuple(draw(st.permutations(program))) for program in schedule.programs)
-    return Schedule(
-        name="shuffled",
-        placement=schedule.placement,
-        programs=programs,
-        num_microbatches=schedule.num_microbatches,
-        edges=schedule.edges,
-    )
+def disordered(draw: DrawFn, **options: bool) -> Schedule:
+    """A valid schedule in which a few neighbours, or all the actions of a rank, have changed places."""
+    schedule = draw(schedules(**options))
+    programs = [list(program) for program in schedule.programs]
+    if draw(st.integers(0, 4)) == 0:
+        programs = [draw(st.permutations(program)) for program in programs]
+    for _ in range(draw(st.integers(1, 3))):
+        program = draw(st.sampled_from(programs))
+        if len(program) > 1:
+            at = draw(st.integers(0, len(program) - 2))
+            program[at], program[at + 1] = program[at + 1], program[at]
+    return replace(schedule, programs=tuple(map(tuple, programs)))

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, lower_bound, simulate
 
-from .random_schedules import by_hand, schedules_with_costs, steady
+from .random_schedules import by_hand, quarters, schedules_with_costs, steady, with_updates
 
 
 @steady
-@given(schedules_with_costs())
-def test_no_order_beats_it(case: tuple[Schedule, Costs]) -> None:
+@given(schedules_with_costs(), st.none() | quarters)
+def test_no_order_beats_it(case: tuple[Schedule, Costs], norm: float | None) -> None:
     schedule, costs = case
     assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
+    costs = replace(costs, norm=norm)
+    assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
+
+
+@steady
+@given(schedules_with_costs(forward_only=False), st.integers(2, 3))
+def test_no_order_with_updates_beats_it(case: tuple[Schedule, Costs], batches: int) -> None:
+    schedule, costs = case
+    several = with_updates(schedule, batches)
+    assert lower_bound(several, costs) <= simulate(several, costs).makespan
 
 
 def orders(stages: Sequence[int], num_microbatches: int, ops: str) -> Iterator[tuple[Action, ...]]:
@@ -85,6 +97,27 @@ def test_it_is_the_same_for_every_order_of_a_placement(name: str) -> None:
         num_microbatches=8,
     )
     assert lower_bound(schedule, costs) == lower_bound(backwards_last, costs)
+
+
+@pytest.mark.parametrize("norm", [None, 0.25])
+def test_updates_behind_the_program(norm: float | None) -> None:
+    """The last rank to end is the first one; with a norm all update together, and the slowest update counts."""
+    schedule = build("1f1b", num_ranks=3, num_microbatches=4)
+    costs = Costs(forward=1.0, backward=2.0, update=[0.5, 4.0, 1.0], norm=norm)
+    expected = 18 + (0.5 + 3.0 - 1.5 if norm is None else 0.25 + 4.0)  # rank 1 ends 2 before rank 0
+    assert lower_bound(schedule, costs) == simulate(schedule, costs).makespan == expected
+
+
+def test_a_gradient_may_end_on_the_replica_with_less_to_update() -> None:
+    """Stage 0 on ranks 0 and 1, stage 1 on rank 1: the one microbatch runs stage 0 on rank 0, which updates at once."""
+    schedule = by_hand("0F0 0B0", "1F0 1B0", microbatches=1, placement=[[0], [0, 1]])
+    costs = Costs(forward=1.0, backward=2.0, update=[0.0, 10.0])
+    assert lower_bound(schedule, costs) == simulate(schedule, costs).makespan == 1 + 1 + 2 + 10
+
+
+def test_updates_alone_add_up() -> None:
+    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
+    assert lower_bound(schedule, Costs(forward=0.0, backward=0.0, update=1.0)) == 2.0
 
 
 def test_updates_in_the_program() -> None:

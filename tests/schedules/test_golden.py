@@ -18,6 +18,7 @@ from stagewright.schedules.interleaved import interleaved
 from stagewright.schedules.looped_bfs import looped_bfs
 from stagewright.schedules.one_f_one_b import one_f_one_b, pair_up
 from stagewright.schedules.registry import takes_chunks
+from stagewright.schedules.text import unit_time_cells
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -132,3 +133,13 @@ def test_pictures_in_docstrings(documented: object, schedule: Schedule) -> None:
     lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
     rows = [re.split(r"  +(?=[a-zP])", line)[0] for line in lines if re.match(r"rank \d+ \|", line)]
     assert "\n".join(rows) == schedule.grid()
+
+
+def test_picture_of_the_module() -> None:
+    rows = [
+        line.split("| ")[1].split("    ")[0]
+        for line in (ir.__doc__ or "").splitlines()
+        if "rank" in line and "|" in line
+    ]
+    cells = unit_time_cells(made("1f1b", 2, 3, 1))
+    assert [row.split() for row in rows] == [[str(cell or ".") for cell in row] for row in cells]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check
+from stagewright.schedules import Schedule, ScheduleError, build, check
 from stagewright.schedules.versions import derive_versions
 
-from .random_schedules import by_hand, schedules, steady
+from .random_schedules import by_hand, schedules, steady, with_updates
 
 # PipeDream-2BW: P=2, M=2, three batches. Batch t runs on version max(t-1, 0), so the update of batch t stands just
 # before the first forward of batch t+2 (or at the end), whenever its gradients were complete.
@@ -147,18 +147,7 @@ def test_each_stage_of_a_rank_has_its_own_versions() -> None:
 def test_batch_after_batch_is_a_flush(schedule: Schedule, batches: int) -> None:
     """Any schedule, repeated, with the updates of each rank behind each batch: versions as the flush rule asks."""
     M = schedule.num_microbatches
-    programs = tuple(
-        tuple(
-            action
-            for t in range(batches)
-            for action in (
-                *(Action(stage, op, t * M + k) for stage, op, k in program),
-                *(Action(stage, Op.U, t) for stage in schedule.placement[rank]),
-            )
-        )
-        for rank, program in enumerate(schedule.programs)
-    )
-    several = replace(schedule, programs=programs, num_batches=batches)
+    several = with_updates(schedule, batches)
     report = check(several)
     assert report.peak_versions == (1,) * schedule.num_ranks
     assert report.peak_activations == check(schedule).peak_activations

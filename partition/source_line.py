@@ -1,0 +1,35 @@
+"""Where in the user's own code an error came from."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USERS = (
+    *(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules")),
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+)
+
+
+def users_line(error: BaseException) -> str:
+    """' at file:line, in function: `code`' of the innermost frame of the user's own, or nothing."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = os.path.abspath(frame.filename)
+        if not (frame.filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path)):
+            return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the beginning of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(". ")
+
+
+def _is_standard_library(path: str) -> bool:
+    library = sysconfig.get_path("stdlib") + os.sep
+    return path.startswith(library) and not path.startswith(os.path.join(library, "site-packages"))

@@ -1,0 +1,305 @@
+"""What a user can get wrong, all ranks in one process: each message names the value, what was expected, what to type.
+
+Over processes the same checks run on every rank before anything is sent: see test_failures_gloo.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small import X, Y, layers, make, sgd
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import ScheduleError, build
+
+
+class Tower(nn.Module):
+    """Traced, since it is no nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# --- what PipelineModule is told ---
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown schedule": (
+        {"schedule": "1f2b"},
+        r"unknown schedule '1f2b': expected one of gpipe, 1f1b, interleaved, looped-bfs.*; did you mean '1f1b'\?",
+    ),
+    "schedule of another type": ({"schedule": 3}, r"schedule=3: expected a name, a Schedule, or a \.csv or \.json"),
+    "no microbatches": (
+        {"num_microbatches": 0},
+        r"num_microbatches=0 for schedule '1f1b': expected a whole number, at least 1",
+    ),
+    "half a microbatch": ({"num_microbatches": 2.5}, r"num_microbatches=2\.5 .* expected a whole number"),
+    "chunks that 1f1b has not": (
+        {"num_chunks": 2},
+        r"num_chunks=2 for schedule '1f1b': it has one stage a rank; expected 1, or .*interleaved",
+    ),
+    "no chunks": ({"schedule": "interleaved", "num_chunks": 0}, r"num_chunks=0 .* expected a whole number, at least 1"),
+    "no ranks": ({"mesh": {"pipe": 0}}, r"mesh axis 'pipe' has size 0: expected a whole number, at least 1"),
+    "more ranks than stages": (
+        {"mesh": {"pipe": 7}},
+        r"num_stages=7 for a model of 6 units .*: expected 1 to 6; take fewer ranks or chunks",
+    ),
+    "more chunks than stages": (
+        {"schedule": "interleaved", "num_chunks": 4},
+        r"num_stages=8 for a model of 6 units .*: expected 1 to 6; take fewer ranks or chunks",
+    ),
+    "more ranks than a traced model has nodes": (
+        {"model": Tower(), "mesh": {"pipe": 6}},
+        r"num_stages=6 for a model of 5 units .*: expected 1 to 5; take fewer ranks or chunks",
+    ),
+    "data axis": (
+        {"mesh": {"pipe": 2, "data": 2}},
+        r'mesh axis \'data\' has size 2: .* expected 1, as in mesh=\{"pipe": 2\}',
+    ),
+    "tensor axis": ({"mesh": {"pipe": 2, "tensor": 4}}, r"mesh axis 'tensor' has size 4: .* expected 1"),
+    "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
+    "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
+    "split point of a sequential": (
+        {"split_points": ["33"]},
+        r"split point '33' is no child of the nn\.Sequential: expected .* such as '3'",
+    ),
+    "split point of a traced model": (
+        {"model": Tower(), "split_points": ["block.2"]},
+        r"split point 'block\.2' is no module that the model runs: expected .* such as 'blocks\.2'",
+    ),
+    "split points out of order": (
+        {"model": Tower(), "mesh": {"pipe": 3}, "split_points": ["head", "blocks.1"]},
+        r"split point 'blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
+    ),
+    "too many split points": (
+        {"split_points": ["1", "2"]},
+        r"split_points=\['1', '2'\] begin 3 stages, the schedule has 2: expected 1 names",
+    ),
+    "split points as a word": ({"split_points": "3"}, r"split_points='3': expected a list of names, such as \['3'\]"),
+    "too few stages": (
+        {"stages": [nn.Linear(6, 6)]},
+        r"stages= has 1 modules and the schedule has 2 stages \(ranks x chunks\): expected one module a stage",
+    ),
+    "stages that are none": ({"stages": 3}, r"stages=3: expected a list of modules, one a stage"),
+    "model and stages": (
+        {"model": layers(), "stages": [layers(), layers()]},
+        r"expected either a model or stages=\[\.\.\.\], not both",
+    ),
+    "no module": ({"model": F.relu}, r"is function: expected a torch\.nn\.Module"),
+    "unknown recompute": ({"recompute": "half"}, r"recompute='half': expected one of 'none', 'full'"),
+    "recompute for one stage of two": (
+        {"recompute": ["full"]},
+        r"recompute= has 1 entries for 2 stages: expected one, or one a stage",
+    ),
+    "timeout": ({"timeout": 0}, r"timeout=0: expected seconds above 0"),
+    "timeout in words": ({"timeout": "5s"}, r"timeout='5s': expected seconds above 0"),
+    "norm": ({"max_grad_norm": -1.0}, r"max_grad_norm=-1\.0: expected a number above 0, or None"),
+    "seed": ({"seed": None}, r"seed=None: expected a whole number"),
+    "an optimizer that is made": (
+        {"optimizer": sgd([nn.Parameter(torch.zeros(1))])},
+        r"(?s)optimizer=SGD .*expected a callable; optimizer=lambda",
+    ),
+    "an optimizer that is none": ({"optimizer": lambda parameters: None}, r"optimizer= returned NoneType: expected"),
+    "a scheduler that is none": ({"lr_scheduler": lambda _: None}, r"lr_scheduler= returned NoneType: expected"),
+    "a scheduler alone": (
+        {"optimizer": None, "lr_scheduler": lambda optimizer: None},
+        r"lr_scheduler=.* without an optimizer: expected optimizer= beside it",
+    ),
+    "clipping alone": (
+        {"optimizer": None, "max_grad_norm": 1.0},
+        r"max_grad_norm=1\.0 without an optimizer: .* call clip_grad_norm_",
+    ),
+    "one example for several": ({"example_inputs": X}, r"example_inputs= is Tensor: expected a tuple of tensors"),
+    "examples that are no tensors": ({"example_inputs": ([1.0],)}, r"input 0 is list: expected a tensor"),
+    "fewer examples than microbatches": (
+        {"example_inputs": (X[:3],)},
+        r"a batch of 3 samples for 4 microbatches: expected at least one sample each; .*num_microbatches=3",
+    ),
+    "layers that do not fit": (
+        {"model": nn.Sequential(nn.Linear(6, 6), nn.Linear(5, 5))},
+        r"stage 1 cannot take \(\(2, 6\) torch\.float32\).*\[2, 6\] X \[5, 5\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+        make(microbatches=4)
+    with pytest.raises(ValueError, match=r"schedule '1f1b' has no option depth: its options are"):
+        build("1f1b", num_ranks=2, num_microbatches=4, depth=3)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda pipe: pipe.parameters(), "parameters and state"),
+        (lambda pipe: pipe.stage_names, "stage_names"),
+        (lambda pipe: pipe.clip_grad_norm_(1.0), "clip_grad_norm_"),
+        (lambda pipe: pipe.measured_costs(), "measured_costs"),
+    ],
+)
+def test_before_the_stages_are_built(use: Callable[[PipelineModule], object], name: str) -> None:
+    message = rf"{name}: the stages are not built yet\. Expected PipelineModule\(\.\.\., example_inputs=\(batch,\)\)"
+    with pytest.raises(ValueError, match=message):
+        use(make(example_inputs=None))
+
+
+# --- schedules from files ---
+
+FILES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bad cell": (
+        "0F0,,,0B0\n,1F0,1X0,\n",
+        {},
+        r"plan\.csv: row 2, column 3: cannot read the action '1X0': expected .*3F12",
+    ),
+    "missing pair": ("0F0,,,0B0\n,1F0,,\n", {}, r"plan\.csv: missing: 1B0\. Each of the 2 stages needs F and B"),
+    "deadlock": (
+        "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n",
+        {},
+        r"(?s)plan\.csv: deadlock: a cycle of 2 ranks.*rank 0 at position 1 \(0F0 \[0B0\] 0F1 0B1\) waits for 1B0.*"
+        r"rank 1 at position.*move ",
+    ),
+    "nothing": ("\n", {}, r"plan\.csv: the table has no action: expected a row a rank"),
+    "other microbatches": (
+        "0F0,,,0B0\n,1F0,1B0,\n",
+        {"num_microbatches": 4},
+        r"num_microbatches=4 for a schedule of 1: expected 1, or leave it out",
+    ),
+    "other ranks": (
+        "0F0,,,0B0\n,1F0,1B0,\n",
+        {"mesh": {"pipe": 3}},
+        r'mesh=\{"pipe": 3\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}',
+    ),
+    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule with 1 stages a rank"),
+    "split backward": ("0F0,0I0,0W0\n", {}, r"0I0 in schedule 'plan': expected F and B"),
+}
+
+
+@pytest.mark.parametrize(("text", "options", "message"), FILES.values(), ids=FILES.keys())
+def test_schedule_files(tmp_path: Path, text: str, options: dict[str, Any], message: str) -> None:
+    file = tmp_path / "plan.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        make(**({"schedule": file, "mesh": None, "num_microbatches": None} | options))
+
+
+def test_schedule_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"schedule file '.*none\.csv' cannot be read: .*No such file"):
+        make(schedule=str(tmp_path / "none.csv"))
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ScheduleError, match=r"plan\.json: a schedule has the keys .*found \[\]"):
+        make(schedule=tmp_path / "plan.json")
+
+
+def test_a_schedule_without_backward_evaluates_and_refuses_to_train(tmp_path: Path) -> None:
+    (tmp_path / "plan.csv").write_text("0F0,0F1\n,1F0,1F1\n")
+    pipe = make(schedule=tmp_path / "plan.csv", mesh=None, num_microbatches=None)
+    assert pipe.eval_step(X, Y).loss is not None
+    with pytest.raises(ScheduleError, match=r"schedule 'plan' has no backward: expected F and B"):
+        pipe.train_step(X, Y)
+
+
+# --- models ---
+
+
+class Undecided(nn.Module):
+    """Python that asks for values: neither torch.export nor shape inference can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum() > 0:  # the line that the error must show
+            x = x * 2
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "beginning"),
+    [
+        (Undecided(), r"torch\.export cannot trace Undecided whole"),
+        (nn.Sequential(nn.Linear(6, 6), Undecided()), r"stage 1 cannot take \(\(2, 6\) torch\.float32\)"),
+    ],
+    ids=["traced", "in a sequential"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_traced(model: nn.Module, beginning: str) -> None:
+    model_line = Undecided.forward.__code__.co_firstlineno + 2
+    source = re.escape(f"{__file__}:{model_line}, in forward: `if x.sum() > 0:")
+    with pytest.raises(ValueError, match=rf"{beginning} at {source}.*`: .*[Ee]xpected"):
+        make(model=model)
+
+
+def test_a_model_that_takes_other_inputs() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    with pytest.raises(
+        ValueError, match=r"Two\.forward\(.*mask.*\).* does not take 1 tensors \(missing .*'mask'\): expected"
+    ):
+        make(model=Two())
+
+
+def test_a_model_that_returns_a_size() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return x + 1, x.shape[0]
+
+    with pytest.raises(
+        ValueError, match=r"the model returns 'sym_size.*', a number that depends on its input's shape: exp"
+    ):
+        make(model=Counts(), mesh={"pipe": 1})
+
+
+def test_a_stage_that_returns_no_tensor() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return x, 3
+
+    with pytest.raises(ValueError, match=r"Both returns a int \(3\) at the end of a stage: expected tensors"):
+        make(stages=[Both(), nn.Identity()])
+
+
+def test_output_shapes_that_do_not_follow_from_input_shapes() -> None:
+    """Shapes are inferred once, and the buffers of whoever receives are made for them."""
+
+    class Shrinking(nn.Module):
+        width = 6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, : self.width]
+
+    shrinking = Shrinking()
+    pipe = make(
+        model=nn.Sequential(nn.Linear(6, 6), shrinking, nn.Tanh(), nn.Flatten()), split_points=["2"], loss_fn=_mean
+    )
+    shrinking.width = 5
+    message = r"output 0 of stage 0 \(0 \.\. 1\) is \(2, 5\) torch\.float32, and was \(2, 6\) .* when .*: expected"
+    with pytest.raises(ValueError, match=message):
+        pipe.train_step(X, Y)
+
+
+def _mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
