@@ -16,7 +16,8 @@ class Measurement:
     Arguments:
         torch, ours: [repetitions] step times [s].
         makespans: [repetitions] of our timeline, first start to last end of any rank [s].
-        predicted: the simulator's makespan from the medians by stage and op, and `latency` [s].
+        forward, backward: [S] medians of our F and B, without waits [s].
+        predicted: the simulator's makespan from these and `latency` [s].
         latency: of one message, from a ping-pong [s].
         boundary_bytes: of that message.
     """
@@ -25,6 +26,8 @@ class Measurement:
     torch: list[float]
     ours: list[float]
     makespans: list[float]
+    forward: list[float]
+    backward: list[float]
     predicted: float
     latency: float
     boundary_bytes: int

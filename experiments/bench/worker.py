@@ -97,6 +97,7 @@ def measure(workload: Workload, *, repetitions: int) -> Measurement:
         say(f"{workload.name}: repetition {repetition + 1}/{repetitions}: {shown}")
     costs = our_side.pipe.measured_costs()
     schedule = our_side.pipe.schedule
+    table = costs.table(num_stages=schedule.num_stages)
     our_side.pipe.close()
     latency = median(ping_pong(boundary, rounds=50).paced)
     return Measurement(
@@ -104,6 +105,8 @@ def measure(workload: Workload, *, repetitions: int) -> Measurement:
         torch=times["torch"],
         ours=times["ours"],
         makespans=makespans,
+        forward=list(table.forward),
+        backward=list(table.backward),
         predicted=simulate(schedule, replace(costs, latency=latency)).makespan,
         latency=latency,
         boundary_bytes=_num_bytes(boundary),

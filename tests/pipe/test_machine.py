@@ -1,0 +1,112 @@
+"""The state machine alone: no tensors, no processes, no clock. The driver here delivers in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stagewright.pipe.machine import Machine, Wait
+from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
+from stagewright.schedules.lower import RankProgram, Transfer
+
+F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
+ACT = Message(MessageKind.ACT, 0, 1, 0)
+GRAD = Message(MessageKind.GRAD, 1, 0, 0)
+LOSS = Message(MessageKind.LOSS, 1, 0, 0)
+
+
+def first_of_two(*, finally_needs: tuple[Message, ...] = ()) -> RankProgram:
+    """Rank 0 of two stages, one microbatch."""
+    return RankProgram(
+        rank=0,
+        steps=(Transfer(GRAD, 1, False), F0, Transfer(ACT, 1, True), B0),
+        inputs={B0: (GRAD,)},
+        proves={GRAD: (ACT,)},
+        peak_receives=1,
+        finally_needs=finally_needs,
+    )
+
+
+def test_steps_come_in_order_and_an_action_waits_for_its_inputs() -> None:
+    machine = Machine(first_of_two())
+    assert machine.next() == Transfer(GRAD, 1, False)
+    assert machine.next() == F0
+    assert machine.next() == Transfer(ACT, 1, True)
+    assert machine.next() == Wait((GRAD,), B0)
+    assert machine.next() == Wait((GRAD,), B0)  # until it is told
+    machine.arrived([GRAD])
+    assert machine.next() == B0
+    assert machine.next() is None
+    assert machine.next() is None
+    assert machine.proves == {GRAD: (ACT,)}
+
+
+def test_what_arrived_early_is_not_waited_for() -> None:
+    machine = Machine(first_of_two())
+    machine.arrived([GRAD])
+    assert [machine.next() for _ in range(5)][-2:] == [B0, None]
+
+
+def test_the_end_waits_for_the_losses() -> None:
+    machine = Machine(first_of_two(finally_needs=(LOSS,)))
+    machine.arrived([GRAD])
+    assert [machine.next() for _ in range(5)][-1] == Wait((LOSS,), None)
+    machine.arrived([LOSS])
+    assert machine.next() is None
+
+
+def test_only_the_missing_inputs_are_waited_for() -> None:
+    other = Message(MessageKind.GRAD, 2, 0, 0)
+    program = RankProgram(rank=0, steps=(B0,), inputs={B0: (GRAD, other)}, proves={}, peak_receives=2)
+    machine = Machine(program)
+    machine.arrived([other])
+    assert machine.next() == Wait((GRAD,), B0)
+
+
+def run_all(lowered: Lowered, *, seed: int) -> list[list[Action]]:
+    """All ranks' machines, in random turns, with messages under way for a random time; the actions by rank."""
+    pick = random.Random(seed)
+    machines = [Machine(program) for program in lowered.programs]
+    done: list[list[Action]] = [[] for _ in machines]
+    posted: list[set[Message]] = [set() for _ in machines]
+    under_way: list[tuple[int, Message]] = []
+    running = set(range(len(machines)))
+    idle_turns = 0
+    while running:
+        rank = pick.choice(sorted(running))
+        instruction = machines[rank].next()
+        idle_turns += 1
+        assert idle_turns < 10_000, f"nothing moves: rank {rank} stands at {instruction}"
+        if instruction is None:
+            running.discard(rank)
+        elif isinstance(instruction, Action):
+            done[rank].append(instruction)
+            idle_turns = 0
+        elif isinstance(instruction, Transfer) and instruction.is_send:
+            under_way.append((instruction.peer, instruction.message))
+        elif isinstance(instruction, Transfer):
+            posted[rank].add(instruction.message)
+        elif under_way:
+            receiver, message = under_way.pop(pick.randrange(len(under_way)))
+            machines[receiver].arrived([message])
+    assert not under_way
+    for program, messages in zip(lowered.programs, posted, strict=True):
+        needed = {message for inputs in program.inputs.values() for message in inputs}
+        assert messages == needed | set(program.finally_needs)
+    return done
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_arrival_gives_the_program(name: str, seed: int) -> None:
+    schedule = build(name, num_ranks=3, num_microbatches=5)
+    done = run_all(lower(schedule, share_loss=True), seed=seed)
+    assert [tuple(actions) for actions in done] == list(schedule.programs)
+
+
+def test_with_skips_over_several_stages() -> None:
+    edges = [Edge(0, 1, True), Edge(0, 3, True), Edge(1, 2, True), Edge(2, 3, False), Edge(1, 3, True)]
+    schedule = build("1f1b", num_ranks=4, num_microbatches=6).with_edges(edges)
+    done = run_all(lower(schedule, share_loss=True), seed=7)
+    assert [tuple(actions) for actions in done] == list(schedule.programs)
