@@ -3,7 +3,7 @@
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard
-from .groups import World, join_world, link_groups, pipe_size
+from .groups import World, join_world, link_lanes, pipe_size
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
@@ -21,6 +21,6 @@ __all__ = [
     "Transport",
     "World",
     "join_world",
-    "link_groups",
+    "link_lanes",
     "pipe_size",
 ]

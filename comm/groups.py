@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from .errors import PeerLost, PipelineTimeout, short_reason
-from .process_group import Link
+from .process_group import Lanes, Link
 
 T = TypeVar("T")
 
+GLOO_LANES = 4
+RECEIVES_AHEAD = 4  # a link carries several streams (chunks, gradients): enough to keep it busy, at most the lanes
 AXES = ("pipe", "data", "tensor")
 
 
@@ -137,23 +139,29 @@ def make_group(ranks: Sequence[int], world: World, *, device: torch.device, time
     return group
 
 
-def link_groups(
-    links: Iterable[Link], world: World, *, device: torch.device, timeout: float
-) -> dict[Link, tuple[dist.ProcessGroup, int]]:
-    """A process group for each directed link that this rank is part of. Collective: all ranks give the same links.
+def link_lanes(links: Iterable[Link], world: World, *, device: torch.device, timeout: float) -> dict[Link, Lanes]:
+    """The groups of each directed link that this rank is part of. Collective: all ranks give the same links.
 
-    gloo: one group for all. NCCL: a communicator a directed link, made in the same order everywhere.
+    gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,
+    a thread that is preempted inside a gloo call holds the pair's lock, and gloo's own thread spins on it for a
+    scheduler slice. NCCL: a communicator a directed link, made in the same order everywhere.
     """
-    groups: dict[Link, tuple[dist.ProcessGroup, int]] = {}
+    lanes: dict[Link, Lanes] = {}
     if backend_for(device) == "gloo":
-        everyone = make_group(range(world.size), world, device=device, timeout=timeout)
+        everyone = range(world.size)
+        up, down = (
+            tuple(make_group(everyone, world, device=device, timeout=timeout) for _ in range(GLOO_LANES))
+            for _ in range(2)
+        )
         for sender, receiver in links:
             if world.rank in (sender, receiver):
-                groups[sender, receiver] = (everyone, receiver if world.rank == sender else sender)
-        return groups
+                peer = receiver if world.rank == sender else sender
+                lanes[sender, receiver] = Lanes(up if sender < receiver else down, peer)
+        return lanes
     for sender, receiver in sorted(links):
         pair = sorted((sender, receiver))
         group = make_group(pair, world, device=device, timeout=timeout)
         if world.rank in pair:
-            groups[sender, receiver] = (group, pair.index(receiver if world.rank == sender else sender))
-    return groups
+            peer = pair.index(receiver if world.rank == sender else sender)
+            lanes[sender, receiver] = Lanes((group,), peer)
+    return lanes

@@ -1,9 +1,9 @@
 """Messages over torch.distributed process groups: gloo for the CPU, NCCL for CUDA.
 
-gloo: one group for all links; each tensor has a tag of its own (a counter per directed link, and a checksum of
-its layout: one that does not fit its buffer would end the process), and waiting blocks the thread. A work that
-is dropped before it is through breaks its pair, and one that timed out closes every pair of its group for good:
-so a time-out is fatal.
+gloo: several groups (lanes) for each direction. Each tensor has a tag of its own: a counter per directed link and a
+checksum of its layout, since one that does not fit its buffer would end the process. Waiting blocks the thread. A
+work that is dropped before it is through breaks its pair, and one that timed out closes every pair of its group for
+good: so a time-out is fatal.
 
 NCCL: a communicator for each directed link, so that no order between links can deadlock: on one link both
 sides issue the same messages in the same order (`check_lowered`). Waiting orders the current stream.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,15 @@ from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
 Link = tuple[int, int]  # (sender, receiver), ranks along the pipeline
+
+
+class Lanes(NamedTuple):
+    """The groups over which the messages of one directed link go in turn, and the peer's index in them."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    peer: int
+
+
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
 _COUNTS = 1 << 14  # far above the messages under way on a link
@@ -39,7 +49,7 @@ class ProcessGroupTransport:
 
     Arguments:
         rank: this rank.
-        groups: directed link -> (process group, index of the peer in it), for the links of this rank.
+        lanes: of each directed link of this rank.
         device: where received tensors are made.
         timeout: for sends whose receipt is known, which should be through at once [s].
     """
@@ -47,17 +57,18 @@ class ProcessGroupTransport:
     def __init__(
         self,
         rank: int,
-        groups: Mapping[Link, tuple[dist.ProcessGroup, int]],
+        lanes: Mapping[Link, Lanes],
         *,
         device: torch.device,
         timeout: float,
     ) -> None:
         self._rank = rank
-        self._groups = groups
+        self._lanes = lanes
         self._device = device
         self._timeout = timeout
         self._blocking = device.type != "cuda"
-        self._counts: dict[Link, int] = dict.fromkeys(groups, 0)
+        self._counts: dict[Link, int] = dict.fromkeys(lanes, 0)  # tensors
+        self._turns: dict[Link, int] = dict.fromkeys(lanes, 0)  # messages
         self._posted: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._sent: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._leftover: deque[tuple[Message, int, list[torch.Tensor], list[dist.Work]]] = deque()
@@ -69,7 +80,7 @@ class ProcessGroupTransport:
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Make buffers and post the receives, one a tensor."""
-        group, index = self._groups[peer, self._rank]
+        group, index = self._next_lane((peer, self._rank))
         buffers, works = [], []
         for spec in specs:
             buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
@@ -81,7 +92,7 @@ class ProcessGroupTransport:
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Start the sends; what they read is kept until their receipt is known."""
-        group, index = self._groups[self._rank, peer]
+        group, index = self._next_lane((self._rank, peer))
         kept, works = [], []
         for tensor, spec in zip(tensors, specs, strict=True):
             whole = tensor
@@ -102,7 +113,7 @@ class ProcessGroupTransport:
         """Block until the tensors are here (CUDA: until the stream will have them)."""
         peer, buffers, works = self._posted.pop(message)
         for work in works:
-            self._finish(work, _arrival(message, peer), peer, timeout)
+            self._finish(work, message, peer, timeout, _arrival)
         return tuple(buffers)
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
@@ -111,7 +122,7 @@ class ProcessGroupTransport:
             sent = self._sent.pop(message, None)
             if sent is not None and self._blocking:
                 for work in sent[2]:
-                    self._finish(work, _receipt(message, sent[0]), sent[0], self._timeout)
+                    self._finish(work, message, sent[0], self._timeout, _receipt)
 
     def end_of_program(self) -> None:
         """Sends without an answer wait here for one more program: by then they are through."""
@@ -127,7 +138,7 @@ class ProcessGroupTransport:
 
     def abort(self) -> None:
         """After an error: close this rank's links, so that nobody waits for it any longer, and drop all messages."""
-        for group in {id(group): group for group, _ in self._groups.values()}.values():
+        for group in {id(group): group for lanes in self._lanes.values() for group in lanes.groups}.values():
             break_group(group, self._device)
         self._posted.clear()
         self._sent.clear()
@@ -137,7 +148,12 @@ class ProcessGroupTransport:
         while self._leftover:
             message, peer, _, works = self._leftover.popleft()
             for work in works:
-                self._finish(work, _receipt(message, peer), peer, timeout)
+                self._finish(work, message, peer, timeout, _receipt)
+
+    def _next_lane(self, link: Link) -> tuple[dist.ProcessGroup, int]:
+        lanes = self._lanes[link]
+        turn = self._turns[link] = (self._turns[link] + 1) % len(lanes.groups)
+        return lanes.groups[turn], lanes.peer
 
     def _next_tag(self, link: Link, spec: TensorSpec) -> int:
         count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
@@ -152,7 +168,9 @@ class ProcessGroupTransport:
             story = f"lost the connection to rank {peer} before the {message} ({short_reason(error)})"
             raise PeerLost(story, peers=[peer]) from error
 
-    def _finish(self, work: dist.Work, what: str, peer: int, timeout: float) -> None:
+    def _finish(
+        self, work: dist.Work, message: Message, peer: int, timeout: float, tell: Callable[[Message, int], str]
+    ) -> None:
         started = time.monotonic()
         try:
             if self._blocking:
@@ -160,7 +178,7 @@ class ProcessGroupTransport:
             else:
                 work.wait()
         except RuntimeError as error:
-            waited = time.monotonic() - started
+            waited, what = time.monotonic() - started, tell(message, peer)
             if "timed out" in str(error).lower() or waited >= timeout:
                 raise PipelineTimeout(f"waited {waited:.1f} s for {what}", peers=[peer]) from error
             story = (

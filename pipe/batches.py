@@ -106,31 +106,43 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def combine_losses(losses: Sequence[LossValue], weights: Sequence[float], *, step: int) -> tuple[float, float | None]:
-    """(loss of the batch, sum of counts or None).
+def summarize_losses(losses: Sequence[LossValue], weights: Sequence[float], *, step: int) -> torch.Tensor:
+    """[5] float64 on the losses' device: what every rank must know of a batch, whatever M is.
 
-    The mean is sum_k (n_k / N) loss_k, or sum_k sum_k / sum_k count_k.
-    Raises NonFiniteLossError with step and microbatch.
+    (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss), where total is
+    sum_k (n_k / N) loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
+    Raises ValueError where only some losses have a count.
     """
-    total = counts = 0.0
-    has_counts = losses[0][1] is not None
-    for k, (value, count) in enumerate(losses):
-        number = float(value)
-        if not math.isfinite(number):
-            raise NonFiniteLossError(
-                f"the loss of step {step}, microbatch {k} is {number}: no update was made. Expected a finite number; "
-                f"look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
-            )
-        if (count is not None) != has_counts:
-            raise ValueError(
-                f"loss_fn returned a count for some microbatches of step {step}, and none for microbatch "
-                f"{k if has_counts else 0}: expected a scalar mean always, or (sum, count) always"
-            )
-        if count is None:
-            total += weights[k] * number
-        else:
-            total += number
-            counts += float(count)
+    values = torch.stack([value.to(torch.float64) for value, _ in losses])
+    with_count = [count is not None for _, count in losses]
+    if any(with_count) != all(with_count):
+        raise ValueError(
+            f"loss_fn returned a count for some microbatches of step {step}, and none for microbatch "
+            f"{with_count.index(False)}: expected a scalar mean always, or (sum, count) always"
+        )
+    if with_count[0]:
+        total = values.cumsum(0)[-1]  # in order, as a loop would add them
+        counts = torch.stack([c.to(values) for _, c in losses if c is not None]).cumsum(0)[-1]
+    else:
+        total = (values * torch.tensor(weights).to(values)).cumsum(0)[-1]
+        counts = torch.zeros_like(total)
+    bad = ~values.isfinite()
+    first_bad = torch.where(bad.any(), bad.to(torch.int8).argmax(), -1)
+    has_counts = torch.full_like(total, float(with_count[0]))
+    return torch.stack([total, counts, has_counts, first_bad.to(values), values[first_bad.clamp(min=0)]])
+
+
+def read_loss_summary(summary: torch.Tensor, *, step: int) -> tuple[float, float | None]:
+    """(loss of the batch, sum of counts or None) from `summarize_losses`.
+
+    Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
+    """
+    total, counts, has_counts, first_bad, bad_loss = summary.tolist()
+    if first_bad >= 0:
+        raise NonFiniteLossError(
+            f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: no update was made. Expected a "
+            f"finite number; look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
+        )
     if not has_counts:
         return total, None
     if not 0 < counts < math.inf:

@@ -64,7 +64,9 @@ class Chain(nn.Module):
         for number, module in self._units:
             self._seeder.enter(number)
             arguments = (module(*arguments),)
-        leaves, self.out_spec = pytree.tree_flatten(arguments[0])
+        leaves, spec = pytree.tree_flatten(arguments[0])
+        if spec != self.out_spec:  # setting an attribute of a module is not cheap
+            self.out_spec = spec
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise ValueError(

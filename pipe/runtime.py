@@ -23,8 +23,9 @@ from ..comm import (
     ProcessGroupTransport,
     Transport,
     World,
-    link_groups,
+    link_lanes,
 )
+from ..comm.groups import RECEIVES_AHEAD
 from ..comm.ping_pong import one_way_seconds
 from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
 from ..schedules.ir import ScheduleError
@@ -33,9 +34,9 @@ from .agreement import check_agreement, describe
 from .batches import (
     check_inputs,
     check_like_example,
-    combine_losses,
     join_tensors,
     read_loss,
+    read_loss_summary,
     split_target,
     split_tensor,
     to_device,
@@ -169,7 +170,8 @@ class Runtime:
         wiring = Wiring(faces, inference.outputs(microbatch))
         wired = schedule.with_edges(wiring.edges())
         check(wired)
-        lowered = lower(wired, share_loss=self._world.distributed and self._settings.loss_fn is not None)
+        share_loss = self._world.distributed and self._settings.loss_fn is not None
+        lowered = lower(wired, share_loss=share_loss, receives_ahead=RECEIVES_AHEAD)
         check_lowered(lowered)
         return _Mode(inference=inference, wiring=wiring, lowered=lowered)
 
@@ -186,9 +188,9 @@ class Runtime:
                 }
             )
             self._links = set(links)
-            groups = link_groups(links, world, device=settings.device, timeout=settings.timeout)
+            lanes = link_lanes(links, world, device=settings.device, timeout=settings.timeout)
             transports: list[Transport] = [
-                ProcessGroupTransport(world.rank, groups, device=settings.device, timeout=settings.timeout)
+                ProcessGroupTransport(world.rank, lanes, device=settings.device, timeout=settings.timeout)
             ]
         else:
             mailbox = Mailbox()
@@ -277,7 +279,7 @@ class Runtime:
         self._gradients.begin()
         try:
             self._run(self._train, batch, training=True)
-            total, counts = combine_losses(self._losses(batch), batch.weights, step=batch.step)
+            total, counts = self._loss(batch)
         except BaseException:
             self._gradients.abandon()
             raise
@@ -301,7 +303,7 @@ class Runtime:
                 part.training = training
         loss = None
         if self._settings.loss_fn is not None:
-            loss, _ = combine_losses(self._losses(batch), batch.weights, step=batch.step)
+            loss, _ = self._loss(batch)
         output = None
         last = next((r.worker for r in self._engine.ranks if r.worker.outputs), None)
         if last is not None:
@@ -331,10 +333,10 @@ class Runtime:
         weights = [len(columns[0][k]) / num_samples for k in range(num_microbatches)]
         return Batch(inputs=columns, targets=targets, specs=specs, weights=weights, step=self._num_steps)
 
-    def _losses(self, batch: Batch) -> list[LossValue]:
-        """Of all microbatches; over processes they came as a message."""
-        losses = next(r.worker.losses for r in self._engine.ranks if r.worker.losses)
-        return [losses[k] for k in range(batch.num_microbatches)]
+    def _loss(self, batch: Batch) -> tuple[float, float | None]:
+        """(loss, sum of counts or None) of the batch; over processes it came as a message."""
+        summaries = (local.worker.loss_summary() for local in self._engine.ranks)
+        return read_loss_summary(next(s for s in summaries if s is not None), step=batch.step)
 
     def _result(self, loss: float, step: int, grad_norm: float | None) -> StepResult:
         snapshots = [local.recorder.snapshot() for local in self._engine.ranks]

@@ -16,11 +16,10 @@ import torch
 from ..comm import TensorSpec
 from ..partition.trace import MODEL_INPUT
 from ..schedules import Action, Message, MessageKind, Op
+from .batches import summarize_losses
 from .randomness import Seeder
 from .stage import LossValue, Stage, Tensors
 from .wiring import OutputSpecs, Wiring
-
-_NO_COUNT = float("-inf")  # no count of samples: nan may be one, by the user's mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +58,7 @@ class Worker:
         self.rank = rank
         self.stages = stages
         self.losses: dict[int, LossValue] = {}  # by microbatch, on the rank of the last stage
+        self._summary: torch.Tensor | None = None  # see summarize_losses
         self.outputs: dict[int, Tensors] = {}  # by microbatch, in evaluation
         self._last = num_stages - 1
         self._seeder = seeder
@@ -71,6 +71,7 @@ class Worker:
         self._inbox.clear()
         self._outbox.clear()
         self.losses.clear()
+        self._summary = None
         self.outputs.clear()
         for stage in self.stages.values():
             stage.drop()
@@ -78,20 +79,22 @@ class Worker:
     def specs(self, message: Message) -> list[TensorSpec]:
         """What to expect of a message."""
         if message.kind is MessageKind.LOSS:
-            return [TensorSpec((self._batch.num_microbatches, 2), (2, 1), torch.float64, False)]
+            return [TensorSpec((5,), (1,), torch.float64, False)]
         return self._wiring.message_specs(message, self._batch.specs[message.index])
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
         if message.kind is MessageKind.LOSS:
-            self._read_losses(tensors[0])
+            self._summary = tensors[0]
         else:
             self._inbox[message] = tensors
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
         if message.kind is MessageKind.LOSS:
-            return (self._written_losses(),)
+            summary = self.loss_summary()
+            assert summary is not None
+            return (summary,)
         return self._outbox.pop(message)
 
     def run(self, action: Action) -> None:
@@ -168,19 +171,12 @@ class Worker:
         """To a stage of this rank it goes straight; else it waits to be sent."""
         (self._inbox if message.dst in self.stages else self._outbox)[message] = tensors
 
-    def _written_losses(self) -> torch.Tensor:
-        """[M, 2]: value and count (_NO_COUNT without one) of each microbatch."""
-        device = next(iter(self.losses.values()))[0].device
-        rows = torch.full((self._batch.num_microbatches, 2), _NO_COUNT, dtype=torch.float64, device=device)
-        for k, (value, count) in self.losses.items():
-            rows[k, 0] = value
-            if count is not None:
-                rows[k, 1] = count
-        return rows
-
-    def _read_losses(self, rows: torch.Tensor) -> None:
-        for k, (value, count) in enumerate(rows.cpu()):
-            self.losses[k] = (value, None if count == _NO_COUNT else count)
+    def loss_summary(self) -> torch.Tensor | None:
+        """What is known of the batch's losses here: on the last stage its own, elsewhere what it sent."""
+        if self._summary is None and self.losses:
+            losses = [self.losses[k] for k in range(self._batch.num_microbatches)]
+            self._summary = summarize_losses(losses, self._batch.weights, step=self._batch.step)
+        return self._summary
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

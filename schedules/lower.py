@@ -4,7 +4,7 @@ Two passes over the compute order of each rank. The first finds the messages of 
 the order in which the sender makes them. The second puts each send right behind the action that makes it,
 and each receive (the posting of it, not the waiting: an action waits for what it needs) as early as
 
-    at most `POSTED_AHEAD` receives of a link are posted and not yet consumed,
+    at most `receives_ahead` receives of a link are posted and not yet consumed,
 
 allows, so that receive buffers do not grow with M. A link is first in, first out: receives are posted in the
 order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
@@ -19,8 +19,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .ir import BACKWARD_OPS, Action, Edge, Op, Schedule
-
-POSTED_AHEAD = 2
 
 
 class MessageKind(StrEnum):
@@ -99,10 +97,11 @@ class Lowered:
     programs: tuple[RankProgram, ...]
 
 
-def lower(schedule: Schedule, *, share_loss: bool = False) -> Lowered:
+def lower(schedule: Schedule, *, share_loss: bool = False, receives_ahead: int = 2) -> Lowered:
     """Insert sends and receives.
 
     Arguments:
+        receives_ahead: most receives of a link that are posted and not yet consumed, unless the order forces more.
         share_loss: also send the losses of each batch from the last stage to every rank.
 
     O(actions + messages).
@@ -110,7 +109,7 @@ def lower(schedule: Schedule, *, share_loss: bool = False) -> Lowered:
     links = _find_links(schedule, share_loss=share_loss)
     return Lowered(
         schedule=schedule,
-        programs=tuple(_lower_rank(schedule, rank, links) for rank in range(schedule.num_ranks)),
+        programs=tuple(_lower_rank(schedule, rank, links, receives_ahead) for rank in range(schedule.num_ranks)),
     )
 
 
@@ -183,13 +182,15 @@ def _share_loss(links: _Links, schedule: Schedule, action: Action, rank: int, ba
             links.finally_needs[receiver].append(message)
 
 
-def _lower_rank(schedule: Schedule, rank: int, links: _Links) -> RankProgram:
+def _lower_rank(schedule: Schedule, rank: int, links: _Links, receives_ahead: int) -> RankProgram:
     program = schedule.programs[rank]
     inputs = links.inputs[rank]
     outputs = links.outputs[rank]
     consumed_at = {m: i for i, action in enumerate(program) for m in inputs.get(action, ())}
     consumed_at.update({m: len(program) for m in links.finally_needs[rank]})
-    incoming = [_Incoming(peer, ms, consumed_at) for (peer, to), ms in links.on_link.items() if to == rank]
+    incoming = [
+        _Incoming(peer, ms, consumed_at, receives_ahead) for (peer, to), ms in links.on_link.items() if to == rank
+    ]
     by_peer = {link.peer: link for link in incoming}
     steps: list[Step] = []
     sent: dict[int, list[tuple[int, Message]]] = {}  # peer -> (position of the making action, message)
@@ -219,10 +220,11 @@ def _lower_rank(schedule: Schedule, rank: int, links: _Links) -> RankProgram:
 class _Incoming:
     """The posting side of one link: messages in the sender's order, and where each is consumed."""
 
-    def __init__(self, peer: int, messages: list[Message], consumed_at: dict[Message, int]) -> None:
+    def __init__(self, peer: int, messages: list[Message], consumed_at: dict[Message, int], ahead: int) -> None:
         self.peer = peer
         self.outstanding = 0
         self._messages = messages
+        self._ahead = ahead
         self._next = 0
         # The earliest place at which message j or a later one is consumed: it must be posted by then.
         deadline = [consumed_at[m] for m in messages]
@@ -233,9 +235,7 @@ class _Incoming:
     def post(self, at: int) -> list[Transfer]:
         """The receives to post before position `at`."""
         posted = []
-        while self._next < len(self._messages) and (
-            self.outstanding < POSTED_AHEAD or self._deadline[self._next] <= at
-        ):
+        while self._next < len(self._messages) and (self.outstanding < self._ahead or self._deadline[self._next] <= at):
             posted.append(Transfer(self._messages[self._next], self.peer, False))
             self._next += 1
             self.outstanding += 1

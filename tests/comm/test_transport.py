@@ -20,7 +20,7 @@ from stagewright.comm import (
     ProcessGroupTransport,
     TensorSpec,
     World,
-    link_groups,
+    link_lanes,
 )
 from stagewright.schedules import Message, MessageKind
 
@@ -112,8 +112,8 @@ def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
 
 def transport(timeout: float = 30.0) -> ProcessGroupTransport:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    groups = link_groups(LINKS, world, device=CPU, timeout=30.0)
-    return ProcessGroupTransport(world.rank, groups, device=CPU, timeout=timeout)
+    lanes = link_lanes(LINKS, world, device=CPU, timeout=30.0)
+    return ProcessGroupTransport(world.rank, lanes, device=CPU, timeout=timeout)
 
 
 def exchange() -> list[str]:

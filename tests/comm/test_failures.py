@@ -1,0 +1,223 @@
+"""The failure board and the guard, without processes: several boards over one store in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from stagewright.comm import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, failures
+from stagewright.comm.failures import Report, find_cause
+
+
+@pytest.fixture(autouse=True)
+def _five_times_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failures._LATER + failures._SOON <= 2.5, "after a time-out an error comes within 3 s"
+    assert 2 * failures._STORE_LIMIT + failures._SOON <= 2.6, "also when the store is silent"
+    for name in ("_SOON", "_LATER", "_STORE_LIMIT", "_POLL"):
+        monkeypatch.setattr(failures, name, getattr(failures, name) / 5)
+
+
+def boards(size: int) -> list[FailureBoard]:
+    store = HashStore()
+    return [FailureBoard(store, rank=rank, size=size) for rank in range(size)]
+
+
+def lost(peer: int) -> PeerLost:
+    return PeerLost(f"lost the connection to rank {peer}", peers=[peer])
+
+
+def timed_out(*peers: int) -> PipelineTimeout:
+    return PipelineTimeout("waited 3.0 s", peers=peers)
+
+
+# --- following the reports ---
+
+OWN = Report((), False, "KeyError: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("reports", "cause", "settled"),
+    [
+        pytest.param(
+            {0: Report((1,), False, "a"), 1: OWN},
+            "rank 1 failed: KeyError: 'x'",
+            True,
+            id="the neighbour",
+        ),
+        pytest.param(
+            {0: Report((1,), False, "a"), 1: Report((2,), False, "b"), 2: Report((3,), True, "c"), 3: OWN},
+            "rank 3 failed: KeyError: 'x'",
+            True,
+            id="three ranks away",
+        ),
+        pytest.param(
+            {0: Report((1,), True, "a"), 1: Report((2,), True, "b")},
+            "rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (b)",
+            False,
+            id="stalled",
+        ),
+        pytest.param(
+            {0: Report((1,), False, "a"), 1: Report((2,), False, "b")},
+            "rank 2, which rank 1 waited for, reports nothing: it died (b)",
+            False,
+            id="dead",
+        ),
+        pytest.param(
+            {0: Report((1,), True, "a")},
+            "rank 1, which rank 0 waited for, reports nothing: it is stalled, or still busy",
+            False,
+            id="no report yet",
+        ),
+        pytest.param(
+            {0: Report((1,), False, "a"), 1: Report((0,), True, "rank 1: waited 3.0 s for rank 0")},
+            "rank 1 gave up: rank 1: waited 3.0 s for rank 0",
+            True,
+            id="I was too slow",
+        ),
+        pytest.param(
+            {0: Report((1,), True, "a"), 1: Report((0,), True, "b")},
+            "the ranks 0, 1 waited for each other: did all of them make the same calls, with batches of the same size? "
+            "(b)",
+            True,
+            id="each other",
+        ),
+        pytest.param(
+            {0: Report((1, 2, 3), True, "all"), 1: Report((0, 2, 3), False, "b"), 2: Report((0, 1, 3), False, "c")},
+            "rank 3, which rank 0 waited for, reports nothing: it is stalled, or still busy",
+            False,
+            id="a collective without one",
+        ),
+        pytest.param(
+            {0: Report((1, 2), False, "all"), 2: OWN},
+            "rank 2 failed: KeyError: 'x'",
+            True,
+            id="a failure counts more than silence",
+        ),
+    ],
+)
+def test_find_cause(reports: Mapping[int, Report], cause: str, settled: bool) -> None:
+    assert find_cause(0, reports) == (cause, settled)
+
+
+# --- the board ---
+
+
+def test_the_cause_is_found_at_once_when_it_is_there() -> None:
+    first, second, third = boards(3)
+    third.write(ValueError("two\nlines"))
+    second.write(lost(2))
+    started = time.monotonic()
+    told = first.explain(lost(1))
+    assert time.monotonic() - started < 0.25
+    assert isinstance(told, PeerLost)
+    assert str(told) == "lost the connection to rank 1\ncause: rank 2 failed: ValueError: two\nlines"
+    assert told.peers == (1,)
+
+
+def test_reports_that_come_a_little_later_are_waited_for() -> None:
+    first, *_ = boards(3)
+    started = time.monotonic()
+    told = first.explain(timed_out(1))
+    waited = time.monotonic() - started
+    assert 0.25 < waited < 1.5
+    assert (
+        str(told)
+        == "waited 3.0 s\ncause: rank 1, which rank 0 waited for, reports nothing: it is stalled, or still busy"
+    )
+    assert isinstance(told, PipelineTimeout)
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), PipelineError("of nobody")])
+def test_an_error_of_ones_own_stays_as_it_is(error: Exception) -> None:
+    board, _ = boards(2)
+    assert board.explain(error) is error
+
+
+def test_reports_of_an_earlier_pipeline_do_not_count() -> None:
+    store = HashStore()
+    for reported in (True, False):
+        first, second = (FailureBoard(store, rank=rank, size=2) for rank in range(2))
+        if reported:
+            second.write(KeyError("old"))
+        assert ("old" in str(first.explain(lost(1)))) == reported
+
+
+class Broken:
+    """A store whose host died, or is stopped: `add` still worked when the run began."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> None:
+            if self.hangs:
+                time.sleep(60.0)
+            raise RuntimeError("Broken pipe")
+
+        return call
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_store_that_does_not_answer_costs_two_limits_at_most(hangs: bool) -> None:
+    board = FailureBoard(Broken(hangs=hangs), rank=1, size=2)  # type: ignore[arg-type]
+    started = time.monotonic()
+    board.write(lost(0))
+    told = board.explain(lost(0))
+    assert time.monotonic() - started < 1.5
+    assert "cause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in str(told)
+
+
+# --- the guard ---
+
+
+def test_a_failure_ends_the_run_on_this_rank_and_lets_the_others_go() -> None:
+    first, second = boards(2)
+    let_go: list[str] = []
+    guard = Guard(second)
+    guard.on_failure(lambda: let_go.append("links"))
+    guard.on_failure(lambda: let_go.append("collectives"))
+    with guard.together():
+        pass
+    assert not guard.ended
+    with pytest.raises(KeyError, match="mine"), guard.together():
+        raise KeyError("mine")
+    assert let_go == ["links", "collectives"]
+    assert guard.ended
+    message = r"this pipeline has ended: expected a new PipelineModule after KeyError: 'mine'"
+    with pytest.raises(PipelineError, match=message), guard.together():
+        pass
+    assert "rank 1 failed: KeyError: 'mine'" in str(first.explain(lost(1)))  # not what came after it
+
+
+def test_a_lost_connection_is_raised_with_its_cause() -> None:
+    first, second = boards(2)
+    first.write(ValueError("theirs"))
+    message = r"lost .*\ncause: rank 0 failed: ValueError: theirs"
+    with pytest.raises(PeerLost, match=message) as error, Guard(second).together():
+        raise lost(0)
+    assert isinstance(error.value.__cause__, PeerLost)
+
+
+def test_a_keyboard_interrupt_is_told_too() -> None:
+    first, second = boards(2)
+    with pytest.raises(KeyboardInterrupt), Guard(second).together():
+        raise KeyboardInterrupt
+    assert "rank 1 failed: KeyboardInterrupt" in str(first.explain(lost(1)))
+
+
+def test_in_one_process_nothing_ends() -> None:
+    let_go: list[str] = []
+    guard = Guard(None)
+    guard.on_failure(lambda: let_go.append("mailbox"))
+    with pytest.raises(KeyError), guard.together():
+        raise KeyError("mine")
+    assert let_go == ["mailbox"]
+    with guard.together():
+        pass

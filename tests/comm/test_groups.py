@@ -1,0 +1,176 @@
+"""The mesh, the environment and the rendezvous: what does not fit is refused with what to type."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.pool import Pool
+
+from stagewright.comm import Collectives, PeerLost, PipelineTimeout, World, join_world, pipe_size
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1)
+FOUR = World(rank=2, size=4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "wanted", "size"),
+    [
+        (None, ALONE, None, 1),
+        ({"pipe": 3}, ALONE, None, 3),
+        (None, ALONE, 5, 5),
+        (None, FOUR, None, 4),
+        ({"pipe": 4, "data": 1, "tensor": 1}, FOUR, 4, 4),
+        ({"data": 1}, FOUR, None, 4),
+    ],
+)
+def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, size: int) -> None:
+    assert pipe_size(mesh, world, wanted=wanted) == size
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "wanted", "message"),
+    [
+        (
+            {"pipe": 2},
+            FOUR,
+            None,
+            r'the mesh asks for 2 ranks and the process group has 4: expected mesh=\{"pipe": 4\}, or start 2 processes '
+            r"\(torchrun --nproc-per-node 2\)",
+        ),
+        (
+            None,
+            FOUR,
+            3,
+            r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many, or start 3",
+        ),
+        ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
+        ({"pipe": 2, "data": 2}, FOUR, None, r"mesh axis 'data' has size 2: data and tensor .* expected 1"),
+        ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
+        ({"pip": 2}, ALONE, None, r"mesh axis 'pip': expected one of pipe, data, tensor"),
+        ([2], ALONE, None, r'mesh=\[2\]: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
+    ],
+)
+def test_a_mesh_that_does_not_fit(mesh: Any, world: World, wanted: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipe_size(mesh, world, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, r"WORLD_SIZE='two' in the environment: expected a whole number; start with torchrun"),
+        ({"WORLD_SIZE": "2"}, r"RANK=None in the environment: expected a whole number; start with torchrun"),
+    ],
+)
+def test_a_wrong_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        join_world(device=CPU, timeout=1.0)
+
+
+def test_alone_collectives_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    collectives = Collectives(join_world(device=CPU, timeout=1.0), device=CPU, timeout=1.0)
+    tensor = torch.ones(2)
+    collectives.all_reduce(tensor, what="a sum")
+    assert collectives.broadcast(tensor, 0, what="a copy") is tensor
+    assert collectives.gather("mine", what="words") == ["mine"]
+    assert torch.equal(tensor, torch.ones(2))
+    collectives.abort()
+
+
+# --- over gloo ---
+
+
+def meet_nobody() -> list[tuple[str, float]]:
+    """(message, seconds) of a rendezvous as rank 0 that no rank comes to, and as rank 1 where nobody listens."""
+    found = []
+    for rank in ("0", "1"):
+        os.environ |= {"WORLD_SIZE": "2", "RANK": rank}
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            join_world(device=CPU, timeout=1.0)
+        found.append((str(error.value), time.monotonic() - started))
+    return found
+
+
+@pytest.mark.gloo
+def test_a_rendezvous_that_fails(request: pytest.FixtureRequest) -> None:
+    pool = Pool(filters=request.config.getini("filterwarnings"))  # torch counts groups, the failed ones too
+    (found,) = pool.run(meet_nobody, ranks=1, group=False)
+    pool.close()
+    for rank, (message, seconds) in enumerate(found):
+        assert message.startswith(f"rank {rank} of 2 found no rendezvous at 127.0.0.1:")
+        assert " within 1 s (" in message
+        assert message.endswith("the same MASTER_ADDR and MASTER_PORT, each with its own RANK")
+        assert seconds < 4.0
+
+
+TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64)
+
+
+def together() -> list[str]:
+    """Every collective once, with all ranks and with two of three; what went wrong."""
+    world = World(rank=dist.get_rank(), size=3)
+    collectives = Collectives(world, device=CPU, timeout=30.0)
+    collectives.subgroup([0, 2])
+    complaints = []
+    for dtype in TYPES:
+        for shape in ((4,), (), (0, 3)):
+            expected = torch.full(shape, 1.0).to(dtype)
+            mine = expected if world.rank == 1 else torch.empty(shape, dtype=dtype, device="meta")
+            found = collectives.broadcast(mine, 1, what="a copy")
+            if found.dtype != dtype or not torch.equal(found.to(torch.complex128), expected.to(torch.complex128)):
+                complaints.append(f"broadcast of {dtype} {shape}: {found}")
+    total = torch.tensor([1.0 + world.rank])
+    collectives.all_reduce(total, what="a sum")
+    if world.rank != 1:
+        collectives.all_reduce(total, what="a sum of two", ranks=(0, 2))
+    if float(total) != (6.0 if world.rank == 1 else 12.0):
+        complaints.append(f"all_reduce: {total}")
+    if collectives.gather(f"of {world.rank}", what="words") != ["of 0", "of 1", "of 2"]:
+        complaints.append("gather")
+    return complaints
+
+
+@pytest.mark.gloo
+def test_collectives_of_every_type_over_all_and_over_some(gloo: Pool) -> None:
+    assert gloo.run(together, ranks=3) == [[], [], []]
+
+
+def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...], float] | None:
+    """Rank 1 makes no call, or lets go."""
+    world = World(rank=dist.get_rank(), size=3)
+    collectives = Collectives(world, device=CPU, timeout=1.0)
+    if world.rank == 1:
+        if how == "abort":
+            collectives.abort()
+        time.sleep(2.0)
+        return None
+    started = time.monotonic()
+    with pytest.raises((PipelineTimeout, PeerLost)) as error:
+        collectives.gather("mine", what="gathering the timeline")
+    collectives.abort()
+    return type(error.value).__name__, str(error.value), error.value.peers, time.monotonic() - started
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["silence", "abort"])
+def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
+    first, _, third = gloo.run(one_is_missing, ranks=3, args=(how,))
+    for rank, (kind, message, peers, seconds) in ((0, first), (2, third)):
+        assert message.startswith(
+            f"rank {rank}: gathering the timeline, together with the ranks 0, 1, 2, failed after "
+        )
+        assert message.endswith("did all of them make this call?")
+        assert peers == tuple({0, 1, 2} - {rank})
+        assert seconds < 4.0
+        assert kind == "PeerLost" or how == "silence"

@@ -1,0 +1,253 @@
+"""The bench: its tables, verdicts and report on made-up records, its stages, and one real run. No timing is judged."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from rich.console import Console
+
+from stagewright.experiments.bench import run
+from stagewright.experiments.bench.figures import Figure, Target, figures_of
+from stagewright.experiments.bench.in_process import break_down
+from stagewright.experiments.bench.models import SleepingStage, make_problem, sleep_until
+from stagewright.experiments.bench.records import (
+    Breakdown,
+    Measurement,
+    PingPong,
+    ReceiveBytes,
+    Record,
+    SimulatorSpeed,
+    Spread,
+    read_records,
+    write_records,
+)
+from stagewright.experiments.bench.report import Report
+from stagewright.experiments.bench.simulator import measure_simulator
+from stagewright.experiments.bench.workloads import (
+    CASES,
+    WORKLOADS,
+    ModelKind,
+    Workload,
+    select_cases,
+    workloads_of,
+)
+from stagewright.schedules import Costs, build, simulate
+
+
+def measurement(workload: Workload, *, ours: list[float], torch: list[float]) -> Measurement:
+    S = workload.num_stages
+    return Measurement(
+        workload=workload.name,
+        torch=torch,
+        ours=ours,
+        makespans=ours,
+        forward=[0.01] * S,
+        backward=[0.02] * S,
+        predicted=0.99 * median(ours),
+        latency=5e-5,
+        boundary_bytes=32,
+    )
+
+
+# One of everything; the 1F1B without compute misses its target, everything else meets its own.
+RECORDS: list[Record] = [
+    *(
+        measurement(
+            workload,
+            ours=[1.01 * workload.ideal_makespan or 0.12, 1.0 * workload.ideal_makespan or 0.11],
+            torch=[1.05 * workload.ideal_makespan or (0.1 if workload.name == "overhead-1f1b" else 0.4)] * 2,
+        )
+        for workload in WORKLOADS.values()
+    ),
+    PingPong(num_bytes=32, tight=[4e-5], paced=[8e-5]),
+    Breakdown(schedule="1f1b", in_process=[3e-4], autograd=[1e-4], profile="[ncalls] run_backward"),
+    ReceiveBytes(schedule="1f1b", num_microbatches=8, ours=96, torch=256),
+    ReceiveBytes(schedule="1f1b", num_microbatches=64, ours=96, torch=2048),
+    SimulatorSpeed(actions_per_second=3e5, build_check_simulate=3.0, num_actions=262_144, peak_bytes=2 * 10**8),
+]
+
+
+def all_figures() -> list[Figure]:
+    return [figure for case in CASES.values() for figure in figures_of(case, RECORDS)]
+
+
+# Tables
+
+
+def test_every_workload_is_needed_by_a_case_and_every_case_finds_its_workloads():
+    assert {name for case in CASES.values() for name in case.workloads} == set(WORKLOADS)
+
+
+@pytest.mark.parametrize(
+    "workload", [w for w in WORKLOADS.values() if w.model is ModelKind.SLEEP], ids=lambda w: w.name
+)
+def test_the_ideal_makespan_is_what_the_simulator_finds_for_free_messages(workload):
+    schedule = build(
+        workload.schedule,
+        num_ranks=workload.num_ranks,
+        num_microbatches=workload.num_microbatches,
+        num_chunks=workload.num_chunks,
+    )
+    costs = Costs(forward=workload.forward, backward=workload.backward)
+    assert simulate(schedule, costs).makespan == pytest.approx(workload.ideal_makespan)
+
+
+def test_cases_are_selected_by_name_and_share_their_workloads():
+    assert [case.name for case in select_cases([])] == list(CASES)
+    cases = select_cases(["prediction", "sleep-1f1b"])
+    assert [case.name for case in cases] == ["sleep-1f1b", "prediction"]
+    names = [workload.name for workload in workloads_of(cases)]
+    assert len(names) == len(set(names)) == 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--only", "overhead"], r"--only overhead: no such case; did you mean overhead-1f1b"),
+        (["--repetitions", "0"], "--repetitions 0: expected at least 1"),
+    ],
+)
+def test_a_users_mistake_is_said_before_anything_starts(argv, message):
+    with pytest.raises(ValueError, match=message):
+        run(argv)
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("target", "samples", "met"),
+    [
+        (Target(limit=1.1), [1.0, 1.1, 2.0], True),
+        (Target(limit=1.1), [1.0, 1.2, 2.0], False),  # the median counts
+        (Target(limit=1.1, noise=True), [1.0, 1.2, 2.0], True),  # unless no difference can be seen
+        (Target(limit=1.1, noise=True), [1.11, 1.2, 2.0], False),
+        (Target(limit=5.0, at_least=True), [4.0, 5.0, 6.0], True),
+        (Target(limit=5.0, at_least=True), [4.0, 4.9, 6.0], False),
+    ],
+)
+def test_a_target_is_met_by_the_median(target, samples, met):
+    assert target.met(Spread.of(samples)) is met
+
+
+def test_every_case_has_figures_and_a_missed_target_is_named():
+    figures = all_figures()
+    assert {figure.case for figure in figures} == set(CASES)
+    assert [figure.case for figure in figures if figure.verdict != "ok"] == ["overhead-1f1b"]
+
+
+def test_ratios_are_of_neighbouring_repetitions():
+    # the machine was twice as slow in the second repetition, on both sides
+    workload = WORKLOADS["overhead-1f1b"]
+    records = [measurement(workload, ours=[1.0, 2.0], torch=[2.0, 4.0])]
+    (figure,) = figures_of(CASES["overhead-1f1b"], records)
+    assert figure.value == Spread(median=0.5, low=0.5, high=0.5)
+
+
+def test_receive_bytes_that_grow_are_missed():
+    few, many = (r for r in RECORDS if isinstance(r, ReceiveBytes))
+    (figure,) = figures_of(CASES["receive-bytes"], [few, replace(many, ours=128)])
+    assert figure.verdict == "missed"
+
+
+# Report
+
+
+def test_records_survive_their_file(tmp_path: Path):
+    write_records(tmp_path / "records.jsonl", RECORDS)
+    assert read_records(tmp_path / "records.jsonl") == RECORDS
+
+
+def test_the_report_says_where_each_figure_comes_from():
+    stream = io.StringIO()
+    report = Report(repetitions=2, figures=all_figures(), records=RECORDS)
+    report.print_on(Console(file=stream, width=250))
+    text = stream.getvalue()
+    for expected in (
+        "measured",
+        "emulated",
+        "simulated / emulated",
+        "missed",
+        "where the time goes, 1f1b P=2 M=32",
+        "[ncalls] run_backward",  # brackets are no markup
+        "[smallest .. largest]",
+        "Only 2 repetitions",
+        f"torch {torch.__version__}",
+    ):
+        assert expected in text
+
+
+def test_the_json_is_one_object_with_targets_and_verdicts():
+    answer = json.loads(json.dumps(Report(repetitions=5, figures=all_figures(), records=RECORDS).as_json()))
+    first = answer["figures"][0]
+    assert (first["case"], first["target"]["limit"], first["verdict"]) == ("overhead-1f1b", 1.1, "missed")
+    assert {record["type"] for record in answer["records"]} == {type(record).__name__ for record in RECORDS}
+
+
+# Stages and measurements
+
+
+def test_a_sleeping_stage_computes_and_takes_its_time():
+    stage = SleepingStage(0.004, 0.006)
+    x = torch.randn(2, 8, requires_grad=True)
+    start = time.perf_counter()
+    out = stage(x)
+    middle = time.perf_counter()
+    out.backward(torch.full_like(out, 3.0))
+    end = time.perf_counter()
+    assert middle - start >= 0.004
+    assert end - middle >= 0.006
+    assert torch.equal(out, x)
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert torch.allclose(stage.weight.grad, 3.0 * x.detach().sum(0))
+
+
+def test_sleep_until_does_not_wait_for_the_past():
+    start = time.perf_counter()
+    sleep_until(start - 1.0)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize("name", ["overhead-interleaved", "sleep-1f1b-4", "gpt-interleaved-4"])
+def test_both_sides_get_the_same_stages_and_batch(name):
+    one, other = make_problem(WORKLOADS[name]), make_problem(WORKLOADS[name])
+    assert len(one.stages) == WORKLOADS[name].num_stages
+    assert torch.equal(one.inputs, other.inputs)
+    assert torch.equal(one.target, other.target)
+    for mine, theirs in zip(one.stages, other.stages, strict=True):
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert p is not q
+            assert torch.equal(p, q)
+
+
+def test_the_breakdown_in_one_process():
+    small = replace(WORKLOADS["overhead-interleaved"], num_microbatches=4)
+    record = break_down(small, repetitions=2, profile=True)
+    assert len(record.in_process) == len(record.autograd) == 2
+    assert "run_backward" in record.profile
+
+
+def test_the_simulators_speed_on_a_small_schedule():
+    speed = measure_simulator(num_ranks=4, num_chunks=2, num_microbatches=8)
+    assert speed.num_actions == 4 * 2 * 8 * 2
+    assert speed.actions_per_second > 0
+    assert speed.peak_bytes > 10**6
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_real_run_of_two_ranks(capfd: pytest.CaptureFixture[str]):
+    status = run(["--only", "overhead-1f1b", "receive-bytes", "--repetitions", "1", "--json"])
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    answer = json.loads(out)
+    assert {figure["case"] for figure in answer["figures"]} == {"overhead-1f1b", "receive-bytes"}
+    assert answer["where_time_goes"]
+    assert "overhead-1f1b: repetition 1/1: torch" in err

@@ -1,0 +1,400 @@
+"""When things go wrong between real processes: every rank stops in time, and knows whose fault it was.
+
+    an error before anything is sent    the same on every rank, and the pipe goes on
+    an error on one rank                its own there, PeerLost with that cause on the others, at once
+    a rank that dies or stalls          PeerLost or PipelineTimeout that names it, within the time-out
+
+Every function here that takes no fixture runs in a worker. `SHORT` is a time-out that must run out, `LONG` one that
+must not; `PATIENCE` is what an error may take beyond them on a busy machine (3 s are promised on a quiet one).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make, sgd
+from torch import Tensor, nn
+
+from stagewright.comm import ProcessGroupTransport
+from stagewright.pipe import PipelineModule
+
+pytestmark = pytest.mark.gloo
+
+SHORT, LONG, PATIENCE = 2.0, 60.0, 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a rank was told: the error's type and message, and after how many seconds."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def told(call: Callable[[], object]) -> Told:
+    """The error that a call ends with."""
+    started = time.monotonic()
+    try:
+        value = call()
+    except Exception as error:
+        return Told(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - started)
+    return Told(kind="none", text=repr(value), seconds=time.monotonic() - started)
+
+
+class Trip(nn.Module):
+    """A layer that does something to its process in the third real forward."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
+        self.action = action
+        self.countdown = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:  # shapes are inferred on tensors of another type
+            self.countdown -= 1
+            if self.countdown == 0:
+                self.action()
+        return x * 1.0
+
+
+def pipeline(*, timeout: float = LONG, trip: dict[int, Callable[[], None]] | None = None, **options: Any) -> Any:
+    """The small pipeline with a Trip on some ranks; its first two layers are on rank 0, the next on rank 1, ..."""
+    torch.manual_seed(0)
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model = layers(2 * ranks)
+    for where, action in (trip or {}).items():
+        if where == rank:
+            model[2 * where + 1] = nn.Sequential(model[2 * where + 1], Trip(action))
+    names = [str(2 * one) for one in range(1, ranks)]
+    return make(model=model, mesh=None, split_points=names, timeout=timeout, **options)
+
+
+def step(pipe: PipelineModule) -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
+    return lambda: pipe.train_step(x, y).loss
+
+
+# --- the same error on every rank, before anything is sent ---
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) if x.sum() > 0 else x
+
+
+def wrong_from_the_start(plan: str) -> list[Told]:
+    wrong: list[dict[str, Any]] = [
+        {"mesh": {"pipe": 3}},
+        {"mesh": {"pipe": 2, "data": 2}},
+        {"schedule": "1f2b"},
+        {"model": layers(1)},
+        {"split_points": ["4x"]},
+        {"schedule": plan, "num_microbatches": None},
+        {"model": Undecided()},
+        {"optimizer": lambda parameters: None},
+    ]
+    found = [told(lambda options=options: make(**({"mesh": None} | options))) for options in wrong]
+    pipe = pipeline()
+    pipe.train_step(X, Y)  # the process group is as good as new
+    pipe.close()
+    return found
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_alike(gloo: Pool, tmp_path: Any) -> None:
+    plan = tmp_path / "plan.csv"
+    plan.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    first, second = gloo.run(wrong_from_the_start, ranks=2, args=(str(plan),))
+    assert [(one.kind, one.text) for one in first] == [(one.kind, one.text) for one in second]
+    assert [one.kind for one in first] == ["ValueError"] * 5 + ["ScheduleError"] + ["ValueError"] * 2
+    for one, text in zip(
+        first,
+        [
+            'the mesh asks for 3 ranks and the process group has 2: expected mesh={"pipe": 2}, or start 3 processes',
+            "mesh axis 'data' has size 2: data and tensor parallel groups are not there yet; expected 1",
+            "unknown schedule '1f2b': expected one of gpipe, 1f1b",
+            "num_stages=2 for a model of 1 units that can be cut apart: expected 1 to 1; take fewer ranks",
+            "split point '4x' is no child of the nn.Sequential: expected the name of the child that begins a stage",
+            "plan.csv: deadlock: a cycle of 2 ranks, each waiting for the next",
+            "test_failures_gloo.py",
+            "optimizer= returned NoneType: expected a callable",
+        ],
+        strict=True,
+    ):
+        assert text in one.text
+    assert max(one.seconds for one in [*first, *second]) < PATIENCE
+
+
+def wrong_batches() -> tuple[list[Told], list[float]]:
+    nan = X.clone()
+    nan[5] = float("nan")
+    pipe = pipeline()
+    losses = [step(pipe)()]
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    found = [
+        told(lambda: pipe.train_step(X[:3], Y[:3])),
+        told(lambda: pipe.train_step(X, Y[:6])),
+        told(lambda: pipe.forward_backward(X.double(), Y)),
+        told(lambda: pipe.eval_step(X, X, Y)),
+        told(lambda: pipe.train_step(nan, Y)),
+        told(lambda: pipe.eval_step(nan, Y)),
+    ]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    losses.append(step(pipe)())
+    pipe.close()
+    return found, losses
+
+
+def test_batches_are_refused_on_every_rank_alike_and_the_pipe_goes_on(gloo: Pool) -> None:
+    """That includes a loss that is not finite: every rank names step and microbatch, and none updates."""
+    results = gloo.run(wrong_batches, ranks=3)
+    errors = [[(one.kind, one.text) for one in found] for found, _ in results]
+    assert errors[0] == errors[1] == errors[2]
+    assert [kind for kind, _ in errors[0]] == ["ValueError"] * 4 + ["NonFiniteLossError"] * 2
+    for (_, text), beginning in zip(
+        errors[0],
+        [
+            "a batch of 3 samples for 4 microbatches: expected at least one sample each",
+            "a target of 6 samples for inputs of 8: expected the same number",
+            "input 0 is torch.float64 and the stages were built for torch.float32: type x.to(torch.float32)",
+            "2 inputs and a target for a model that was built for 1: expected 1, then the target",
+            "the loss of step 1, microbatch 2 is nan: no update was made. Expected a finite number",
+            "the loss of step 1, microbatch 2 is nan: no update was made. Expected a finite number",
+        ],
+        strict=True,
+    ):
+        assert text.startswith(beginning)
+    first, second = results[0][1]
+    assert second < first
+    assert all(losses == [first, second] for _, losses in results)
+
+
+# --- an error on one rank ---
+
+
+def raise_key_error() -> None:
+    raise KeyError("the user's own trouble")
+
+
+def error_on_one_rank() -> tuple[list[Told], float]:
+    """In a stage, in the loss, in the optimizer, in its factory: each time a new pipeline in the same processes."""
+    rank = int(os.environ["RANK"])
+    pipe = pipeline(trip={1: raise_key_error})
+    found = [told(step(pipe)), told(step(pipe)), told(pipe.full_state_dict), told(pipe.close)]
+    pipe = pipeline(loss_fn=lambda output, target: (output - target) ** 2)
+    found += [told(step(pipe)), told(pipe.close)]
+    pipe = pipeline()
+    if rank == 1:
+        pipe.optimizers[0].step = raise_key_error  # type: ignore[method-assign]
+    found += [told(lambda: (step(pipe)(), step(pipe)())), told(pipe.close)]
+
+    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if rank == 1:
+            raise_key_error()
+        return sgd(parameters)
+
+    found.append(told(lambda: step(pipeline(optimizer=factory))()))
+    return found, step(pipeline())()
+
+
+def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> None:
+    results = gloo.run(error_on_one_rank, ranks=3)
+    assert len({loss for _, loss in results}) == 1  # the processes still work together
+    for rank, (found, _) in enumerate(results):
+        in_stage, again, collective, closed, in_loss, closed_too, in_optimizer, closed_three, in_factory = found
+        for one, culprit, story in [
+            (in_stage, 1, 'KeyError: "the user\'s own trouble"'),
+            (in_loss, 2, "ValueError: loss_fn returned a tensor of shape (2, 6): expected a scalar tensor"),
+            (in_optimizer, 1, 'KeyError: "the user\'s own trouble"'),
+            (in_factory, 1, 'KeyError: "the user\'s own trouble"'),
+        ]:
+            kind, text = story.split(": ", 1)
+            if rank == culprit:
+                assert one.kind == kind
+                assert one.text.startswith(text)
+            else:
+                assert one.kind == "PeerLost"
+                assert one.text.startswith(f"rank {rank}: lost the connection to rank ")
+                assert f"\ncause: rank {culprit} failed: {story}" in one.text
+            assert one.seconds < PATIENCE
+        assert f"last actions of rank {rank}: {rank}F0" in in_stage.text or rank == 1
+        for one in (again, collective):
+            assert one.kind == "PipelineError"
+            assert one.text.startswith("this pipeline has ended: expected a new PipelineModule after ")
+        assert [one.kind for one in (closed, closed_too, closed_three)] == ["none"] * 3
+        assert max(one.seconds for one in (again, closed, closed_too, closed_three)) < 1.0
+
+
+# --- ranks that do not do the same ---
+
+
+def disagree() -> list[Told]:
+    """Other microbatches, then other batches, then another call, each on rank 1 alone."""
+    rank = dist.get_rank()
+    found = [told(lambda: pipeline(num_microbatches=4 + rank))]
+    pipe = pipeline(timeout=SHORT)
+    size = 8 + 8 * rank
+    found += [told(lambda: pipe.train_step(torch.zeros(size, WIDTH), torch.zeros(size, WIDTH))), told(pipe.close)]
+    pipe = pipeline(timeout=SHORT)
+    found.append(told(pipe.full_state_dict if rank == 1 else step(pipe)))
+    return found
+
+
+def test_ranks_that_disagree(gloo: Pool) -> None:
+    first, second = gloo.run(disagree, ranks=2)
+    for rank, (built, sizes, closed, calls) in enumerate((first, second)):
+        assert built.kind == "ValueError"
+        assert f"rank {1 - rank} has schedule '1f1b' (order " in built.text
+        assert f"P=2, M={5 - rank}, microbatches of (" in built.text
+        assert built.text.endswith("expected the same model, schedule, options and batch sizes on every rank")
+        assert built.seconds < PATIENCE
+        for one in (sizes, calls):
+            assert one.kind in ("PipelineTimeout", "PeerLost")
+            assert one.seconds < SHORT + PATIENCE
+        assert closed.kind == "none"
+    # Whoever gives up first has waited in vain, and the other one learns of that.
+    texts = first[1].text, second[1].text
+    assert any(
+        "\ncause: the ranks" in text and "did all of them make the same calls, with batches" in text for text in texts
+    )
+    assert any("gave up: rank" in text for text in texts) or all("waited for each other" in text for text in texts)
+    assert "together with the ranks 0, 1, failed after" in second[3].text
+
+
+# --- ranks that die or stall ---
+
+
+@pytest.fixture
+def fragile(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Workers of one test: those of the session would all have to start again."""
+    pool = Pool(filters=request.config.getini("filterwarnings"))
+    yield pool
+    pool.close()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lose_a_rank(how: str, victim: int, timeout: float) -> tuple[Told, Told]:
+    """Rank `victim` dies or stalls in the middle of a batch; the others say what they were told, and put it away."""
+    warm = pipeline()  # the first one imports a good part of torch
+    step(warm)()
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    pipe = pipeline(timeout=timeout, trip={victim: die if how == "dies" else stall})
+    found = told(step(pipe)), told(pipe.close)
+    store = dist.distributed_c10d._get_default_store()
+    others = dist.get_world_size() - 1
+    if how == "stalls" and (victim == 0 or store.add("told", 1) == others):
+        os.kill(processes[victim], signal.SIGKILL)
+    return found
+
+
+def test_a_rank_that_dies_is_named_by_the_others(fragile: Pool) -> None:
+    first, second, third = fragile.replies(lose_a_rank, ranks=3, args=("dies", 2, LONG), timeout=50.0)
+    assert third.kind == "died"
+    for rank, reply in enumerate((first, second)):
+        assert reply.kind == "ok", reply.text
+        lost, closed = reply.value
+        assert lost.kind == "PeerLost"
+        assert lost.text.startswith(f"rank {rank}: lost the connection to rank {rank + 1} after waiting ")
+        assert f"s for {rank + 1}B" in lost.text
+        assert f", needed before {rank}B" in lost.text
+        assert "\ncause: rank 2, which rank 1 waited for, reports nothing: it died" in lost.text
+        assert lost.seconds < PATIENCE
+        assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
+def test_a_rank_that_stalls_is_named_with_who_waits_for_what(fragile: Pool) -> None:
+    first, second, _ = fragile.replies(lose_a_rank, ranks=3, args=("stalls", 2, SHORT), timeout=50.0)
+    for rank, reply in enumerate((first, second)):
+        assert reply.kind == "ok", reply.text
+        stalled, closed = reply.value
+        assert stalled.kind == "PipelineTimeout" or (rank, stalled.kind) == (0, "PeerLost")
+        assert f"for {rank + 1}B" in stalled.text
+        assert f" of rank {rank + 1}, which makes the gradients of microbatch" in stalled.text
+        assert f", needed before {rank}B" in stalled.text
+        assert f"; last actions of rank {rank}: " in stalled.text
+        assert "\ncause: rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy" in stalled.text
+        assert SHORT - 0.1 < stalled.seconds < SHORT + PATIENCE
+        assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
+    """Without a launcher rank 0 hosts the rendezvous, and the reports go with it."""
+    _, second = fragile.replies(lose_a_rank, ranks=2, args=(how, 0, SHORT), timeout=50.0, group=False)
+    assert second.kind == "ok", second.text
+    lost, closed = second.value
+    assert lost.kind == ("PeerLost" if how == "dies" else "PipelineTimeout")
+    assert " of rank 0, which makes the activations of microbatch" in lost.text
+    assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
+    assert lost.seconds < SHORT + PATIENCE
+    assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
+# --- what is kept while nothing goes wrong ---
+
+
+def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
+    """The most bytes of posted receives at once in a step, microbatches of one size."""
+    most = 0
+    post = ProcessGroupTransport.post
+
+    def watched(self: ProcessGroupTransport, *arguments: Any) -> None:
+        nonlocal most
+        post(self, *arguments)
+        most = max(most, self.unconsumed_bytes)
+
+    x = torch.zeros(2 * num_microbatches, WIDTH)
+    pipe = make(
+        model=layers(8),
+        mesh=None,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        example_inputs=(x,),
+        loss_fn=F.mse_loss,
+    )
+    ProcessGroupTransport.post = watched  # type: ignore[method-assign]
+    pipe.train_step(x, x)
+    ProcessGroupTransport.post = post  # type: ignore[method-assign]
+    transport = pipe._runtime._engine.ranks[0].transport
+    assert not transport._posted
+    pipe.close()
+    assert not transport._sent
+    assert not transport._leftover
+    return most
+
+
+def bytes_by_microbatches(schedule: str) -> list[int]:
+    return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs"])
+def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
+    losses = 16  # [bytes] of a microbatch, in the one message of losses at the end
+    for few, more, most in gloo.run(bytes_by_microbatches, ranks=2, args=(schedule,)):
+        assert more <= few + 4 * losses
+        assert most <= few + 28 * losses
+        assert most < 8 * 2 * WIDTH * 4 + 32 * losses  # eight microbatches of floats
