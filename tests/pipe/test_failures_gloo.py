@@ -30,7 +30,7 @@ from stagewright.pipe import PipelineModule
 
 pytestmark = pytest.mark.gloo
 
-SHORT, LONG, PATIENCE = 2.0, 60.0, 6.0
+SHORT, LONG, PATIENCE = 2.0, 20.0, 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
