@@ -209,7 +209,10 @@ def error_on_one_rank() -> tuple[list[Told], float]:
             raise_key_error()
         return sgd(parameters)
 
-    found.append(told(lambda: step(pipeline(optimizer=factory))()))
+    def make_and_step() -> Any:
+        return step(pipeline(optimizer=factory))()
+
+    found.append(told(make_and_step))
     return found, step(pipeline())()
 
 
