@@ -124,7 +124,7 @@ def summarize_losses(losses: Sequence[LossValue], weights: Sequence[float], *, s
         total = values.cumsum(0)[-1]  # in order, as a loop would add them
         counts = torch.stack([c.to(values) for _, c in losses if c is not None]).cumsum(0)[-1]
     else:
-        total = (values * torch.tensor(weights).to(values)).cumsum(0)[-1]
+        total = (values * torch.tensor(weights, dtype=torch.float64).to(values)).cumsum(0)[-1]
         counts = torch.zeros_like(total)
     bad = ~values.isfinite()
     first_bad = torch.where(bad.any(), bad.to(torch.int8).argmax(), -1)
