@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 
+pytestmark = pytest.mark.slow  # the whole matrix takes more than a minute; `make check` leaves it to `make test`
+
 RANKS = (1, 2, 3, 4)
 LAYOUTS = all_layouts(ranks=RANKS)
 
