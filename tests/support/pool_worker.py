@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,11 @@ def _find(order: Order) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        # Pickling what is defined there imports the packages above it, which no path leads to.
+        *above, _ = order.module.split(".")
+        for depth in range(1, len(above) + 1):
+            package = ".".join(above[:depth])
+            sys.modules.setdefault(package, types.ModuleType(package))
         sys.modules[order.module] = module
         spec.loader.exec_module(module)
     found: Any = module
