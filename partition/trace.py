@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -44,6 +44,23 @@ class TracedStage:
     name: str
 
 
+class BatchSizes(NamedTuple):
+    """The batch sizes for which a graph is right: forward may branch on the size, or fix it (`int(x.shape[0])`)."""
+
+    least: int = 1
+    most: float = math.inf
+
+    def check(self, size: int) -> None:
+        """ValueError for a size of which nothing is known."""
+        if not self.least <= size <= self.most:
+            known = f"exactly {self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+            raise ValueError(
+                f"microbatches of {size} samples for a model that was traced for {known}: its forward depends on the "
+                f"batch size (a branch on x.shape[0], int(x.shape[0]), a loop over samples). Expected batches that "
+                f"num_microbatches divides into such sizes, or x.shape[0] used as it is"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputForm:
     """How a model's flat outputs go together, with what is no tensor among them (None, numbers) by position."""
@@ -65,7 +82,7 @@ class TracedModel:
 
     Arguments:
         model: traced as it stands (its training flags decide).
-        example_inputs: tensors with the batch in dimension 0, at least 2 samples.
+        example_inputs: a microbatch: tensors with the batch in dimension 0.
         enter_unit: called with the ordinal of a random node right before it runs (seeds its generator).
 
     Raises ValueError, with the user's source line, for a model that cannot be traced whole.
@@ -84,6 +101,7 @@ class TracedModel:
         nodes = list(self._root.graph.nodes)
         self._placeholders = [n for n in nodes if n.op == "placeholder"]
         self._output = next(n for n in nodes if n.op == "output")
+        self.batch_sizes = _batch_sizes(self._placeholders, exported.range_constraints)
         self.nodes = [n for n in nodes if n.op in ("call_function", "call_module", "call_method") and not _is_guard(n)]
         self._number = {node: i for i, node in enumerate(self.nodes)}
         self._shape_nodes = {n for n in self.nodes if _is_shape_number(n)}
@@ -356,6 +374,22 @@ def _export(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> torch
             f"Expected a model without data-dependent Python control flow; change that line, make the model an "
             f"nn.Sequential, or give the parts yourself: PipelineModule(stages=[...])"
         ) from error
+
+
+def _batch_sizes(placeholders: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> BatchSizes:
+    least, most = 1, math.inf
+    for node in placeholders:
+        value = _value(node)
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        size = value.shape[0]
+        if not isinstance(size, torch.SymInt):
+            least, most = max(least, size), min(most, size)
+        elif size.node.expr in ranges:
+            span = ranges[size.node.expr]
+            least = max(least, int(span.lower) if span.lower > 2 else 1)  # 2 is where torch begins to tell sizes apart
+            most = min(most, float(span.upper) if span.upper < 1 << 62 else math.inf)
+    return BatchSizes(least, most)
 
 
 def _is_guard(node: fx.Node) -> bool:

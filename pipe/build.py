@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..partition.cut import cut_evenly
-from ..partition.trace import MODEL_INPUT, OutputForm, TracedModel, TracedStage, ValueRef
+from ..partition.trace import MODEL_INPUT, BatchSizes, OutputForm, TracedModel, TracedStage, ValueRef
 from .chain import Chain, Unit, sequential_units, stage_units
 from .randomness import Seeder
 from .stage import Face
@@ -25,6 +25,7 @@ class Parts:
         root: the user's model (or a ModuleList of the user's stages): its names are the original names.
         names: [S] for people.
         train, evaluate: [S] the stages in both modes.
+        train_sizes, evaluate_sizes: the batch sizes for which the stages are right in both modes.
         train_output, evaluate_output: how the model's flat outputs go together in both modes; None for a chain (its
             last stage knows).
     """
@@ -33,8 +34,10 @@ class Parts:
     names: tuple[str, ...]
     train: tuple[Face, ...]
     evaluate: tuple[Face, ...]
-    train_output: OutputForm | None
-    evaluate_output: OutputForm | None
+    train_output: OutputForm | None = None
+    evaluate_output: OutputForm | None = None
+    train_sizes: BatchSizes = BatchSizes()
+    evaluate_sizes: BatchSizes = BatchSizes()
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
         """The model's output from the flat outputs of the last stage."""
@@ -120,7 +123,7 @@ def _chain_parts(root: nn.Module, groups: Sequence[Sequence[Unit]], seeder: Seed
         return tuple(Face(module=Chain(units, seeder, spread=spread), inputs=()) for units in groups)
 
     names = tuple(u[0].name if len(u) == 1 else f"{u[0].name} .. {u[-1].name}" for u in groups)
-    return Parts(root=root, names=names, train=faces(), evaluate=faces(), train_output=None, evaluate_output=None)
+    return Parts(root=root, names=names, train=faces(), evaluate=faces())
 
 
 def with_model_inputs(parts: Parts, num_inputs: int) -> None:
@@ -164,4 +167,6 @@ def _traced_parts(
         evaluate=faces(evaluated),
         train_output=train.output_form,
         evaluate_output=evaluation.output_form,
+        train_sizes=train.batch_sizes,
+        evaluate_sizes=evaluation.batch_sizes,
     )

@@ -120,7 +120,7 @@ class Runtime:
         self._parts = cut_model(
             self._model,
             self._stage_modules,
-            example_inputs=inputs,
+            example_inputs=[split_tensor(x, schedule.num_microbatches)[0] for x in inputs],
             num_stages=schedule.num_stages,
             split_points=settings.split_points,
             seeder=self._seeder,
@@ -165,8 +165,9 @@ class Runtime:
         self._built = True
 
     def _make_mode(self, schedule: Schedule, microbatch: Signature, *, training: bool) -> _Mode:
-        faces = self._parts.train if training else self._parts.evaluate
-        inference = Inference(faces, self._seeder, device=self._settings.device, training=training)
+        parts = self._parts
+        faces, sizes = (parts.train, parts.train_sizes) if training else (parts.evaluate, parts.evaluate_sizes)
+        inference = Inference(faces, self._seeder, sizes=sizes, device=self._settings.device, training=training)
         wiring = Wiring(faces, inference.outputs(microbatch))
         wired = schedule.with_edges(wiring.edges())
         check(wired)
@@ -207,7 +208,7 @@ class Runtime:
 
     def _make_stage(self, index: int) -> Stage:
         is_last = index == self.schedule.num_stages - 1
-        stage = Stage(
+        return Stage(
             index=index,
             name=self._parts.names[index],
             train=self._parts.train[index],
@@ -215,8 +216,6 @@ class Runtime:
             loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
             recompute=self._settings.recompute[index],
         )
-        stage.clone_inputs = index in self._train.inference.clone_inputs
-        return stage
 
     def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:
         assert self._settings.loss_fn is not None

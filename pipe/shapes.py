@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm import TensorSpec
 from ..partition.source_line import first_line, users_line
-from ..partition.trace import MODEL_INPUT, ValueRef
+from ..partition.trace import MODEL_INPUT, BatchSizes, ValueRef
 from .chain import NOT_TENSORS, Chain
 from .randomness import Seeder
 from .stage import Face
@@ -34,21 +34,25 @@ class Inference:
     Arguments:
         faces: the stages in one mode, in order.
         seeder: learns which units draw random numbers.
+        sizes: the batch sizes that the stages take.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
     """
 
-    def __init__(self, faces: Sequence[Face], seeder: Seeder, *, device: torch.device, training: bool) -> None:
+    def __init__(
+        self, faces: Sequence[Face], seeder: Seeder, *, sizes: BatchSizes, device: torch.device, training: bool
+    ) -> None:
         self._faces = faces
         self._seeder = seeder
+        self._sizes = sizes
         self._device = device
         self._training = training
         self._known: dict[Signature, tuple[tuple[TensorSpec, ...], ...]] = {}
-        self.clone_inputs: set[int] = set()  # stages that change an input in place
 
     def outputs(self, inputs: Signature) -> tuple[tuple[TensorSpec, ...], ...]:
         """[S] tuples: the specs of each stage's outputs."""
         if inputs not in self._known:
+            self._sizes.check(inputs[0][0][0])
             self._known[inputs] = tuple(
                 tuple(TensorSpec.of(output) for output in outputs) for outputs in self.run_fake(inputs)
             )
@@ -71,18 +75,16 @@ class Inference:
                     flat[ref.slot] if ref.producer == MODEL_INPUT else results[ref.producer][ref.slot]
                     for ref in face.inputs
                 )
-                outputs = self._named_call(index, face.module, arguments)
+                outputs = self._named_call(index, face, arguments)
                 face.num_outputs = len(outputs)
                 results.append(outputs)
         return results
 
-    def _named_call(
-        self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    def _named_call(self, index: int, face: Face, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """`_call`, or ValueError with the stage, what it was given and the user's source line."""
         try:
             with _quiet_torch():
-                return self._call(index, module, arguments)
+                return self._call(face, arguments)
         except Exception as error:
             if isinstance(error, ValueError) and str(error).endswith(NOT_TENSORS):
                 raise
@@ -93,24 +95,24 @@ class Inference:
                 f"shapes follow from its input shapes, not from values"
             ) from error
 
-    def _call(self, index: int, module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _call(self, face: Face, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         def leaves() -> tuple[torch.Tensor, ...]:
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments)
 
-        with _stand_ins(module, self._device):
-            if index not in self.clone_inputs:
+        with _stand_ins(face.module, self._device):
+            if not face.clone_inputs:
                 inputs = leaves()
                 versions = [x._version for x in inputs]
                 try:
-                    outputs = tuple(module(*inputs))
+                    outputs = face.run(inputs)
                 except RuntimeError as error:
                     if "in-place" not in str(error):  # what autograd says of a leaf that is changed
                         raise
                 else:
                     if versions == [x._version for x in inputs]:
                         return outputs
-                self.clone_inputs.add(index)
-            return tuple(module(*(x.clone() for x in leaves())))
+                face.clone_inputs = True
+            return face.run(leaves())
 
 
 def _all_of(producer: int, count: int) -> tuple[ValueRef, ...]:

@@ -33,12 +33,20 @@ class Face:
     Arguments:
         module: called with flat tensors; returns a tuple of tensors.
         inputs: where each comes from.
-        outputs: specs of the last inference, by output slot (filled in by `infer`).
+        num_outputs: how many tensors it returns (found by shape inference).
+        clone_inputs: whether it changes an input in place (found by shape inference): it then gets a copy, since
+            the input belongs to the stage before, or to the user.
     """
 
     module: nn.Module
     inputs: tuple[ValueRef, ...]
     num_outputs: int = 0
+    clone_inputs: bool = False
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """The outputs."""
+        outputs: Tensors = self.module(*(x.clone() for x in inputs) if self.clone_inputs else inputs)
+        return outputs
 
 
 @dataclass(slots=True)
@@ -76,7 +84,6 @@ class Stage:
         self.train = train
         self.evaluate = evaluate
         self.recompute = recompute
-        self.clone_inputs = False  # where the module changes its input in place
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
         self._moving: tuple[str, ...] | None = None  # names of buffers that a forward changes
@@ -118,7 +125,7 @@ class Stage:
     def evaluate_forward(self, inputs: Sequence[torch.Tensor], target: object) -> tuple[Tensors, LossValue | None]:
         """Run a microbatch without a graph, in evaluation mode; the last stage returns outputs and loss."""
         with torch.no_grad():
-            outputs = self.evaluate.module(*inputs)
+            outputs = self.evaluate.run(tuple(inputs))
             loss = self._loss_of(outputs, target, False) if self._loss_of is not None else None
         return outputs, loss
 
@@ -146,8 +153,7 @@ class Stage:
 
     def _run(self, leaves: Tensors, target: object) -> tuple[Tensors, LossValue | None]:
         """The module and, on the last stage, the loss; with a loss the only output is its value."""
-        inputs = tuple(x.clone() for x in leaves) if self.clone_inputs else leaves
-        outputs = self.train.module(*inputs)
+        outputs = self.train.run(leaves)
         if self._loss_of is None:
             return outputs, None
         loss = self._loss_of(outputs, target, True)

@@ -1,0 +1,135 @@
+"""Bugs that were there once, one test each. Those that a test elsewhere shows already:
+
+a receive closed the strides of a transposed tensor, and dropout behind it drew another mask
+    pipe/test_numerics_gloo.py, test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor
+a rank that failed left its gloo connections open (abort() does nothing), and the others ran into their time-outs
+    comm/test_transport.py, test_a_rank_that_lets_go_is_noticed_at_once
+ranks with batches of other sizes: gloo ended the process of whoever received too much
+    comm/test_transport.py, test_a_wait_ends_with_its_time_out_and_names_the_action
+a stopped host of the rendezvous store held up everyone who wanted to report an error
+    pipe/test_failures_gloo.py, test_the_rank_that_hosts_the_store_goes
+reports of an earlier pipeline in the same processes were taken for the cause of a later failure
+    comm/test_failures.py, test_reports_of_an_earlier_pipeline_do_not_count
+a cut between a view and an in-place change of its memory gave other numbers, silently
+    pipe/test_chain_and_trace.py, test_no_cut_parts_a_view_from_the_change_that_it_sees
+inputs beyond those of the model were dropped without a word
+    pipe/test_bad_batches.py, test_batches
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make
+from torch import Tensor, nn
+
+from stagewright.schedules import Schedule
+
+
+class RaisesOnce(nn.Module):
+    """In its third real forward."""
+
+    countdown = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:  # shapes are inferred on tensors of another type
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyError("once")
+        return x
+
+
+def test_a_failed_batch_leaves_no_messages_to_the_next_one() -> None:
+    """In one process the activations of a batch that failed stayed in the mailbox, under the names of the next one's.
+
+    The next batch then computed with them: no error, another loss.
+    """
+    model = layers()
+    clean = make(model=model, optimizer=None).forward_backward(X, Y).loss
+    pipe = make(model=nn.Sequential(*model, RaisesOnce()), optimizer=None, schedule="gpipe")
+    with pytest.raises(KeyError):
+        pipe.forward_backward(X + 1.0, Y)
+    assert pipe.forward_backward(X, Y).loss == pytest.approx(clean, abs=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_in_place_operation_on_the_models_input_runs_once(recompute: str) -> None:
+    """The first stage changed the user's batch, and under recomputation a second time before its backward."""
+
+    class AddOne(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1.0)
+
+    model = layers()
+    clean = make(model=model, optimizer=None)
+    clean.forward_backward(X + 1.0, Y)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    x = X.clone()
+    pipe = make(model=nn.Sequential(AddOne(), *model), optimizer=None, recompute=recompute)
+    pipe.forward_backward(x, Y)
+    pipe.eval_step(x, Y)
+    assert torch.equal(x, X)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": lambda parameters: None}, "optimizer= returned NoneType"),
+        (
+            {"loss_fn": lambda output, target: F.mse_loss(output.detach(), target)},
+            "does not depend on the model's output",
+        ),
+        ({"schedule": Schedule.from_csv("0F0,\n,1F0\n"), "num_microbatches": None}, "has no backward"),
+    ],
+)
+def test_a_step_that_trains_nothing_is_an_error(options: dict[str, Any], message: str) -> None:
+    """Each of these ran, gave a loss, and left the parameters as they were."""
+    with pytest.raises(ValueError, match=message):
+        make(**options).train_step(X, Y)
+
+
+def gather_small_integers() -> list[Tensor]:
+    model = layers(2)
+    for layer, dtype in zip(model, (torch.int16, torch.bool), strict=True):
+        layer.register_buffer("table", torch.ones(3).to(dtype))
+    pipe = make(model=model, mesh=None)
+    full = pipe.full_state_dict()
+    pipe.close()
+    return [full[f"{i}.table"] for i in range(2)]
+
+
+@pytest.mark.gloo
+def test_buffers_of_every_type_are_gathered(gloo: Pool) -> None:
+    """gloo's broadcast knows few types: full_state_dict failed on an int16 buffer ("Invalid scalar type")."""
+    for first, second in gloo.run(gather_small_integers, ranks=2):
+        assert torch.equal(first, torch.ones(3, dtype=torch.int16))
+        assert torch.equal(second, torch.ones(3, dtype=torch.bool))
+
+
+def test_a_count_of_nan_is_an_error() -> None:
+    """nan stood for "no count" between the ranks: one rank divided by it, the others took the sum for a mean."""
+    with pytest.raises(ValueError, match="counts of step 0 add up to nan"):
+        make(loss_fn=lambda output, target: (output.sum(), float("nan"))).train_step(X, Y)
+
+
+def test_outputs_beside_tensors_are_kept() -> None:
+    """A model that returns (logits, None) could not be built: a None was taken for a tensor."""
+
+    class WithNone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = layers(2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return self.body(x), None
+
+    pipe = make(model=WithNone(), loss_fn=lambda output, target: F.mse_loss(output[0], target))
+    logits, nothing = pipe.eval_step(X, Y).output  # type: ignore[misc]
+    assert (logits.shape, nothing) == ((8, WIDTH), None)
