@@ -9,19 +9,17 @@ are computed again where they are needed.
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from .aliases import changed_views
-from .source_line import first_line, users_line
+from .export import OutputForm, batch_sizes, export_model
 
 MODEL_INPUT = -1
 
@@ -44,39 +42,6 @@ class TracedStage:
     name: str
 
 
-class BatchSizes(NamedTuple):
-    """The batch sizes for which a graph is right: forward may branch on the size, or fix it (`int(x.shape[0])`)."""
-
-    least: int = 1
-    most: float = math.inf
-
-    def check(self, size: int) -> None:
-        """ValueError for a size of which nothing is known."""
-        if not self.least <= size <= self.most:
-            known = f"exactly {self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-            raise ValueError(
-                f"microbatches of {size} samples for a model that was traced for {known}: its forward depends on the "
-                f"batch size (a branch on x.shape[0], int(x.shape[0]), a loop over samples). Expected batches that "
-                f"num_microbatches divides into such sizes, or x.shape[0] used as it is"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputForm:
-    """How a model's flat outputs go together, with what is no tensor among them (None, numbers) by position."""
-
-    spec: pytree.TreeSpec
-    constants: Mapping[int, object]
-
-    def assemble(self, flat: Sequence[torch.Tensor]) -> object:
-        """The model's output."""
-        tensors = iter(flat)
-        leaves = [
-            self.constants[i] if i in self.constants else next(tensors) for i in range(len(flat) + len(self.constants))
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
 class TracedModel:
     """A model's flat graph, in training or evaluation mode.
 
@@ -95,13 +60,13 @@ class TracedModel:
         *,
         enter_unit: Callable[[int], None] | None,
     ) -> None:
-        exported = _export(model, tuple(example_inputs))
+        exported = export_model(model, tuple(example_inputs))
         self._root = exported.module(check_guards=False)
         self._enter_unit = enter_unit
         nodes = list(self._root.graph.nodes)
         self._placeholders = [n for n in nodes if n.op == "placeholder"]
         self._output = next(n for n in nodes if n.op == "output")
-        self.batch_sizes = _batch_sizes(self._placeholders, exported.range_constraints)
+        self.batch_sizes = batch_sizes(self._placeholders, exported.range_constraints)
         self.nodes = [n for n in nodes if n.op in ("call_function", "call_module", "call_method") and not _is_guard(n)]
         self._number = {node: i for i, node in enumerate(self.nodes)}
         self._shape_nodes = {n for n in self.nodes if _is_shape_number(n)}
@@ -350,46 +315,6 @@ def _in_order(
             need(node)
     order = {node: i for i, node in enumerate(traced._root.graph.nodes)}
     return _Wanted(external=sorted(external, key=order.__getitem__), internal=sorted(internal, key=order.__getitem__))
-
-
-def _export(model: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
-    for position, value in enumerate(example_inputs):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"example_inputs[{position}] is {type(value).__name__}: expected a tensor, batch first")
-    # A size of 1 would be taken for a constant.
-    batches = tuple(torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x for x in example_inputs)
-    dynamic = tuple({0: Dim.AUTO} if x.dim() else {} for x in batches)
-    try:
-        inspect.signature(model.forward).bind(*batches)
-    except TypeError as error:
-        raise ValueError(
-            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take {len(batches)} tensors "
-            f"({error}): expected all that it needs, in its order; example_inputs=(...) or train_step(*inputs, target)"
-        ) from None
-    try:
-        return torch.export.export(model, batches, dynamic_shapes=dynamic, strict=False)
-    except Exception as error:
-        raise ValueError(
-            f"torch.export cannot trace {type(model).__name__} whole{users_line(error)}: {first_line(error)}. "
-            f"Expected a model without data-dependent Python control flow; change that line, make the model an "
-            f"nn.Sequential, or give the parts yourself: PipelineModule(stages=[...])"
-        ) from error
-
-
-def _batch_sizes(placeholders: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> BatchSizes:
-    least, most = 1, math.inf
-    for node in placeholders:
-        value = _value(node)
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            continue
-        size = value.shape[0]
-        if not isinstance(size, torch.SymInt):
-            least, most = max(least, size), min(most, size)
-        elif size.node.expr in ranges:
-            span = ranges[size.node.expr]
-            least = max(least, int(span.lower) if span.lower > 2 else 1)  # 2 is where torch begins to tell sizes apart
-            most = min(most, float(span.upper) if span.upper < 1 << 62 else math.inf)
-    return BatchSizes(least, most)
 
 
 def _is_guard(node: fx.Node) -> bool:

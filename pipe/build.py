@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..partition.cut import cut_evenly
-from ..partition.trace import MODEL_INPUT, BatchSizes, OutputForm, TracedModel, TracedStage, ValueRef
+from ..partition.export import BatchSizes, OutputForm
+from ..partition.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
 from .chain import Chain, Unit, sequential_units, stage_units
 from .randomness import Seeder
 from .stage import Face
@@ -34,10 +35,10 @@ class Parts:
     names: tuple[str, ...]
     train: tuple[Face, ...]
     evaluate: tuple[Face, ...]
+    train_sizes: BatchSizes
+    evaluate_sizes: BatchSizes
     train_output: OutputForm | None = None
     evaluate_output: OutputForm | None = None
-    train_sizes: BatchSizes = BatchSizes()
-    evaluate_sizes: BatchSizes = BatchSizes()
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
         """The model's output from the flat outputs of the last stage."""
@@ -123,7 +124,9 @@ def _chain_parts(root: nn.Module, groups: Sequence[Sequence[Unit]], seeder: Seed
         return tuple(Face(module=Chain(units, seeder, spread=spread), inputs=()) for units in groups)
 
     names = tuple(u[0].name if len(u) == 1 else f"{u[0].name} .. {u[-1].name}" for u in groups)
-    return Parts(root=root, names=names, train=faces(), evaluate=faces())
+    return Parts(
+        root=root, names=names, train=faces(), evaluate=faces(), train_sizes=BatchSizes(), evaluate_sizes=BatchSizes()
+    )
 
 
 def with_model_inputs(parts: Parts, num_inputs: int) -> None:

@@ -117,10 +117,12 @@ class Runtime:
 
     def _build(self, inputs: Sequence[torch.Tensor]) -> None:
         settings, schedule, world = self._settings, self.schedule, self._world
+        example = [split_tensor(x, schedule.num_microbatches)[0] for x in inputs]
+        microbatch = signature(example)
         self._parts = cut_model(
             self._model,
             self._stage_modules,
-            example_inputs=[split_tensor(x, schedule.num_microbatches)[0] for x in inputs],
+            example_inputs=example,
             num_stages=schedule.num_stages,
             split_points=settings.split_points,
             seeder=self._seeder,
@@ -130,7 +132,6 @@ class Runtime:
         self.stage_num_parameters = tuple(
             sum(p.numel() for p in face.module.parameters()) for face in self._parts.train
         )
-        microbatch = signature([split_tensor(x, schedule.num_microbatches)[0] for x in inputs])
         self._train = self._make_mode(schedule, microbatch, training=True)
         self._eval = self._make_mode(schedule.forward_only(), microbatch, training=False)
         self._example_specs = self._train.inference.outputs(microbatch)
