@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Action, Message, MessageKind, Op
+from ..schedules.lower import STAGE_KINDS
 from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
@@ -216,7 +217,7 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 def _arrival(message: Message, peer: int) -> str:
     """What a wait is for: the action and its rank, and what it brings."""
-    if message.kind is MessageKind.LOSS:
+    if message.kind not in STAGE_KINDS:
         return f"rank {peer}: the {message}"
     made_by = Action(message.src, Op.F if message.kind is MessageKind.ACT else Op.B, message.index)
     return f"{made_by} of rank {peer}, which makes the {message}"

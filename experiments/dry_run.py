@@ -19,6 +19,7 @@ from .train import TrainOptions
 from .training import make_model, make_pipe
 
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
+BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
 GRID_COLUMNS = 160
 
 
@@ -40,7 +41,7 @@ class DryRun:
         stages: the cut.
         bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
         peak_activations: by rank, in stage activations.
-        state_bytes: by rank; parameters with their gradients and optimizer state.
+        state_bytes: by rank; parameters (all versions) with their gradients and optimizer state.
         activation_bytes: by rank; of the microbatches in flight.
         costs: where the costs come from.
     """
@@ -86,7 +87,10 @@ def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
         span_bubble=timeline.span_bubble,
         lower_bound_ratio=timeline.makespan / lower_bound(schedule, costs),
         peak_activations=peaks,
-        state_bytes=tuple(BYTES_A_PARAMETER * parameters for parameters in held),
+        state_bytes=tuple(
+            (BYTES_A_PARAMETER + (versions - 1) * BYTES_A_VERSION) * parameters
+            for parameters, versions in zip(held, timeline.peak_versions, strict=True)
+        ),
         activation_bytes=tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
     )
 

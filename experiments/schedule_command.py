@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from ..schedules import Schedule, build, check
+from .schedule_options import NAME_HELP, BuildOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions:
+class ScheduleOptions(BuildOptions):
     """Print a schedule as a grid (a row a rank, a column a unit of time), or export it."""
 
-    schedule: tyro.conf.Positional[str]
-    """Name of the schedule: gpipe, 1f1b, interleaved, looped-bfs."""
+    schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
     ranks: int
     """P, pipeline ranks."""
     microbatches: int
     """M, microbatches of a batch."""
-    chunks: int | None = None
-    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
     format: Literal["grid", "csv", "json"] = "grid"
-    """grid: for people. csv: the table of torch.distributed.pipelining. json: everything."""
+    """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_chunks=options.chunks,
+        **options.given(),
     )
     check(schedule)
     match options.format:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -21,20 +22,14 @@ from ..schedules import (
     simulate,
 )
 from .schedule_command import read_schedule
+from .schedule_options import NAME_HELP, BuildOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(BuildOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
 
-    schedule: tyro.conf.Positional[str | None] = None
-    """Name of the schedule: gpipe, 1f1b, interleaved, looped-bfs. Not needed with --csv."""
-    ranks: int | None = None
-    """P, pipeline ranks."""
-    microbatches: int | None = None
-    """M, microbatches of a batch."""
-    chunks: int | None = None
-    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
     forward: tuple[float, ...] = (1.0,)
     """F [s]."""
     backward: tuple[float, ...] | None = None
@@ -46,27 +41,36 @@ class SimulateOptions:
     latency: float = 0.0
     """Of a message between ranks [s]."""
     csv: Path | None = None
-    """Read the schedule from this file (CSV or JSON) instead of building it."""
+    """Read the schedule from this file (CSV or JSON) instead of building it; no name is needed then."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What `stagewright simulate` answers; times in the unit of the costs."""
+    """What `stagewright simulate` answers; times in the unit of the costs.
+
+    Where batches overlap (`streams`), the bubbles and `batch_seconds` are those of the steady state, all else is of the
+    whole program of `num_batches`, its warm-up and drain included.
+    """
 
     schedule: str
     num_ranks: int
     num_chunks: int
     num_stages: int
     num_microbatches: int
+    num_batches: int
+    streams: bool
     makespan: float
+    batch_seconds: float
     makespan_bubble: float
     span_bubble: float
     bubble: float
     ideal_makespan: float
     lower_bound: float
     peak_activations: list[int]
+    peak_versions: list[int]
+    staleness: list[int]
     busy: list[float]
     idle: list[dict[str, float]]
 
@@ -93,20 +97,25 @@ def run(argv: Sequence[str]) -> int:
 
 
 def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulated:
-    """The figures of one simulated batch."""
+    """The figures of one simulated batch, or of a program of several."""
     return Simulated(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
         num_chunks=max(map(len, schedule.placement)),
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
+        num_batches=schedule.num_batches,
+        streams=schedule.streams,
         makespan=timeline.makespan,
+        batch_seconds=timeline.batch_seconds,
         makespan_bubble=timeline.makespan_bubble,
         span_bubble=timeline.span_bubble,
         bubble=timeline.bubble,
         ideal_makespan=ideal_makespan(schedule, costs),
         lower_bound=lower_bound(schedule, costs),
         peak_activations=list(timeline.peak_activations),
+        peak_versions=list(timeline.peak_versions),
+        staleness=list(timeline.staleness),
         busy=[rank.busy for rank in timeline.ranks],
         idle=[idle._asdict() for idle in attribute_idle(timeline)],
     )
@@ -114,6 +123,12 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulated
 
 def _schedule(options: SimulateOptions) -> Schedule:
     if options.csv is not None:
+        asked = [*options.given(), *["chunks"] * (options.chunks is not None)]
+        surplus = [f"--{name.removeprefix('num_').replace('_', '-')}" for name in asked]
+        if surplus:
+            raise ValueError(
+                f"{', '.join(surplus)} with --csv {options.csv}: expected the file alone, which says it all"
+            )
         schedule = read_schedule(options.csv)
         for name, given, found in (
             ("ranks", options.ranks, schedule.num_ranks),
@@ -134,6 +149,7 @@ def _schedule(options: SimulateOptions) -> Schedule:
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_chunks=options.chunks,
+        **options.given(),
     )
 
 
@@ -142,19 +158,31 @@ def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
 
 
 def _table(answer: Simulated) -> str:
+    batches = f" a batch, {answer.num_batches} batches" if answer.num_batches > 1 else ""
+    # The first and the last batch are not like those between them.
+    steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"
+    figures = [
+        ("makespan", f"{answer.makespan:10.6g}", ""),
+        ("lower bound", f"{answer.lower_bound:10.6g}", "   no order of this work can beat it"),
+        ("ideal makespan", f"{answer.ideal_makespan:10.6g}", "   a rank without idle time"),
+        ("makespan bubble", f"{answer.makespan_bubble:10.2%}", ""),
+        ("span bubble", f"{answer.span_bubble:10.2%}", ""),
+    ]
+    if answer.streams:
+        figures[3:] = [
+            ("batch seconds", f"{answer.batch_seconds:10.6g}", f"   from batch to batch {steady}"),
+            ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
+        ]
     lines = [
         f"{answer.schedule}: {answer.num_ranks} ranks, {answer.num_chunks} chunks a rank, "
-        f"{answer.num_microbatches} microbatches (simulated)",
-        f"  makespan         {answer.makespan:10.6g}",
-        f"  lower bound      {answer.lower_bound:10.6g}   no order of this work can beat it",
-        f"  ideal makespan   {answer.ideal_makespan:10.6g}   a rank without idle time",
-        f"  makespan bubble  {answer.makespan_bubble:10.2%}",
-        f"  span bubble      {answer.span_bubble:10.2%}",
+        f"{answer.num_microbatches} microbatches{batches} (simulated)",
+        *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
         "",
-        "  rank       busy       idle  activations  largest idle cause",
+        f"  rank       busy       idle  activations{'  versions  staleness' * answer.streams}  largest idle cause",
     ]
     for rank, (busy, idle, peak) in enumerate(zip(answer.busy, answer.idle, answer.peak_activations, strict=True)):
         cause, most = max(idle.items(), key=lambda item: item[1])
         why = f"{cause.replace('_', ' ')} ({most:.6g})" if most > 0 else "none"
-        lines.append(f"  {rank:>4} {busy:10.6g} {sum(idle.values()):10.6g} {peak:>12}  {why}")
+        weights = f" {answer.peak_versions[rank]:>9} {answer.staleness[rank]:>10}" if answer.streams else ""
+        lines.append(f"  {rank:>4} {busy:10.6g} {sum(idle.values()):10.6g} {peak:>12}{weights}  {why}")
     return "\n".join(lines)

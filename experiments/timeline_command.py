@@ -17,7 +17,7 @@ _TRACE = "timeline.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """One step of a run twice: as simulated from its measured costs, and as measured."""
+    """One step of a run (of a stream, a few) twice: as simulated from its measured costs, and as measured."""
 
     predicted: Timeline
     measured: Timeline
@@ -75,8 +75,8 @@ def run(argv: Sequence[str]) -> int:
             "perfetto": str(trace),
             "bubble": traces.measured.bubble,
             "predicted_bubble": traces.predicted.bubble,
-            "step_seconds": traces.measured.makespan,
-            "predicted_step_seconds": traces.predicted.makespan,
+            "step_seconds": traces.measured.batch_seconds,
+            "predicted_step_seconds": traces.predicted.batch_seconds,
         }
         print(json.dumps(answer))
     else:

@@ -16,13 +16,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ..schedules import Schedule, build, check
 from .run_folder import RunFolder
 from .schedule_command import read_schedule
+from .schedule_options import NAMES
 
 if TYPE_CHECKING:
     from .gpt import GPTConfig
@@ -38,8 +39,7 @@ class TrainOptions:
     The defaults train 5.1 million parameters on 698,368 bytes of the Python standard library's source.
     """
 
-    schedule: str = "interleaved"
-    """gpipe, 1f1b, interleaved, looped-bfs, or a file (.csv or .json)."""
+    schedule: Annotated[str, tyro.conf.arg(help=f"{NAMES}, or a file (.csv or .json).")] = "interleaved"
     ranks: int | None = None
     """P, pipeline ranks: processes on this machine (default 2; under torchrun, its number of processes)."""
     chunks: int | None = None

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..pipe import PipelineModule
+from ..pipe import PipelineModule, StepResult
 from ..schedules import Schedule, simulate
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
 from .gpt import GPT, sample
@@ -108,6 +109,31 @@ class _Record:
     seconds: float = 0.0
 
 
+def _metrics(
+    loss: float,
+    grad_norm: float | None,
+    *,
+    step: int,
+    batch_tokens: int,
+    learning_rate: float,
+    step_seconds: float,
+    bubble: float | None,
+    predicted_bubble: float | None,
+) -> Metrics:
+    return Metrics(
+        step=step,
+        tokens=(step + 1) * batch_tokens,
+        loss=loss,
+        bits_per_byte=bits_per_byte(loss),
+        learning_rate=learning_rate,
+        grad_norm=grad_norm,
+        step_seconds=step_seconds,
+        tokens_per_s=batch_tokens / step_seconds,
+        bubble=bubble,
+        predicted_bubble=predicted_bubble,
+    )
+
+
 class _Training:
     """One rank's run; the collective calls stand in the same order on all ranks."""
 
@@ -141,36 +167,48 @@ class _Training:
     def _train(self, progress: Progress) -> None:
         started = time.perf_counter()
         rate = learning_rate_curve(self.options.steps)
-        for step in range(self.options.steps):
-            tokens, targets = self._batch(step)
-            before = time.perf_counter()
-            result = self.pipe.train_step(tokens, targets)
-            loss = result.loss
-            seconds = time.perf_counter() - before
-            self.record.losses.append(loss)
-            self.record.step_seconds.append(seconds)
-            if self._is_traced(step):
-                measured = result.timeline()
-                predicted = simulate(self.pipe.schedule, self.pipe.measured_costs())
-                self.record.traces = Traces(predicted=predicted, measured=measured)
-                self.record.bubbles.append(measured.bubble)
-                self.record.predicted_bubbles.append(predicted.bubble)
-            metrics = Metrics(
-                step=step,
-                tokens=(step + 1) * tokens.numel(),
-                loss=loss,
-                bits_per_byte=bits_per_byte(loss),
-                learning_rate=self.options.lr * rate(step),
-                grad_norm=result.grad_norm,
-                step_seconds=seconds,
-                tokens_per_s=tokens.numel() / seconds,
-                bubble=self.record.bubbles[-1] if self.record.bubbles else None,
-                predicted_bubble=self.record.predicted_bubbles[-1] if self.record.bubbles else None,
-            )
+        under_way: dict[int, Callable[[float, float | None], Metrics]] = {}  # steps whose loss is not known yet
+
+        def known(result: StepResult) -> None:
+            make_metrics = None if result.loss_step is None else under_way.pop(result.loss_step, None)
+            if make_metrics is None or result.loss is None:
+                return
+            metrics = make_metrics(result.loss, result.grad_norm)
+            self.record.losses.append(result.loss)
             progress.step(metrics)
             if self.folder is not None:
                 self.folder.log(metrics)
+
+        for step in range(self.options.steps):
+            if step == 1:
+                self.pipe.measured_costs()  # the link's latency: measured while little is under way
+            tokens, targets = self._batch(step)
+            before = time.perf_counter()
+            result = self.pipe.train_step(tokens, targets)
+            seconds = time.perf_counter() - before
+            self.record.step_seconds.append(seconds)
+            if self._is_traced(step):
+                self._trace(result)
+            under_way[step] = partial(
+                _metrics,
+                step=step,
+                batch_tokens=tokens.numel(),
+                learning_rate=self.options.lr * rate(step),
+                step_seconds=seconds,
+                bubble=self.record.bubbles[-1] if self.record.bubbles else None,
+                predicted_bubble=self.record.predicted_bubbles[-1] if self.record.bubbles else None,
+            )
+            known(result)
+        for result in self.pipe.flush():
+            known(result)
         self.record.seconds = time.perf_counter() - started
+
+    def _trace(self, result: StepResult) -> None:
+        measured = result.timeline()
+        predicted = simulate(measured.schedule, self.pipe.measured_costs())
+        self.record.traces = Traces(predicted=predicted, measured=measured)
+        self.record.bubbles.append(measured.bubble)
+        self.record.predicted_bubbles.append(predicted.bubble)
 
     def _is_traced(self, step: int) -> bool:
         """Now and then, and at the end, so that a run of any length has a trace."""
@@ -214,7 +252,7 @@ class _Training:
             train_bits_per_byte=bits_per_byte(statistics.fmean(record.losses[-20:])),
             val_bits_per_byte=val_bits,
             step_seconds=statistics.median(record.step_seconds),
-            predicted_step_seconds=record.traces.predicted.makespan,
+            predicted_step_seconds=record.traces.predicted.batch_seconds,
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
             peak_memory_bytes=peaks,

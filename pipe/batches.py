@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .stage import LossValue
+from .wiring import OutputSpecs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One batch, cut into M microbatches.
+
+    Arguments:
+        inputs: [num_inputs][M] tensors.
+        targets: [M], or None without a target.
+        specs: [M] output specs of all stages.
+        sizes: [M] samples of each microbatch.
+        group_size: microbatches of one update group.
+        weights: [M] each microbatch's share of the samples of its update group, see `weigh`.
+        step: number of this batch, for random numbers and reports.
+    """
+
+    inputs: Sequence[Sequence[torch.Tensor]]
+    targets: Sequence[object]
+    specs: Sequence[OutputSpecs]
+    sizes: Sequence[int]
+    group_size: int
+    weights: Sequence[float]
+    step: int
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return sum(self.sizes)
+
+    def group_samples(self, group: int) -> int:
+        """Samples of update group `group` of this batch."""
+        return sum(self.sizes[group * self.group_size : (group + 1) * self.group_size])
+
+
+def weigh(sizes: Sequence[int], group_size: int) -> list[float]:
+    """n_k / N of each microbatch, N being the samples of its update group."""
+    totals = [sum(sizes[begin : begin + group_size]) for begin in range(0, len(sizes), group_size)]
+    return [size / totals[k // group_size] for k, size in enumerate(sizes)]
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -106,30 +146,46 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def summarize_losses(losses: Sequence[LossValue], weights: Sequence[float], *, step: int) -> torch.Tensor:
-    """[5] float64 on the losses' device: what every rank must know of a batch, whatever M is.
+def summarize_losses(losses: Mapping[int, LossValue], weights: Sequence[float], *, step: int) -> torch.Tensor:
+    """[5] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss), where total is
-    sum_k (n_k / N) loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
+    sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
+
+    Arguments:
+        losses: by microbatch of the batch; of those that ran here.
+
     Raises ValueError where only some losses have a count.
     """
-    values = torch.stack([value.to(torch.float64) for value, _ in losses])
-    with_count = [count is not None for _, count in losses]
+    order = sorted(losses)
+    values = torch.stack([losses[k][0].to(torch.float64) for k in order])
+    with_count = [losses[k][1] is not None for k in order]
     if any(with_count) != all(with_count):
         raise ValueError(
             f"loss_fn returned a count for some microbatches of step {step}, and none for microbatch "
-            f"{with_count.index(False)}: expected a scalar mean always, or (sum, count) always"
+            f"{order[with_count.index(False)]}: expected a scalar mean always, or (sum, count) always"
         )
     if with_count[0]:
         total = values.cumsum(0)[-1]  # in order, as a loop would add them
-        counts = torch.stack([c.to(values) for _, c in losses if c is not None]).cumsum(0)[-1]
+        counts = torch.stack([c.to(values) for k in order if (c := losses[k][1]) is not None]).cumsum(0)[-1]
     else:
-        total = (values * torch.tensor(weights, dtype=torch.float64).to(values)).cumsum(0)[-1]
+        total = (values * torch.tensor([weights[k] for k in order], dtype=torch.float64).to(values)).cumsum(0)[-1]
         counts = torch.zeros_like(total)
     bad = ~values.isfinite()
-    first_bad = torch.where(bad.any(), bad.to(torch.int8).argmax(), -1)
+    first_bad = bad.to(torch.int8).argmax()
+    microbatch = torch.where(bad.any(), torch.tensor(order).to(first_bad)[first_bad], -1)
     has_counts = torch.full_like(total, float(with_count[0]))
-    return torch.stack([total, counts, has_counts, first_bad.to(values), values[first_bad.clamp(min=0)]])
+    return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad]])
+
+
+def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The summary of all losses from those of the ranks that have a part of them, in the order given."""
+    if len(summaries) == 1:
+        return summaries[0]
+    parts = torch.stack(list(summaries)).cpu()
+    bad = [part for part in parts if part[3] >= 0]
+    first = min(bad, key=lambda part: float(part[3])) if bad else parts[0]
+    return torch.stack([parts[:, 0].cumsum(0)[-1], parts[:, 1].cumsum(0)[-1], parts[0, 2], first[3], first[4]])
 
 
 def read_loss_summary(summary: torch.Tensor, *, step: int) -> tuple[float, float | None]:

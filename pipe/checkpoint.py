@@ -2,6 +2,7 @@
 
     checkpoint.json     version, step, stages       (written last: without it there is no checkpoint)
     stage-0.pt ...      model: name -> tensor; optimizer: name -> its state; options: name -> lr, betas, ...
+                        versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
 
 Everything stands under the model's original names, so a checkpoint loads on any other number of ranks or stages.
 Files are read with `weights_only=True`: loading executes no code.
@@ -20,6 +21,7 @@ import torch
 from ..comm import Collectives
 from .optimizers import StageOptimizer
 from .ownership import Ownership
+from .versions import WeightVersions
 
 _VERSION = 1
 _MANIFEST = "checkpoint.json"
@@ -31,6 +33,7 @@ def save(
     step: int,
     ownership: Ownership,
     optimizers: Mapping[int, StageOptimizer],
+    weights: Mapping[int, WeightVersions],
     local_stages: Sequence[int],
     num_stages: int,
     collectives: Collectives,
@@ -43,7 +46,6 @@ def save(
     if first:
         manifest.unlink(missing_ok=True)  # what stands there is no longer whole
     collectives.gather(None, what=f"beginning the checkpoint {path}")
-    names = {id(parameter): name for name, parameter in ownership.named_parameters()}
     state = ownership.state_dict()
     for stage in local_stages:
         model = {name: value.detach() for name, value in state.items() if stage in ownership.stages[name]}
@@ -52,10 +54,12 @@ def save(
         if one is not None and one.optimizer is not None:
             for group in one.optimizer.param_groups:
                 for parameter in group["params"]:
-                    name = names[id(parameter)]
+                    name = one.names[id(parameter)]
                     content["optimizer"][name] = dict(one.optimizer.state.get(parameter, {}))
                     content["options"][name] = {key: value for key, value in group.items() if key != "params"}
             content["scheduler"] = None if one.scheduler is None else one.scheduler.state_dict()
+        if stage in weights:
+            content["versions"] = weights[stage].older()
         partial = path / f"stage-{stage}.pt.partial"
         torch.save(content, partial)
         partial.replace(path / f"stage-{stage}.pt")
@@ -71,7 +75,9 @@ def load(
     folder: str | os.PathLike[str],
     *,
     ownership: Ownership,
-    optimizers: Mapping[int, StageOptimizer],
+    optimizers: Sequence[StageOptimizer],
+    weights: Sequence[WeightVersions],
+    updates_per_step: int,
     device: torch.device,
 ) -> int:
     """Load what this process holds; returns the step. Raises ValueError for no whole checkpoint of this model."""
@@ -81,17 +87,24 @@ def load(
     states: dict[str, Any] = {}
     options: dict[str, Any] = {}
     scheduler: Any = None
+    versions: dict[int, dict[str, torch.Tensor]] = {}
     for stage in range(manifest["num_stages"]):
         content = _read_stage(path / f"stage-{stage}.pt")
         model.update(content["model"])
         states.update(content["optimizer"])
         options.update(content["options"])
         scheduler = scheduler or content["scheduler"]
+        for number, tensors in content.get("versions", {}).items():
+            versions.setdefault(number, {}).update(tensors)
     ownership.load_state_dict(model)
-    names = {id(parameter): name for name, parameter in ownership.named_parameters()}
-    for one in optimizers.values():
+    for stage_weights in weights:
+        for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
+            own.data.copy_(model[name])
+        stage_weights.restore(manifest["step"] * updates_per_step, versions)
+    for one in optimizers:
         if one.optimizer is None:
             continue
+        names = one.names
         missing = [names[id(p)] for g in one.optimizer.param_groups for p in g["params"] if names[id(p)] not in states]
         if missing:
             raise ValueError(
@@ -137,6 +150,6 @@ def _read_stage(path: Path) -> dict[str, Any]:
     except Exception as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(content, dict) or set(content) != {"model", "optimizer", "options", "scheduler"}:
+    if not isinstance(content, dict) or set(content) - {"versions"} != {"model", "optimizer", "options", "scheduler"}:
         raise ValueError(f"{path}: expected model, optimizer, options and scheduler, as pipe.save(dir) leaves them")
     return content

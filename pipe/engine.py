@@ -3,6 +3,7 @@
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
+            --Finish----> worker.run
 
 One generator a rank yields whenever it waits. Over processes there is one rank, and waiting blocks; in one process
 the ranks take turns, each running until it waits for what is not there yet. Nothing else differs.
@@ -10,16 +11,15 @@ the ranks take turns, each running until it waits for what is not there yet. Not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm import PipelineError, Transport
-from ..schedules import Action, Lowered, Op, Schedule, ScheduleError
-from ..schedules.lower import Transfer
+from ..schedules import Action, Op, Schedule, ScheduleError
+from ..schedules.lower import Finish, RankProgram, Transfer
 from .machine import Instruction, Machine, Wait
 from .recorder import Recorder
-from .wiring import Wiring
-from .worker import Batch, Worker
+from .worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +43,12 @@ class Engine:
         self.ranks = ranks
         self._timeout = timeout
 
-    def run(self, lowered: Lowered, wiring: Wiring, batch: Batch, *, training: bool) -> None:
-        """Run one batch to the end of its program on every rank of this process.
+    def run(self, programs: Mapping[int, RankProgram]) -> None:
+        """Run the programs, by rank, to their end on every rank of this process.
 
         Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
         """
-        runs = []
-        for local in self.ranks:
-            local.worker.begin(batch, wiring, training=training)
-            local.recorder.begin()
-            machine = Machine(lowered.programs[local.worker.rank])
-            runs.append(self._drive(local, machine))
+        runs = [self._drive(local, Machine(programs[local.worker.rank])) for local in self.ranks]
         if len(runs) == 1:
             for _ in runs[0]:
                 raise AssertionError("a single rank has nobody to wait for")
@@ -72,6 +67,8 @@ class Engine:
                     start = stamp()
                     worker.run(instruction)
                     recorder.action(instruction, start, stamp())
+                elif isinstance(instruction, Finish):
+                    worker.finish(instruction)
                 elif isinstance(instruction, Transfer):
                     message, peer, is_send = instruction
                     if is_send:
@@ -113,19 +110,19 @@ class Engine:
 
 
 def refuse_what_cannot_run(schedule: Schedule) -> None:
-    """The engine runs flush schedules with whole backwards and one owner a stage."""
-    if schedule.weight_rule != "flush" or schedule.num_batches > 1:
+    """The engine runs whole backwards; flush schedules of one batch, with one owner a stage; streams of any owners."""
+    if not schedule.streams and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
-            f"batches: expected a flush schedule; the runtime has no weight versions yet"
+            f"batches: expected a flush schedule of one batch, which the engine repeats"
         )
     replicated = [s for s, ranks in enumerate(schedule.owners) if len(ranks) > 1]
-    if replicated:
+    if replicated and not schedule.streams:
         raise ScheduleError(
             f"schedule {schedule.name!r} replicates the stages {replicated}: expected one rank a stage; "
-            f"the runtime has no replicas yet"
+            f"the runtime has replicas under asynchronous schedules alone (schedule='2bw') so far"
         )
-    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B)), None)
+    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B, Op.U)), None)
     if odd is not None:
         raise ScheduleError(
             f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"

@@ -5,7 +5,7 @@ The driver pulls with `next()` and tells the machine what arrived:
     next() -> Transfer (send)   hand this message to the transport
            -> Transfer (post)   post a receive for this message
            -> Wait              nothing can go on before these messages have arrived
-           -> Action            compute it now; all its inputs are here
+           -> Action, Finish    carry it out now; all its inputs are here
            -> None              the program is done
 
 Compute runs in program order. Whether a driver blocks in `Wait` (gloo), lets another rank's machine go on (in
@@ -17,22 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..schedules import Action, Message
-from ..schedules.lower import RankProgram, Transfer
+from ..schedules import Message
+from ..schedules.lower import RankProgram, Transfer, Work
 
 
 class Wait(NamedTuple):
     """The program stands before `before` (None: at its end) until `messages` have arrived."""
 
     messages: tuple[Message, ...]
-    before: Action | None
+    before: Work | None
 
 
-Instruction = Transfer | Wait | Action
+Instruction = Transfer | Wait | Work
 
 
 class Machine:
-    """Runs one RankProgram. Invariant: an Action is handed out once, in program order, with all its inputs there."""
+    """Runs one RankProgram. Invariant: work is handed out once, in program order, with all its inputs there."""
 
     def __init__(self, program: RankProgram) -> None:
         self._program = program
@@ -50,7 +50,7 @@ class Machine:
         if self._position == len(steps):
             return self._wait_for(self._program.finally_needs, None)
         step = steps[self._position]
-        if isinstance(step, Action):
+        if not isinstance(step, Transfer):
             wait = self._wait_for(self._program.inputs.get(step, ()), step)
             if wait is not None:
                 return wait
@@ -61,6 +61,6 @@ class Machine:
         """These messages are here."""
         self._arrived.update(messages)
 
-    def _wait_for(self, messages: tuple[Message, ...], before: Action | None) -> Wait | None:
+    def _wait_for(self, messages: tuple[Message, ...], before: Work | None) -> Wait | None:
         missing = tuple(m for m in messages if m not in self._arrived)
         return Wait(missing, before) if missing else None

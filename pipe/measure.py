@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..comm import Collectives
 from ..schedules import Costs, Op, Schedule, Timeline
-from .recorder import RankRecord, Recorder, assemble_timeline, costs_from_medians
+from .recorder import RankRecord, Recorder, costs_from_medians
 
 
-def gather_records(schedule: Schedule, records: Sequence[RankRecord], collectives: Collectives) -> Timeline:
-    """The Timeline of all ranks, on every rank."""
+def gather_records(
+    records: Sequence[RankRecord], collectives: Collectives, assemble: Callable[[Sequence[RankRecord]], Timeline]
+) -> Timeline:
+    """The Timeline of all ranks, on every rank, put together by `assemble`."""
     if len(records) > 1:  # all ranks are here
-        return assemble_timeline(schedule, records)
+        return assemble(records)
     # Hosts differ in their monotonic clocks; between hosts the wall clock must do.
     mine = (socket.gethostname(), time.time() - time.perf_counter(), records[0])
     everyone = collectives.gather(mine, what="gathering the timeline")
     host, anchor, _ = everyone[0]
-    return assemble_timeline(schedule, [replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone])
+    return assemble([replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone])
 
 
 def gather_costs(

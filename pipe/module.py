@@ -14,9 +14,10 @@ from torch import nn
 from ..comm import pipe_size
 from ..comm.groups import World, join_world
 from ..schedules import Costs, Schedule, build, canonical_name, check
+from .assembly import Settings
 from .optimizers import OptimizerFactory, SchedulerFactory
 from .results import EvalResult, StepResult
-from .runtime import Runtime, Settings
+from .runtime import Runtime
 from .stage import RECOMPUTE
 
 ScheduleLike = str | os.PathLike[str] | Schedule
@@ -123,6 +124,9 @@ class PipelineModule:
     def train_step(self, *inputs_and_target: Any) -> StepResult:
         """One batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`.
 
+        Under an asynchronous schedule it returns with the pipeline full: `result.loss` is that of the newest batch this
+        rank knows of, and `flush()` returns the rest.
+
         The last argument is the target (a tensor or a tuple), passed whole to `loss_fn(output, target)`; ranks of one
         pipeline pass the same batch. Batches are cut with `torch.tensor_split`.
 
@@ -147,8 +151,12 @@ class PipelineModule:
         return self._runtime.clip_grad_norm(max_norm)
 
     def flush(self) -> list[StepResult]:
-        """What is still under way in the pipeline: nothing under a flush schedule."""
-        return []
+        """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.
+
+        Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
+        checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
+        """
+        return self._runtime.flush()
 
     # Parameters and state, under the model's original names
 
@@ -170,7 +178,7 @@ class PipelineModule:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
-        self._runtime.ownership.load_state_dict(state)
+        self._runtime.load_state_dict(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes."""

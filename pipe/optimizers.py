@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -17,12 +18,14 @@ class StageOptimizer:
     def __init__(
         self,
         stage: int,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[tuple[str, nn.Parameter]],
         factory: OptimizerFactory,
         scheduler: SchedulerFactory | None,
     ) -> None:
         self.stage = stage
-        self.optimizer = factory(list(parameters)) if parameters else None
+        self.names = {id(parameter): name for name, parameter in parameters}
+        own = [parameter for _, parameter in parameters]
+        self.optimizer = factory(own) if own else None
         if parameters and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"optimizer= returned {type(self.optimizer).__name__}: expected a callable that takes a list of "
@@ -35,6 +38,27 @@ class StageOptimizer:
                 f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
             )
 
+    def refuse_if_it_cannot_stream(self) -> None:
+        """ValueError for an optimizer that steps with anything but gradients and parameters given to it."""
+        if self.optimizer is None:
+            return
+        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        kind = type(self.optimizer).__name__
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"optimizer {kind} evaluates the model again in its step (it needs a closure): expected one that steps "
+                f"from gradients alone, such as AdamW, under an asynchronous schedule; or schedule='1f1b' and a loop "
+                f"of your own"
+            )
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.names:
+                    raise ValueError(
+                        f"optimizer {kind} holds a parameter of shape {tuple(parameter.shape)} that it was not given: "
+                        f"expected the stage's own parameters, whose versions the pipeline exchanges; or a flush "
+                        f"schedule such as schedule='1f1b'"
+                    )
+
     def step(self) -> None:
         """Update, step the learning rate, drop the gradients."""
         if self.optimizer is None:
@@ -43,6 +67,7 @@ class StageOptimizer:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], *, device: torch.device) -> torch.Tensor:

@@ -17,13 +17,14 @@ class Ownership:
 
     Arguments:
         parts: the cut model.
-        owner_of: [S] the rank of each stage.
+        owners: [S] the ranks of each stage; of replicas, the first one speaks for all.
         local_stages: of this process.
     """
 
-    def __init__(self, parts: Parts, *, owner_of: Sequence[int], local_stages: Collection[int]) -> None:
+    def __init__(self, parts: Parts, *, owners: Sequence[Sequence[int]], local_stages: Collection[int]) -> None:
         self._root = parts.root
-        self._owner_of = owner_of
+        self._owners = owners
+        self._owner_of = [ranks[0] for ranks in owners]
         self._local = frozenset(local_stages)
         held: dict[int, set[int]] = {}
         for faces in (parts.train, parts.evaluate):
@@ -46,11 +47,11 @@ class Ownership:
         """Whether a stage of this process holds it."""
         return not self._local.isdisjoint(self.stages[name])
 
-    def stage_parameters(self, stage: int) -> list[nn.Parameter]:
-        """The trainable parameters for the optimizer of a local stage; one that several local stages hold goes to the
-        first of them."""
+    def stage_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
+        hold goes to the first of them."""
         return [
-            parameter
+            (name, parameter)
             for name, parameter in self._root.named_parameters()
             if self.is_local(name)
             and parameter.requires_grad
@@ -61,11 +62,15 @@ class Ownership:
         """The local parameters that count in the gradient norm: a tied one only where its first stage stands."""
         return [p for name, p in self._root.named_parameters() if self.stages[name][0] in self._local]
 
+    def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """All trainable parameters of a local stage, with their names."""
+        return [(n, p) for n, p in self._root.named_parameters() if stage in self.stages[n] and p.requires_grad]
+
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
         found = []
         for name, parameter in self._root.named_parameters():
-            ranks = tuple(sorted({self._owner_of[s] for s in self.stages[name]}))
+            ranks = tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
             if len(ranks) > 1 and parameter.requires_grad:
                 found.append((name, ranks))
         return found
@@ -91,6 +96,16 @@ class Ownership:
             value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
             full[name] = value.cpu().clone()
         return full
+
+    def spread_from_first_owners(self, collectives: Collectives) -> None:
+        """Give all ranks that hold a tensor what the first of them has. Collective over the processes."""
+        for name, tensor in self._tensors().items():
+            ranks = sorted({rank for s in self.stages[name] for rank in self._owners[s]})
+            if len(ranks) > 1:
+                what = f"spreading {name!r} from rank {ranks[0]}"
+                value = collectives.broadcast(tensor.detach(), ranks[0], what=what)
+                if self.is_local(name):
+                    tensor.data.copy_(value)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict; ValueError names missing and unknown keys and wrong shapes."""

@@ -5,20 +5,30 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
+from ..schedules.lower import STAGE_KINDS
+from ..schedules.stream import Stream
 from .clock import Clock, Stamp
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
 
 
-class Recorder:
-    """One rank's stamps of the step that runs, and durations of the last ones."""
+_Stamps = tuple[list[tuple[Action, Stamp, Stamp]], list[tuple[Message, Stamp, Stamp]]]
 
-    def __init__(self, clock: Clock) -> None:
+
+class Recorder:
+    """One rank's stamps of the step that runs, and durations of the last ones.
+
+    Arguments:
+        window: steps whose stamps are kept: one, or several where batches overlap.
+    """
+
+    def __init__(self, clock: Clock, *, window: int = 1) -> None:
         self.clock = clock
+        self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
         self._remembered = 0  # actions of this step whose durations are in already
@@ -28,6 +38,7 @@ class Recorder:
     def begin(self) -> None:
         """A new step: the one before goes into the durations."""
         self._remember()
+        self._before.append((self._actions, self._waits))
         self._actions, self._waits, self._remembered = [], [], 0
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
@@ -52,12 +63,13 @@ class Recorder:
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        actions, waits, at = self._actions, self._waits, self.clock.seconds
+        steps = [*self._before, (self._actions, self._waits)]
+        at = self.clock.seconds
 
         def read() -> RankRecord:
             return RankRecord(
-                compute=tuple(Span(a, at(start), at(end)) for a, start, end in actions),
-                arrivals=tuple((m, at(start), at(end)) for m, start, end in waits),
+                compute=tuple(Span(a, at(start), at(end)) for actions, _ in steps for a, start, end in actions),
+                arrivals=tuple((m, at(start), at(end)) for _, waits in steps for m, start, end in waits),
             )
 
         return read
@@ -102,7 +114,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Time
         _made(span.what): span.end + record.offset
         for record in records
         for span in record.compute
-        if isinstance(span.what, Action)
+        if isinstance(span.what, Action) and span.what.op is not Op.U
     }
     ranks = []
     for record in records:
@@ -110,12 +122,37 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Time
         comm = []
         for message, began, there in record.arrivals:
             made = made_at.get((message.kind is not MessageKind.GRAD, message.src, message.index))
-            if made is None or message.kind is MessageKind.LOSS or there - began < _REALLY_WAITED:
+            if made is None or message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
                 continue
             comm.append(Span(message, min(made, there + record.offset), there + record.offset))
         ranks.append(RankTrace(compute=compute, comm=tuple(sorted(comm, key=lambda span: span.start))))
     timeline = Timeline(schedule=schedule, ranks=tuple(ranks), measured=True)
     return timeline.shifted(-timeline.start)
+
+
+def assemble_stream(stream: Stream, records: Sequence[RankRecord]) -> Timeline:
+    """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
+    batch 0."""
+    size, groups = stream.schedule.num_microbatches, stream.schedule.groups_per_batch
+
+    def batch(action: Action | Message) -> int:
+        assert isinstance(action, Action)
+        return action.index // (groups if action.op is Op.U else size)
+
+    batches = [batch(span.what) for record in records for span in record.compute]
+    first, last = min(batches, default=0), max(batches, default=0)
+
+    def moved(what: Action | Message) -> Action | Message:
+        if isinstance(what, Action):
+            return what._replace(index=what.index - first * (groups if what.op is Op.U else size))
+        return what._replace(index=what.index - first * (size if what.kind in STAGE_KINDS else groups))
+
+    rebased = []
+    for record in records:
+        compute = tuple(Span(moved(what), start, end) for what, start, end in record.compute)
+        arrivals = tuple((m, start, end) for old, start, end in record.arrivals if isinstance(m := moved(old), Message))
+        rebased.append(replace(record, compute=compute, arrivals=arrivals))
+    return assemble_timeline(stream.unrolled(last - first + 1), rebased)
 
 
 def _made(action: Action | Message) -> tuple[bool, int, int]:

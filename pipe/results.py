@@ -12,14 +12,17 @@ from ..schedules import Timeline
 class StepResult:
     """One `train_step` or `forward_backward`, on every rank.
 
+    Under an asynchronous schedule the batch is still under way: loss and norm are those of the newest batch that this
+    rank knows of (`loss_step`), and None before there is one.
+
     Arguments:
         loss: of the batch; sum_k (n_k/N) loss_k.
         loss_step: the step that it belongs to.
         grad_norm: global gradient norm before clipping; None without max_grad_norm.
     """
 
-    loss: float
-    loss_step: int
+    loss: float | None
+    loss_step: int | None
     grad_norm: float | None = None
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 

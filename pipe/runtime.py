@@ -1,84 +1,50 @@
-"""The runtime behind PipelineModule: builds the stages of this process and runs batches through the engine.
+"""The runtime behind PipelineModule: runs batches through the engine that `assembly` has put together.
 
-build:  cut -> infer shapes -> wire -> schedule with the model's edges -> check -> lower -> links -> engine
-step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> update
+step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> update      (flush schedules)
+        cut the batch -> streaming.step, whose program holds all the rest              (asynchronous ones)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..comm import (
-    Collectives,
     FailureBoard,
     Guard,
-    InProcessTransport,
-    Mailbox,
     ProcessGroupTransport,
-    Transport,
     World,
-    link_lanes,
 )
-from ..comm.groups import RECEIVES_AHEAD
 from ..comm.ping_pong import one_way_seconds
-from ..schedules import Action, Costs, Lowered, Op, Schedule, Timeline, check, check_lowered, lower
+from ..schedules import Action, Costs, Op, Schedule, Timeline, check
 from ..schedules.ir import ScheduleError
 from . import checkpoint
-from .agreement import check_agreement, describe
+from .assembly import Assembly, Mode, Pipeline, Settings
 from .batches import (
+    Batch,
     check_inputs,
     check_like_example,
     join_tensors,
-    read_loss,
     read_loss_summary,
     split_target,
     split_tensor,
     to_device,
+    weigh,
 )
-from .build import Parts, cut_model, with_model_inputs
-from .clock import clock_for
-from .engine import Engine, LocalRank, refuse_what_cannot_run
+from .build import Parts
+from .engine import LocalRank, refuse_what_cannot_run
 from .gradients import Gradients
 from .measure import gather_costs, gather_records
-from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
 from .ownership import Ownership
-from .randomness import Seeder
-from .recorder import Recorder
+from .recorder import RankRecord, assemble_stream, assemble_timeline
 from .results import EvalResult, StepResult
-from .shapes import Inference, Signature, signature
-from .stage import LossValue, Stage, Tensors
-from .wiring import Wiring
-from .worker import Batch, Worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What PipelineModule was told, checked; see there."""
-
-    loss_fn: Callable[[Any, Any], Any] | None
-    optimizer: OptimizerFactory | None
-    lr_scheduler: SchedulerFactory | None
-    max_grad_norm: float | None
-    split_points: Sequence[str] | None
-    recompute: tuple[str, ...]
-    seed: int
-    device: torch.device
-    timeout: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Mode:
-    """The pipeline in one mode: training, or evaluation (forwards alone)."""
-
-    inference: Inference
-    wiring: Wiring
-    lowered: Lowered
+from .shapes import signature
+from .streaming import Streaming
+from .versions import WeightVersions
 
 
 class Runtime:
@@ -94,133 +60,52 @@ class Runtime:
         settings: Settings,
     ) -> None:
         refuse_what_cannot_run(schedule)
-        self._model = model
-        self._stage_modules = stages
         self._settings = settings
         self._world = world
-        self._seeder = Seeder(settings.seed, settings.device)
+        self._given = schedule
+        self._assembled: Pipeline | None = None
         self._num_steps = 0
-        self._built = False
         self._latency: float | None = None
-        self.schedule = schedule
         check(schedule)
+        if schedule.streams and settings.optimizer is None:
+            raise ValueError(
+                f"schedule {schedule.name!r} updates its weights while other batches run: expected "
+                f"optimizer=lambda params: torch.optim.AdamW(params), or a flush schedule such as '1f1b'"
+            )
         store = torch.distributed.distributed_c10d._get_default_store() if world.distributed else None
         self._guard = Guard(None if store is None else FailureBoard(store, rank=world.rank, size=world.size))
-
-    # Building
+        self._assembly = Assembly(
+            model=model, stages=stages, schedule=schedule, world=world, settings=settings, guard=self._guard
+        )
 
     def build(self, inputs: Sequence[torch.Tensor]) -> None:
         """Cut and wire the model for inputs like these. Collective over the processes."""
         check_inputs(inputs, self.schedule.num_microbatches)
         with self._guard.together():
-            self._build([x.to(self._settings.device) for x in inputs])
+            self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
 
-    def _build(self, inputs: Sequence[torch.Tensor]) -> None:
-        settings, schedule, world = self._settings, self.schedule, self._world
-        example = [split_tensor(x, schedule.num_microbatches)[0] for x in inputs]
-        microbatch = signature(example)
-        self._parts = cut_model(
-            self._model,
-            self._stage_modules,
-            example_inputs=example,
-            num_stages=schedule.num_stages,
-            split_points=settings.split_points,
-            seeder=self._seeder,
-        )
-        with_model_inputs(self._parts, len(inputs))
-        self._input_types = [x.dtype for x in inputs]
-        self.stage_num_parameters = tuple(
-            sum(p.numel() for p in face.module.parameters()) for face in self._parts.train
-        )
-        self._train = self._make_mode(schedule, microbatch, training=True)
-        self._eval = self._make_mode(schedule.forward_only(), microbatch, training=False)
-        self._example_specs = self._train.inference.outputs(microbatch)
-        self.schedule = self._train.lowered.schedule
-        local = range(schedule.num_ranks) if not world.distributed else (world.rank,)
-        local_stages = {s for rank in local for s in schedule.placement[rank]}
-        owner_of = [ranks[0] for ranks in schedule.owners]
-        self._ownership = Ownership(self._parts, owner_of=owner_of, local_stages=local_stages)
-        for face in [*self._parts.train, *self._parts.evaluate]:
-            for index in local_stages:
-                if face in (self._parts.train[index], self._parts.evaluate[index]):
-                    face.module.to(settings.device)
-        self._collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
-        self._guard.on_failure(self._collectives.abort)
-        mine = describe(
-            schedule,
-            self._parts.names,
-            microbatch,
-            seed=settings.seed,
-            max_grad_norm=settings.max_grad_norm,
-            loss_fn="none" if settings.loss_fn is None else "given",
-        )
-        check_agreement(mine, self._collectives, rank=world.rank)
-        self._make_engine(local)
-        self._gradients = Gradients(self._ownership, self._collectives, rank=world.rank, device=settings.device)
-        self._optimizers: dict[int, StageOptimizer] = {}
-        if settings.optimizer is not None:
-            for s in sorted(local_stages):
-                self._optimizers[s] = StageOptimizer(
-                    s, self._ownership.stage_parameters(s), settings.optimizer, settings.lr_scheduler
-                )
-        self._built = True
+    @property
+    def schedule(self) -> Schedule:
+        """As it was given; as it runs, once the stages are built."""
+        return self._given if self._assembled is None else self._assembled.schedule
 
-    def _make_mode(self, schedule: Schedule, microbatch: Signature, *, training: bool) -> _Mode:
-        parts = self._parts
-        faces, sizes = (parts.train, parts.train_sizes) if training else (parts.evaluate, parts.evaluate_sizes)
-        inference = Inference(faces, self._seeder, sizes=sizes, device=self._settings.device, training=training)
-        wiring = Wiring(faces, inference.outputs(microbatch))
-        wired = schedule.with_edges(wiring.edges())
-        check(wired)
-        share_loss = self._world.distributed and self._settings.loss_fn is not None
-        lowered = lower(wired, share_loss=share_loss, receives_ahead=RECEIVES_AHEAD)
-        check_lowered(lowered)
-        return _Mode(inference=inference, wiring=wiring, lowered=lowered)
+    @property
+    def stage_num_parameters(self) -> tuple[int, ...]:
+        """See PipelineModule.stage_num_parameters."""
+        return self._built("stage_num_parameters").stage_num_parameters
 
-    def _make_engine(self, local: Sequence[int]) -> None:
-        settings, schedule, world = self._settings, self.schedule, self._world
-        if world.distributed:
-            links = sorted(
-                {
-                    (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
-                    for mode in (self._train, self._eval)
-                    for program in mode.lowered.programs
-                    for step in program.steps
-                    if not isinstance(step, Action)
-                }
-            )
-            self._links = set(links)
-            lanes = link_lanes(links, world, device=settings.device, timeout=settings.timeout)
-            transports: list[Transport] = [
-                ProcessGroupTransport(world.rank, lanes, device=settings.device, timeout=settings.timeout)
-            ]
-        else:
-            mailbox = Mailbox()
-            transports = [InProcessTransport(rank, mailbox) for rank in local]
-        for transport in transports:
-            self._guard.on_failure(transport.abort)
-        clock = clock_for(settings.device)
-        ranks = []
-        for rank, transport in zip(local, transports, strict=True):
-            stages = {s: self._make_stage(s) for s in schedule.placement[rank]}
-            worker = Worker(rank, stages, num_stages=schedule.num_stages, seeder=self._seeder)
-            ranks.append(LocalRank(worker=worker, transport=transport, recorder=Recorder(clock)))
-        self._engine = Engine(ranks, timeout=settings.timeout)
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self._built("this")
 
-    def _make_stage(self, index: int) -> Stage:
-        is_last = index == self.schedule.num_stages - 1
-        return Stage(
-            index=index,
-            name=self._parts.names[index],
-            train=self._parts.train[index],
-            evaluate=self._parts.evaluate[index],
-            loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
-            recompute=self._settings.recompute[index],
-        )
+    @property
+    def local_ranks(self) -> Sequence[LocalRank]:
+        """What the ranks of this process are made of."""
+        return self._pipeline.engine.ranks
 
-    def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:
-        assert self._settings.loss_fn is not None
-        return read_loss(self._settings.loss_fn(self._parts.output(flat, training=training), target))
+    @property
+    def _streaming(self) -> Streaming | None:
+        return None if self._assembled is None else self._assembled.streaming
 
     # Running
 
@@ -231,73 +116,112 @@ class Runtime:
                 "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
                 "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
             )
+        if self.schedule.streams:
+            return self._stream_step(arguments)
         loss, step = self._run_training(arguments)
         with self._guard.together():
             grad_norm = self._update()
-        return self._result(loss, step, grad_norm)
+        return self._result(step, loss, grad_norm)
+
+    def _stream_step(self, arguments: Sequence[Any]) -> StepResult:
+        self._require_loss()
+        batch = self._cut(arguments, training=True)
+        streaming = self._streaming
+        assert streaming is not None
+        streaming.prepare()
+        with self._guard.together():
+            newest = streaming.step(batch)
+        self._num_steps += 1
+        return self._result(*(newest or (None, None, None)))
+
+    def flush(self) -> list[StepResult]:
+        """See PipelineModule.flush."""
+        if self._streaming is None:
+            return []
+        self._drain()
+        return [self._result(*known) for known in self._streaming.rest()]
+
+    def _drain(self) -> None:
+        """End what is under way, before anything that wants the weights at rest."""
+        if self._streaming is not None and self._streaming.in_flight:
+            with self._guard.together():
+                self._streaming.drain()
 
     def _update(self) -> float | None:
         """Clip, and step the optimizers; the norm before."""
         grad_norm = None
         if self._settings.max_grad_norm is not None:
-            recorder = self._engine.ranks[0].recorder
+            recorder = self.local_ranks[0].recorder
             start = recorder.clock.stamp()
-            grad_norm = self._gradients.clip(self._settings.max_grad_norm)
+            grad_norm = self._flush_gradients.clip(self._settings.max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
-        for local in self._engine.ranks:
+        for local in self.local_ranks:
             for s in sorted(local.worker.stages):
                 start = local.recorder.clock.stamp()
-                self._optimizers[s].step()
+                self._pipeline.optimizers[s].step()
                 local.recorder.action(Action(s, Op.U, 0), start, local.recorder.clock.stamp())
         return grad_norm
 
     def forward_backward(self, arguments: Sequence[Any]) -> StepResult:
         """See PipelineModule.forward_backward."""
+        self._refuse_in_stream("forward_backward", "train_step, which updates too")
         loss, step = self._run_training(arguments)
-        return self._result(loss, step, None)
+        return self._result(step, loss, None)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """See PipelineModule.clip_grad_norm_."""
-        self._require_built("clip_grad_norm_")
+        self._refuse_in_stream("clip_grad_norm_", "PipelineModule(..., max_grad_norm=...)")
+        self._built("clip_grad_norm_")
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
         with self._guard.together():
-            return self._gradients.clip(max_norm)
+            return self._flush_gradients.clip(max_norm)
 
-    def _run_training(self, arguments: Sequence[Any]) -> tuple[float, int]:
+    def _refuse_in_stream(self, what: str, instead: str) -> None:
+        if self.schedule.streams:
+            raise ValueError(
+                f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
+                f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
+            )
+
+    def _require_loss(self) -> None:
         if self._settings.loss_fn is None:
             raise ValueError(
                 "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
                 "which returns a scalar mean or (sum, count)"
             )
+
+    def _run_training(self, arguments: Sequence[Any]) -> tuple[float, int]:
+        self._require_loss()
         if not self.schedule.has_backward:
             raise ScheduleError(
                 f"schedule {self.schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
         batch = self._cut(arguments, training=True)
-        self._gradients.begin()
+        self._flush_gradients.begin()
         try:
-            self._run(self._train, batch, training=True)
+            self._run(self._pipeline.train, batch, training=True)
             total, counts = self._loss(batch)
         except BaseException:
-            self._gradients.abandon()
+            self._flush_gradients.abandon()
             raise
         scale = 1.0 if counts is None else batch.num_samples / counts
         with self._guard.together():
-            self._gradients.finish(scale=scale)
+            self._flush_gradients.finish(scale=scale)
         self._num_steps += 1
         return total, batch.step
 
     def eval_step(self, arguments: Sequence[Any]) -> EvalResult:
         """See PipelineModule.eval_step."""
         batch = self._cut(arguments, training=False)
-        modules = [s.evaluate.module for local in self._engine.ranks for s in local.worker.stages.values()]
+        self._drain()
+        modules = [s.evaluate.module for local in self.local_ranks for s in local.worker.stages.values()]
         flags = [(part, part.training) for module in modules for part in module.modules()]
         for part, _ in flags:
             part.training = False
         try:
-            self._run(self._eval, batch, training=False)
+            self._run(self._pipeline.evaluate, batch, training=False)
         finally:
             for part, training in flags:
                 part.training = training
@@ -305,15 +229,19 @@ class Runtime:
         if self._settings.loss_fn is not None:
             loss, _ = self._loss(batch)
         output = None
-        last = next((r.worker for r in self._engine.ranks if r.worker.outputs), None)
-        if last is not None:
-            columns = zip(*(last.outputs[k] for k in range(batch.num_microbatches)), strict=True)
-            output = self._parts.output([join_tensors(column) for column in columns], training=False)
+        outputs = {k: v for local in self.local_ranks for k, v in local.worker.outputs.items()}
+        if outputs:
+            columns = zip(*(outputs[k] for k in sorted(outputs)), strict=True)
+            output = self._pipeline.parts.output([join_tensors(column) for column in columns], training=False)
         return EvalResult(loss=loss, output=output)
 
-    def _run(self, mode: _Mode, batch: Batch, *, training: bool) -> None:
+    def _run(self, mode: Mode, batch: Batch, *, training: bool) -> None:
+        for local in self.local_ranks:
+            local.worker.begin(mode.wiring, training=training)
+            local.worker.enter(0, batch)
+            local.recorder.begin()
         with self._guard.together():
-            self._engine.run(mode.lowered, mode.wiring, batch, training=training)
+            self._pipeline.engine.run(dict(enumerate(mode.programs)))
 
     def _cut(self, arguments: Sequence[Any], *, training: bool) -> Batch:
         """The batch as microbatches; the stages are built by the first one if they are not yet."""
@@ -321,29 +249,43 @@ class Runtime:
         inputs, target = (arguments[:-1], arguments[-1:]) if has_target else (arguments, ())
         num_microbatches = self.schedule.num_microbatches
         num_samples = check_inputs(inputs, num_microbatches)
-        if not self._built:
+        if self._assembled is None:
             self.build(inputs)
-        check_like_example(inputs, self._input_types, has_target=has_target)
+        check_like_example(inputs, self._pipeline.input_types, has_target=has_target)
         device = self._settings.device
         columns = [split_tensor(x.to(device), num_microbatches) for x in inputs]
         whole_target = to_device(target[0], device) if has_target else None
         targets = split_target(whole_target, num_microbatches, num_samples)
-        inference = (self._train if training else self._eval).inference
+        inference = (self._pipeline.train if training else self._pipeline.evaluate).inference
         specs = [inference.outputs(signature([column[k] for column in columns])) for k in range(num_microbatches)]
-        weights = [len(columns[0][k]) / num_samples for k in range(num_microbatches)]
-        return Batch(inputs=columns, targets=targets, specs=specs, weights=weights, step=self._num_steps)
+        sizes = [len(columns[0][k]) for k in range(num_microbatches)]
+        group_size = self.schedule.group_size if training else num_microbatches
+        return Batch(
+            inputs=columns,
+            targets=targets,
+            specs=specs,
+            sizes=sizes,
+            group_size=group_size,
+            weights=weigh(sizes, group_size),
+            step=self._num_steps,
+        )
 
     def _loss(self, batch: Batch) -> tuple[float, float | None]:
         """(loss, sum of counts or None) of the batch; over processes it came as a message."""
-        summaries = (local.worker.loss_summary() for local in self._engine.ranks)
+        summaries = (local.worker.loss_summary() for local in self.local_ranks)
         return read_loss_summary(next(s for s in summaries if s is not None), step=batch.step)
 
-    def _result(self, loss: float, step: int, grad_norm: float | None) -> StepResult:
-        snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
+    def _result(self, step: int | None, loss: float | None, grad_norm: float | None) -> StepResult:
+        snapshots = [local.recorder.snapshot() for local in self.local_ranks]
+
+        def assemble(records: Sequence[RankRecord]) -> Timeline:
+            if self._streaming is not None:
+                return assemble_stream(self._streaming.stream, records)
+            return assemble_timeline(self.schedule, records)
 
         def timeline() -> Timeline:
             with self._guard.together():
-                return gather_records(self.schedule, [snapshot() for snapshot in snapshots], self._collectives)
+                return gather_records([snapshot() for snapshot in snapshots], self._pipeline.collectives, assemble)
 
         return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)
 
@@ -352,53 +294,89 @@ class Runtime:
     @property
     def parts(self) -> Parts:
         """The cut model."""
-        self._require_built("stage_names")
-        return self._parts
+        self._built("stage_names")
+        return self._pipeline.parts
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         ownership = self.ownership
+        self._drain()
         with self._guard.together():
-            return ownership.full_state_dict(self._collectives)
+            return ownership.full_state_dict(self._pipeline.collectives)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.save."""
         ownership = self.ownership
+        self._drain()
         with self._guard.together():
             checkpoint.save(
                 folder,
                 step=self._num_steps,
                 ownership=ownership,
-                optimizers=self._optimizers,
-                local_stages=[s for local in self._engine.ranks for s in sorted(local.worker.stages)],
+                optimizers=self._pipeline.optimizers,
+                weights=self._first_weights(),
+                local_stages=[s for s in range(self.schedule.num_stages) if self._is_first_owner(s)],
                 num_stages=self.schedule.num_stages,
-                collectives=self._collectives,
+                collectives=self._pipeline.collectives,
             )
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.load."""
+        ownership = self.ownership
+        updates = [] if self._streaming is None else self._streaming.updates
+        if self._streaming is not None and not self._streaming.is_lost:
+            self._drain()
         self._num_steps = checkpoint.load(
-            folder, ownership=self.ownership, optimizers=self._optimizers, device=self._settings.device
+            folder,
+            ownership=ownership,
+            optimizers=[o for u in updates for o in u.optimizers.values()] or list(self._pipeline.optimizers.values()),
+            weights=[w for u in updates for w in u.weights.values()],
+            updates_per_step=self.schedule.groups_per_batch,
+            device=self._settings.device,
         )
+        if self._streaming is not None:
+            self._streaming.restart()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See PipelineModule.load_state_dict."""
+        if self._streaming is not None:
+            self._streaming.refuse_changes("load_state_dict")
+        self.ownership.load_state_dict(state)
+        if self._streaming is not None:
+            self._streaming.take_state(state)
+
+    def _is_first_owner(self, stage: int) -> bool:
+        first = self.schedule.owners[stage][0]
+        return any(local.worker.rank == first for local in self.local_ranks)
+
+    def _first_weights(self) -> dict[int, WeightVersions]:
+        updates = [] if self._streaming is None else self._streaming.updates
+        first: dict[int, WeightVersions] = {}
+        for one in updates:
+            for stage, weights in one.weights.items():
+                first.setdefault(stage, weights)
+        return first
 
     @property
     def ownership(self) -> Ownership:
         """Names and tensors."""
-        self._require_built("parameters and state")
-        return self._ownership
+        self._built("parameters and state")
+        return self._pipeline.ownership
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Of the local stages, in order."""
-        self._require_built("optimizers")
-        return [o.optimizer for o in self._optimizers.values() if o.optimizer is not None]
+        self._built("optimizers")
+        return [o.optimizer for o in self._pipeline.optimizers.values() if o.optimizer is not None]
 
     def measured_costs(self) -> Costs:
         """See PipelineModule.measured_costs."""
-        self._require_built("measured_costs")
-        recorders = [local.recorder for local in self._engine.ranks]
+        self._built("measured_costs")
+        if self._latency is None:
+            self._drain()  # the link must be quiet
+        recorders = [local.recorder for local in self.local_ranks]
         with self._guard.together():
-            costs = gather_costs(self.schedule, recorders, self._collectives, latency=self._link_latency())
+            costs = gather_costs(self.schedule, recorders, self._pipeline.collectives, latency=self._link_latency())
         if costs is None:
             raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
         return costs
@@ -406,10 +384,10 @@ class Runtime:
     def _link_latency(self) -> float:
         """Of an activation from stage 0 to its consumer on the next rank, measured once between ranks 0 and 1 [s]."""
         if self._latency is None:
-            transport = self._engine.ranks[0].transport
+            transport = self.local_ranks[0].transport
             links = {(0, 1), (1, 0)}
-            specs = self._example_specs[0]
-            if isinstance(transport, ProcessGroupTransport) and links <= self._links and specs:
+            specs = self._pipeline.example_specs[0]
+            if isinstance(transport, ProcessGroupTransport) and links <= self._pipeline.links and specs:
                 self._latency = one_way_seconds(
                     transport,
                     rank=self._world.rank,
@@ -423,20 +401,29 @@ class Runtime:
 
     def forget_measurements(self) -> None:
         """See PipelineModule.forget_measurements."""
-        if self._built:
-            for local in self._engine.ranks:
+        if self._assembled is not None:
+            for local in self.local_ranks:
                 local.recorder.forget()
 
     def close(self) -> None:
         """See PipelineModule.close."""
-        if self._built and not self._guard.ended:
+        if self._assembled is not None and not self._guard.ended:
+            if self._streaming is not None and not self._streaming.is_lost:
+                self._drain()
             with self._guard.together():
-                for local in self._engine.ranks:
+                for local in self.local_ranks:
                     local.transport.drain(self._settings.timeout)
 
-    def _require_built(self, what: str) -> None:
-        if not self._built:
+    @property
+    def _flush_gradients(self) -> Gradients:
+        gradients = self._pipeline.gradients
+        assert gradients is not None, "an asynchronous schedule has its gradients by update group"
+        return gradients
+
+    def _built(self, what: str) -> Pipeline:
+        if self._assembled is None:
             raise ValueError(
                 f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
                 f"or a first train_step"
             )
+        return self._assembled

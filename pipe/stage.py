@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..partition.trace import ValueRef
+from .versions import WeightVersions
 
 Tensors = tuple[torch.Tensor, ...]
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
@@ -56,6 +57,7 @@ class _Live:
     leaves: Tensors
     outputs: Tensors | None
     target: object
+    version: int
     buffers: dict[str, torch.Tensor] | None = None
 
 
@@ -67,6 +69,7 @@ class Stage:
         name: for people: the modules in it.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
         recompute: "none" or "full".
+        weights: the versions of its parameters, under an asynchronous schedule.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class Stage:
         evaluate: Face,
         loss_of: LossOf | None,
         recompute: str,
+        weights: WeightVersions | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.train = train
         self.evaluate = evaluate
         self.recompute = recompute
+        self.weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
         self._moving: tuple[str, ...] | None = None  # names of buffers that a forward changes
@@ -94,7 +99,13 @@ class Stage:
         return len(self._live)
 
     def forward(
-        self, key: int, inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool], target: object
+        self,
+        key: int,
+        inputs: Sequence[torch.Tensor],
+        wants_grad: Sequence[bool],
+        target: object,
+        *,
+        version: int = 0,
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
 
@@ -102,11 +113,23 @@ class Stage:
             inputs: by slot, without a graph.
             wants_grad: by slot: which inputs want a gradient.
             target: of this microbatch, for the loss on the last stage.
+            version: of the weights, where there are several.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
+        if self.weights is None:
+            return self._forward(key, inputs, wants_grad, target, version)
+        self.weights.bind(version)
+        try:
+            return self._forward(key, inputs, wants_grad, target, version)
+        finally:
+            self.weights.release()
+
+    def _forward(
+        self, key: int, inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool], target: object, version: int
+    ) -> tuple[Tensors, LossValue | None]:
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
-        live = _Live(leaves, None, target)
+        live = _Live(leaves, None, target, version)
         if self.recompute == "full":
             live.buffers = self._snapshot_before_forward()
             with torch.no_grad():
@@ -129,15 +152,27 @@ class Stage:
             loss = self._loss_of(outputs, target, False) if self._loss_of is not None else None
         return outputs, loss
 
-    def backward(self, key: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Backward of microbatch `key`; parameter gradients add up in `.grad`.
+    def backward(
+        self, key: int, gradients: Sequence[torch.Tensor | None], *, group: int = 0
+    ) -> list[torch.Tensor | None]:
+        """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
 
         Arguments:
             gradients: by output slot (None: none comes); on a stage with a loss, its one weight.
+            group: the update group, where there are several.
 
         Returns the gradient of each input that wants one, by slot (None for the others).
         """
         live = self._live.pop(key)
+        if self.weights is None:
+            return self._backward(live, gradients)
+        self.weights.begin_backward(live.version, group)
+        try:
+            return self._backward(live, gradients)
+        finally:
+            self.weights.end_backward(live.version, group)
+
+    def _backward(self, live: _Live, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         outputs = live.outputs
         if outputs is None:
             with torch.enable_grad(), self._buffers_as(live.buffers or {}):

@@ -8,112 +8,124 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ..comm import TensorSpec
 from ..partition.trace import MODEL_INPUT
-from ..schedules import Action, Message, MessageKind, Op
-from .batches import summarize_losses
+from ..schedules import Action, Message, MessageKind, Op, Schedule
+from ..schedules.lower import STAGE_KINDS, Finish
+from .batches import Batch, combine_summaries, summarize_losses
 from .randomness import Seeder
 from .stage import LossValue, Stage, Tensors
-from .wiring import OutputSpecs, Wiring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One batch, cut into M microbatches.
-
-    Arguments:
-        inputs: [num_inputs][M] tensors.
-        targets: [M], or None without a target.
-        specs: [M] output specs of all stages.
-        weights: [M], n_k / N: each microbatch's share of the samples.
-        step: number of this batch, for random numbers and reports.
-    """
-
-    inputs: Sequence[Sequence[torch.Tensor]]
-    targets: Sequence[object]
-    specs: Sequence[OutputSpecs]
-    weights: Sequence[float]
-    step: int
-
-    @property
-    def num_microbatches(self) -> int:
-        """M."""
-        return len(self.weights)
-
-    @property
-    def num_samples(self) -> int:
-        """N."""
-        return sum(len(x) for x in self.inputs[0])
+from .updates import Updates
+from .wiring import Wiring
 
 
 class Worker:
     """One rank of the pipeline: its stages and its tensors."""
 
-    def __init__(self, rank: int, stages: Mapping[int, Stage], *, num_stages: int, seeder: Seeder) -> None:
+    def __init__(self, rank: int, stages: Mapping[int, Stage], *, schedule: Schedule, seeder: Seeder) -> None:
         self.rank = rank
         self.stages = stages
-        self.losses: dict[int, LossValue] = {}  # by microbatch, on the rank of the last stage
-        self._summary: torch.Tensor | None = None  # see summarize_losses
+        self.updates: Updates | None = None  # of a stream
+        self.batches: dict[int, Batch] = {}  # under way, by number: a flush schedule has one, number 0
         self.outputs: dict[int, Tensors] = {}  # by microbatch, in evaluation
-        self._last = num_stages - 1
+        self._num_microbatches = schedule.num_microbatches
+        self._last = schedule.num_stages - 1
+        self._loss_owners = schedule.owners[-1]
+        self._owner = schedule.owner
         self._seeder = seeder
+        self._losses: dict[int, dict[int, LossValue]] = {}  # by update group and microbatch, on the last stage
+        self._summaries: dict[int, torch.Tensor] = {}  # of the batch of a flush schedule, by rank of the last stage
         self._inbox: dict[Message, Tensors] = {}
         self._outbox: dict[Message, Tensors] = {}
+        self._version: Callable[[int, int], int] = lambda stage, index: 0
 
-    def begin(self, batch: Batch, wiring: Wiring, *, training: bool) -> None:
-        """A new batch: nothing of the one before is left."""
-        self._batch, self._wiring, self._training = batch, wiring, training
+    def begin(self, wiring: Wiring, *, training: bool) -> None:
+        """Nothing is under way any more."""
+        self._wiring, self._training = wiring, training
+        self.batches.clear()
         self._inbox.clear()
         self._outbox.clear()
-        self.losses.clear()
-        self._summary = None
+        self._losses.clear()
+        self._summaries.clear()
         self.outputs.clear()
         for stage in self.stages.values():
             stage.drop()
 
+    def enter(self, number: int, batch: Batch, *, version: Callable[[int, int], int] | None = None) -> None:
+        """A batch comes: its microbatches are number * M, number * M + 1, ...
+
+        Arguments:
+            version: (stage, microbatch) -> weight version, in a stream.
+        """
+        self.batches[number] = batch
+        if version is not None:
+            self._version = version
+
     def specs(self, message: Message) -> list[TensorSpec]:
         """What to expect of a message."""
-        if message.kind is MessageKind.LOSS:
-            return [TensorSpec((5,), (1,), torch.float64, False)]
-        return self._wiring.message_specs(message, self._batch.specs[message.index])
+        if message.kind in STAGE_KINDS:
+            batch, k = self._at(message.index)
+            return self._wiring.message_specs(message, batch.specs[k])
+        if self.updates is not None and self._training:
+            return self.updates.specs(message)
+        return [TensorSpec((5,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
-        if message.kind is MessageKind.LOSS:
-            self._summary = tensors[0]
-        else:
+        if message.kind in STAGE_KINDS:
             self._inbox[message] = tensors
+        elif self.updates is not None and self._training:
+            self.updates.put(message, tensors)
+        else:
+            self._summaries[message.src] = tensors[0]
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
-        if message.kind is MessageKind.LOSS:
-            summary = self.loss_summary()
-            assert summary is not None
-            return (summary,)
-        return self._outbox.pop(message)
+        if message.kind in STAGE_KINDS:
+            return self._outbox.pop(message)
+        if self.updates is not None and self._training:
+            return self.updates.take(message)
+        return (self._summaries[self.rank],)
 
     def run(self, action: Action) -> None:
-        """Carry out one compute action; its inputs must be there."""
-        self._seeder.begin(step=self._batch.step, microbatch=action.index)
+        """Carry out one action; its inputs must be there."""
+        stage, op, index = action
+        if op is Op.U:
+            assert self.updates is not None
+            self.updates.update(stage, index)
+            return
+        batch, k = self._at(index)
+        self._seeder.begin(step=batch.step, microbatch=k)
         try:
-            if action.op is Op.F:
-                self._forward(action.stage, action.index)
+            if op is Op.F:
+                self._forward(stage, index)
             else:
-                assert action.op is Op.B, f"{action} got past the check of the schedule"
-                self._backward(action.stage, action.index)
+                assert op is Op.B, f"{action} got past the check of the schedule"
+                self._backward(stage, index)
         finally:
             self._seeder.end()
 
-    def _forward(self, s: int, k: int) -> None:
-        stage, wiring, batch = self.stages[s], self._wiring, self._batch
+    def finish(self, step: Finish) -> None:
+        """The backwards of an update group are through on this rank."""
+        assert self.updates is not None
+        self.updates.finish(step)
+        self._losses.pop(step.index, None)
+
+    def _at(self, index: int) -> tuple[Batch, int]:
+        """The batch of a microbatch, and its number in it."""
+        number, k = divmod(index, self._num_microbatches)
+        return self.batches[number], k
+
+    def _forward(self, s: int, index: int) -> None:
+        stage, wiring = self.stages[s], self._wiring
+        batch, k = self._at(index)
         specs = batch.specs[k]
         face = stage.train if self._training else stage.evaluate
-        arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, k)) for p in wiring.producers[s]}
+        arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, index)) for p in wiring.producers[s]}
         inputs: list[torch.Tensor] = []
         wants_grad: list[bool] = []
         for ref in face.inputs:
@@ -126,37 +138,55 @@ class Worker:
                 wants_grad.append(specs[ref.producer][ref.slot].requires_grad)
         target = batch.targets[k]
         if self._training:
-            outputs, loss = stage.forward(k, inputs, wants_grad, target)
+            outputs, loss = stage.forward(index, inputs, wants_grad, target, version=self._version(s, index))
         else:
             outputs, loss = stage.evaluate_forward(inputs, target)
         if s == self._last:
             if loss is not None:
-                self.losses[k] = loss
+                self._note_loss(index, loss)
             if not self._training:
                 self.outputs[k] = outputs
             return
         _check_outputs(stage, outputs, specs[s])
         for c in wiring.consumers[s]:
-            self._emit(Message(MessageKind.ACT, s, c, k), tuple(outputs[slot] for slot in wiring.acts[s, c]))
+            self._emit(Message(MessageKind.ACT, s, c, index), tuple(outputs[slot] for slot in wiring.acts[s, c]))
 
-    def _backward(self, s: int, k: int) -> None:
-        stage, wiring, batch = self.stages[s], self._wiring, self._batch
+    def _note_loss(self, index: int, loss: LossValue) -> None:
+        """Behind the last one of an update group that runs here, they are summed up."""
+        batch, k = self._at(index)
+        group = index // batch.group_size
+        losses = self._losses.setdefault(group, {})
+        losses[k] = loss
+        first = group * batch.group_size % self._num_microbatches
+        owners = self._loss_owners
+        if len(losses) < sum(1 for j in range(first, first + batch.group_size) if owners[j % len(owners)] == self.rank):
+            return
+        summary = summarize_losses(losses, batch.weights, step=batch.step)
+        if self.updates is not None and self._training:
+            self.updates.put_loss(group, summary)
+        else:
+            self._summaries[self.rank] = summary
+
+    def _backward(self, s: int, index: int) -> None:
+        stage, wiring = self.stages[s], self._wiring
+        batch, k = self._at(index)
+        group = index // batch.group_size
         gradients: list[torch.Tensor | None]
         if s == self._last:
-            value, count = self.losses[k]
-            # Of (sum, count) losses the count of the whole batch is known at its end only: until then, 1 / samples.
-            weight = batch.weights[k] if count is None else 1.0 / batch.num_samples
+            value, count = self._losses[group][k]
+            # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
+            weight = batch.weights[k] if count is None else 1.0 / batch.group_samples(k // batch.group_size)
             gradients = [torch.full_like(value, weight)]
         else:
             gradients = [None] * len(batch.specs[k][s])
             for c in wiring.consumers[s]:
                 if not wiring.grads[s, c]:
                     continue
-                arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, k))
+                arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, index))
                 for slot, gradient in zip(wiring.grads[s, c], arrived, strict=True):
                     known = gradients[slot]
                     gradients[slot] = gradient if known is None else known + gradient
-        by_input = stage.backward(k, gradients)
+        by_input = stage.backward(index, gradients, group=group)
         for p in wiring.producers[s]:
             if not wiring.grads[p, s]:
                 continue
@@ -165,18 +195,17 @@ class Worker:
                 for ref, g in zip(stage.train.inputs, by_input, strict=True)
                 if ref.producer == p and g is not None
             }
-            self._emit(Message(MessageKind.GRAD, s, p, k), tuple(by_slot[slot] for slot in wiring.grads[p, s]))
+            self._emit(Message(MessageKind.GRAD, s, p, index), tuple(by_slot[slot] for slot in wiring.grads[p, s]))
 
     def _emit(self, message: Message, tensors: Tensors) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
-        (self._inbox if message.dst in self.stages else self._outbox)[message] = tensors
+        stays = self._owner(message.dst, message.index) == self.rank
+        (self._inbox if stays else self._outbox)[message] = tensors
 
     def loss_summary(self) -> torch.Tensor | None:
-        """What is known of the batch's losses here: on the last stage its own, elsewhere what it sent."""
-        if self._summary is None and self.losses:
-            losses = [self.losses[k] for k in range(self._batch.num_microbatches)]
-            self._summary = summarize_losses(losses, self._batch.weights, step=self._batch.step)
-        return self._summary
+        """What is known here of the losses of a flush schedule's batch; None where they did not come."""
+        parts = [self._summaries[rank] for rank in sorted(self._summaries)]
+        return combine_summaries(parts) if parts else None
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

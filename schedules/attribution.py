@@ -87,7 +87,7 @@ class _Finder:
         self._last = max((s.end for s in spans if isinstance(s.what, Action) and s.what.op is not Op.U), default=0.0)
 
     def gaps_of(self, rank: RankTrace) -> dict[Action, Gap]:
-        arrived = {message: end for message, _, end in rank.comm}
+        arrived = {message: (ready, end) for message, ready, end in rank.comm}
         own = {span.what for span in rank.compute}
         gaps: dict[Action, Gap] = {}
         previous = self._start
@@ -115,12 +115,13 @@ class _Finder:
         previous: float,
         start: float,
         inputs: list[Action],
-        arrived: dict[Action | Message, float],
+        arrived: dict[Action | Message, tuple[float, float]],
     ) -> Gap:
         made = arrival = previous
         for need in inputs:
-            ready = self._made_at.get(need, previous)
-            made = max(made, ready)
-            arrival = max(arrival, arrived.get(message_for(action, need), ready))
+            # A window of a stream lacks the makers of its first messages; the messages know when they were made.
+            sent, here = arrived.get(message_for(action, need), (previous, previous))
+            made = max(made, self._made_at.get(need, sent))
+            arrival = max(arrival, here)
         made, arrival = min(made, start), min(max(arrival, made), start)
         return Gap(action, late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)

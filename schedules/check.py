@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
-from .lower import Lowered, Message, MessageKind, RankProgram, message_for
+from .lower import STAGE_KINDS, Finish, Lowered, Message, MessageKind, RankProgram, Transfer, message_for
 from .needs import Needs
 from .versions import check_rule, check_updates, derive_versions
 
@@ -21,12 +21,15 @@ class Report:
     Arguments:
         num_actions: compute actions over all ranks.
         peak_activations: by rank, the most stage activations alive at once.
-        peak_versions: by rank, the most weight versions of one stage alive at once.
+        peak_versions: by rank, the most weight versions of one stage kept at once.
+        staleness: by rank, the most updates that a stage makes between the weights of a gradient and those it is
+            applied to; 0 for every flush schedule.
     """
 
     num_actions: int
     peak_activations: tuple[int, ...]
     peak_versions: tuple[int, ...]
+    staleness: tuple[int, ...]
 
 
 def check(schedule: Schedule) -> Report:
@@ -49,6 +52,7 @@ def check(schedule: Schedule) -> Report:
         num_actions=sum(a.op in COMPUTE_OPS for program in schedule.programs for a in program),
         peak_activations=tuple(peak_activations(program) for program in schedule.programs),
         peak_versions=versions.peak_live,
+        staleness=versions.staleness,
     )
 
 
@@ -66,7 +70,7 @@ def check_lowered(lowered: Lowered) -> int:
     receives: dict[tuple[int, int], list[Message]] = {}
     for program in lowered.programs:
         for step in program.steps:
-            if isinstance(step, Action):
+            if not isinstance(step, Transfer):
                 continue
             if step.is_send:
                 sends.setdefault((program.rank, step.peer), []).append(step.message)
@@ -90,17 +94,21 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
     made: set[Action] = set()
     for position, step in enumerate(program.steps):
         where = f"rank {rank}, step {position}"
-        if isinstance(step, Action):
-            inputs = _messages_needed(schedule, needs, step, rank)
-            if inputs != set(program.inputs.get(step, ())):
+        if isinstance(step, Action | Finish):
+            given = set(program.inputs.get(step, ()))
+            inputs = given
+            if isinstance(step, Action) and step.op is not Op.U:
+                inputs = _messages_needed(schedule, needs, step, rank)
+            if inputs != given:
                 raise ScheduleError(f"{where}: {step} needs {_listed(inputs)}, but waits for other messages")
             if not inputs <= posted:
                 raise ScheduleError(f"{where}: {step} needs {_listed(inputs - posted)}; expected the receive before it")
-            done.append(step)
-            made.add(step)
+            if isinstance(step, Action):
+                done.append(step)
+                made.add(step)
         elif not step.is_send:
             posted.add(step.message)
-        elif step.message.kind is not MessageKind.LOSS:
+        elif step.message.kind in STAGE_KINDS:
             src, index = step.message.src, step.message.index
             op = Op.F if step.message.kind is MessageKind.ACT else needs.backward(src, index).op
             if Action(src, op, index) not in made:
@@ -121,11 +129,13 @@ def _listed(messages: set[Message]) -> str:
 def peak_activations(program: tuple[Action, ...]) -> int:
     """The most stage activations alive at once when a rank runs `program` in order.
 
-    One lives from its F to the end of its B or W; in a program without backward, for its F alone.
+    One lives from its F to the end of its B or W; in a program without backward, for its F alone. In a window of a
+    stream, one whose F is not there lives from the beginning.
     """
     if all(op is Op.F for _, op, _ in program):
         return min(1, len(program))
-    live = peak = 0
+    begun = {(stage, index) for stage, op, index in program if op is Op.F}
+    live = peak = sum(op in (Op.B, Op.W) and (stage, index) not in begun for stage, op, index in program)
     for _, op, _ in program:
         if op is Op.F:
             live += 1

@@ -101,7 +101,8 @@ class Schedule:
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
         num_batches: how many batches the program spans; 1 for every flush schedule.
-        weight_rule: which weight version a forward uses ("flush": the one of the batch).
+        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `versions.RULES`.
+        update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
         edges: the stage graph; a chain where not given. Skip connections add edges.
 
     Raises ScheduleError when the parts do not fit together.
@@ -113,6 +114,7 @@ class Schedule:
     num_microbatches: int
     num_batches: int = 1
     weight_rule: str = "flush"
+    update_every: int | None = None
     edges: tuple[Edge, ...] | None = None
     owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -125,6 +127,11 @@ class Schedule:
         if self.num_microbatches < 1 or self.num_batches < 1:
             raise ScheduleError(
                 f"num_microbatches={self.num_microbatches}, num_batches={self.num_batches}: expected at least 1 of each"
+            )
+        if self.update_every is not None and (self.update_every < 1 or self.num_microbatches % self.update_every):
+            raise ScheduleError(
+                f"update_every={self.update_every} for {self.num_microbatches} microbatches a batch: expected a number "
+                f"that divides {self.num_microbatches}"
             )
         object.__setattr__(self, "owners", _find_owners(self.placement))
         if self.edges is None:
@@ -153,6 +160,21 @@ class Schedule:
         return self.num_microbatches * self.num_batches
 
     @property
+    def group_size(self) -> int:
+        """Microbatches of one update group: their gradients are added up, and each stage updates behind them."""
+        return self.num_microbatches if self.update_every is None else self.update_every
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Updates of each stage in one batch."""
+        return self.num_microbatches // self.group_size
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches overlap (an asynchronous schedule): the engine runs batch after batch without a flush."""
+        return self.weight_rule != "flush" and self.has_backward
+
+    @property
     def has_backward(self) -> bool:
         """False for a forward-only (evaluation) program."""
         return any(action.op in BACKWARD_OPS for program in self.programs for action in program)
@@ -172,9 +194,10 @@ class Schedule:
         return replace(self, edges=tuple(edges))
 
     def forward_only(self) -> Schedule:
-        """The forwards alone, in the same order: what an evaluation runs."""
-        programs = tuple(tuple(a for a in program if a.op is Op.F) for program in self.programs)
-        return replace(self, programs=programs, weight_rule="flush")
+        """The forwards of one batch alone, in the same order: what an evaluation runs."""
+        batch = self.num_microbatches
+        programs = tuple(tuple(a for a in p if a.op is Op.F and a.index < batch) for p in self.programs)
+        return replace(self, programs=programs, num_batches=1, weight_rule="flush", update_every=None)
 
     def to_csv(self) -> str:
         """torch.distributed.pipelining's table: a row a rank, a column a unit of time."""

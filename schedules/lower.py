@@ -1,8 +1,8 @@
 """Lowering: from a compute order to one with communication.
 
 Two passes over the compute order of each rank. The first finds the messages of each directed link, in
-the order in which the sender makes them. The second puts each send right behind the action that makes it,
-and each receive (the posting of it, not the waiting: an action waits for what it needs) as early as
+the order in which the sender makes them. The second puts each send right behind the step that makes it,
+and each receive (the posting of it, not the waiting: a step waits for what it needs) as early as
 
     at most `receives_ahead` receives of a link are posted and not yet consumed,
 
@@ -10,15 +10,19 @@ allows, so that receive buffers do not grow with M. A link is first in, first ou
 order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
+
+A program with updates in it (U) also gets a `Finish` behind the last backward of each update group, where the losses of
+the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from .ir import BACKWARD_OPS, Action, Edge, Op, Schedule
+from .ir import BACKWARD_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule
 
 
 class MessageKind(StrEnum):
@@ -26,11 +30,18 @@ class MessageKind(StrEnum):
 
     ACT = "act"  # outputs of a stage, to a consumer stage
     GRAD = "grad"  # gradients of those outputs, back to the producer
-    LOSS = "loss"  # the losses of one batch, from the last stage to a rank
+    LOSS = "loss"  # losses of an update group, from a rank of the last stage to another rank
+    SUM = "sum"  # gradients of an update group that several ranks add up (replicas, tied weights)
+    NORM = "norm"  # squared gradient norm of one rank, to rank 0
+    TOTAL = "total"  # that of all ranks, from rank 0
+
+
+STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
 
 
 class Message(NamedTuple):
-    """`src` and `dst` are stages (for LOSS, `dst` is a rank and `index` the batch); `index`: microbatch."""
+    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. Else they are ranks, and `index` an update group
+    (the batch, where a batch is updated at once)."""
 
     kind: MessageKind
     src: int
@@ -38,10 +49,20 @@ class Message(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
 
     def __str__(self) -> str:
-        if self.kind is MessageKind.LOSS:
-            return f"loss of batch {self.index} from stage {self.src} to rank {self.dst}"
-        name = "activations" if self.kind is MessageKind.ACT else "gradients"
-        return f"{name} of microbatch {self.index} from stage {self.src} to stage {self.dst}"
+        kind, src, dst, index = self
+        match kind:
+            case MessageKind.ACT:
+                return f"activations of microbatch {index} from stage {src} to stage {dst}"
+            case MessageKind.GRAD:
+                return f"gradients of microbatch {index} from stage {src} to stage {dst}"
+            case MessageKind.LOSS:
+                return f"loss of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.SUM:
+                return f"shared gradients of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.NORM:
+                return f"gradient norm of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.TOTAL:
+                return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
 
 
 def message_for(action: Action, need: Action) -> Message:
@@ -59,13 +80,28 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         kind, src, dst, index = self.message
-        if kind is MessageKind.LOSS:
-            return f"{'SEND' if self.is_send else 'RECV'}_LOSS{index}"
+        verb = "SEND" if self.is_send else "RECV"
+        if kind not in STAGE_KINDS:
+            return f"{verb}_{kind.name}{index}"
         letter = "F" if kind is MessageKind.ACT else "B"
-        return f"{src if self.is_send else dst}{'SEND' if self.is_send else 'RECV'}_{letter}{index}"
+        return f"{src if self.is_send else dst}{verb}_{letter}{index}"
 
 
-Step = Action | Transfer
+class Finish(NamedTuple):
+    """All backwards of update group `index` have run on this rank.
+
+    Its gradients are whole up to what other ranks add; with `norm`, their squared norm is next.
+    """
+
+    norm: bool
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+    def __str__(self) -> str:
+        return f"{'NORM' if self.norm else 'GRADIENTS'}{self.index}"
+
+
+Work = Action | Finish
+Step = Work | Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +111,20 @@ class RankProgram:
     Arguments:
         rank: which.
         steps: actions, sends and postings in order.
-        inputs: by action, the messages that must have arrived before it starts.
+        inputs: by action (or finish), the messages that must have arrived before it starts.
         proves: by received message, the sends of this rank that its arrival proves received.
         peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
         finally_needs: messages consumed at the very end (losses).
+        cuts: where each call begins in `steps`, for a program that was lowered call by call.
     """
 
     rank: int
     steps: tuple[Step, ...]
-    inputs: dict[Action, tuple[Message, ...]]
+    inputs: dict[Work, tuple[Message, ...]]
     proves: dict[Message, tuple[Message, ...]]
     peak_receives: int
     finally_needs: tuple[Message, ...] = ()
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,134 +135,236 @@ class Lowered:
     programs: tuple[RankProgram, ...]
 
 
-def lower(schedule: Schedule, *, share_loss: bool = False, receives_ahead: int = 2) -> Lowered:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What ranks tell each other besides activations and gradients.
+
+    Arguments:
+        loss: the losses, from the ranks of the last stage to every rank.
+        norm: the global gradient norm of each update group (only where the program holds updates).
+        sums: groups of ranks that add up gradients before each update (likewise).
+    """
+
+    loss: bool = False
+    norm: bool = False
+    sums: tuple[tuple[int, ...], ...] = ()
+
+    def partners(self, rank: int) -> list[int]:
+        """The ranks with which `rank` adds up gradients, ascending."""
+        return sorted({other for group in self.sums if rank in group for other in group if other != rank})
+
+    def counts_for(self, rank: int) -> list[int]:
+        """Those of them whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
+        return sorted({other for group in self.sums if rank == min(group) for other in group if other != rank})
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    sharing: Sharing = Sharing(),  # frozen
+    receives_ahead: int = 2,
+    calls: Sequence[Sequence[int]] | None = None,
+) -> Lowered:
     """Insert sends and receives.
 
     Arguments:
+        sharing: what else travels.
         receives_ahead: most receives of a link that are posted and not yet consumed, unless the order forces more.
-        share_loss: also send the losses of each batch from the last stage to every rank.
+        calls: by rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
+            call in which its message is sent, since until then nobody knows its shapes.
 
     O(actions + messages).
     """
-    links = _find_links(schedule, share_loss=share_loss)
-    return Lowered(
-        schedule=schedule,
-        programs=tuple(_lower_rank(schedule, rank, links, receives_ahead) for rank in range(schedule.num_ranks)),
-    )
+    links = _Links(schedule, sharing, calls)
+    programs = tuple(_lower_rank(rank, links, receives_ahead) for rank in range(schedule.num_ranks))
+    return Lowered(schedule=schedule, programs=programs)
 
 
 class _Links:
-    """The messages of all links, and who makes and consumes each."""
+    """The work of all ranks, the messages of all links, and which work makes and consumes each."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, schedule: Schedule, sharing: Sharing, calls: Sequence[Sequence[int]] | None) -> None:
+        ranks = range(schedule.num_ranks)
+        self.schedule = schedule
+        self.sharing = sharing
+        # By rank, each step of work with the position of the action that it goes with.
+        self.work_at = [_with_finishes(schedule, program, norm=sharing.norm) for program in schedule.programs]
+        self.work = [[step for step, _ in work] for work in self.work_at]
+        self._updates: list[dict[int, Action]] = [
+            {a.index: a for a in reversed(program) if a.op is Op.U} for program in schedule.programs
+        ]  # by rank and update group: its first update
         self.on_link: dict[tuple[int, int], list[Message]] = {}  # (sender, receiver) -> in the order sent
-        self.outputs: list[dict[Action, list[tuple[Message, int]]]] = [{} for _ in range(num_ranks)]
-        self.inputs: list[dict[Action, list[Message]]] = [{} for _ in range(num_ranks)]
-        self.finally_needs: list[list[Message]] = [[] for _ in range(num_ranks)]
+        self.outputs: list[dict[Work, list[tuple[Message, int]]]] = [{} for _ in ranks]
+        self.inputs: list[dict[Work, list[Message]]] = [{} for _ in ranks]
+        self.finally_needs: list[list[Message]] = [[] for _ in ranks]
+        self._find()
+        # By rank, the call of each step of work; and the call in which each message is sent.
+        self.calls = None if calls is None else [[calls[r][position] for _, position in self.work_at[r]] for r in ranks]
+        self.sent_in: dict[Message, int] = {}
+        for rank, own in enumerate(self.calls or ()):
+            for step, call in zip(self.work[rank], own, strict=True):
+                self.sent_in.update(dict.fromkeys((m for m, _ in self.outputs[rank].get(step, ())), call))
+
+    def sender(self, message: Message) -> int:
+        """The rank that sends it."""
+        return self.schedule.owner(message.src, message.index) if message.kind in STAGE_KINDS else message.src
+
+    def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work, receiver: int) -> None:
+        self.outputs[sender].setdefault(made_by, []).append((message, receiver))
+        self.on_link.setdefault((sender, receiver), []).append(message)
+        self.inputs[receiver].setdefault(consumed_by, []).append(message)
+
+    def _find(self) -> None:
+        schedule, sharing = self.schedule, self.sharing
+        out_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
+        in_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
+        for edge in schedule.stage_edges:
+            out_edges[edge.src].append(edge)
+            in_edges[edge.dst].append(edge)
+        split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
+        owner = schedule.owner
+        for rank, work in enumerate(self.work):
+            loss_behind = _last_forwards(schedule, rank) if sharing.loss else {}
+            for step in work:
+                if isinstance(step, Finish):
+                    self._share_gradients(rank, step)
+                    continue
+                stage, op, index = step
+                if op is Op.F:
+                    for edge in out_edges[stage]:
+                        receiver = owner(edge.dst, index)
+                        if receiver != rank:
+                            message = Message(MessageKind.ACT, stage, edge.dst, index)
+                            self._add(message, step, rank, Action(edge.dst, Op.F, index), receiver)
+                    if step in loss_behind:
+                        self._share_loss(rank, step, loss_behind[step])
+                elif op in BACKWARD_OPS:
+                    for edge in in_edges[stage]:
+                        if not edge.grad:
+                            continue
+                        receiver = owner(edge.src, index)
+                        if receiver != rank:
+                            message = Message(MessageKind.GRAD, stage, edge.src, index)
+                            consumer = Action(edge.src, Op.I if (edge.src, index) in split else Op.B, index)
+                            self._add(message, step, rank, consumer, receiver)
+
+    def _share_loss(self, rank: int, made_by: Work, group: int) -> None:
+        for receiver in range(self.schedule.num_ranks):
+            if receiver == rank:
+                continue
+            message = Message(MessageKind.LOSS, rank, receiver, group)
+            if self.schedule.streams:
+                self._add(message, made_by, rank, Finish(False, group), receiver)
+            else:
+                self.outputs[rank].setdefault(made_by, []).append((message, receiver))
+                self.on_link.setdefault((rank, receiver), []).append(message)
+                self.finally_needs[receiver].append(message)
+
+    def _share_gradients(self, rank: int, finish: Finish) -> None:
+        group = finish.index
+        norm, ranks = self.sharing.norm, range(self.schedule.num_ranks)
+        if not finish.norm:
+            for peer in self.sharing.partners(rank):
+                wants_now = norm and rank in self.sharing.counts_for(peer)
+                consumer: Work = Finish(True, group) if wants_now else self._updates[peer][group]
+                self._add(Message(MessageKind.SUM, rank, peer, group), finish, rank, consumer, peer)
+        elif rank > 0:
+            self._add(Message(MessageKind.NORM, rank, 0, group), finish, rank, finish, 0)
+        else:
+            for peer in ranks[1:]:
+                message = Message(MessageKind.TOTAL, 0, peer, group)
+                self._add(message, finish, 0, self._updates[peer][group], peer)
 
 
-def _find_links(schedule: Schedule, *, share_loss: bool) -> _Links:
-    links = _Links(schedule.num_ranks)
-    out_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
-    in_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
-    for edge in schedule.stage_edges:
-        out_edges[edge.src].append(edge)
-        in_edges[edge.dst].append(edge)
-    split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
-    owner = schedule.owner
-    last = schedule.num_stages - 1
-
-    def add(message: Message, made_by: Action, sender: int, consumed_by: Action, receiver: int) -> None:
-        links.outputs[sender].setdefault(made_by, []).append((message, receiver))
-        links.on_link.setdefault((sender, receiver), []).append(message)
-        links.inputs[receiver].setdefault(consumed_by, []).append(message)
-
-    for rank, program in enumerate(schedule.programs):
-        final_forward = _last_forwards(program, last, schedule.num_microbatches) if share_loss else {}
-        for action in program:
-            stage, op, index = action
-            if op is Op.F:
-                for edge in out_edges[stage]:
-                    receiver = owner(edge.dst, index)
-                    if receiver != rank:
-                        message = Message(MessageKind.ACT, stage, edge.dst, index)
-                        add(message, action, rank, Action(edge.dst, Op.F, index), receiver)
-                batch = final_forward.get(action)
-                if batch is not None:
-                    _share_loss(links, schedule, action, rank, batch)
-            elif op in BACKWARD_OPS:
-                for edge in in_edges[stage]:
-                    if not edge.grad:
-                        continue
-                    receiver = owner(edge.src, index)
-                    if receiver != rank:
-                        message = Message(MessageKind.GRAD, stage, edge.src, index)
-                        consumer = Action(edge.src, Op.I if (edge.src, index) in split else Op.B, index)
-                        add(message, action, rank, consumer, receiver)
-    return links
+def _with_finishes(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
+    """The actions of a rank with their positions; in a streaming program a Finish goes with the last backward of each
+    update group (with its update, where the rank has no backward in it)."""
+    if not schedule.streams:
+        return [(action, position) for position, action in enumerate(program)]
+    last: dict[int, int] = {}  # update group -> position of its last backward
+    for position, action in enumerate(program):
+        if action.op in COMPUTE_OPS and action.op is not Op.F:
+            last[action.index // schedule.group_size] = position
+    kinds = (False, True) if norm else (False,)
+    work: list[tuple[Work, int]] = []
+    finished: set[int] = set()
+    for position, action in enumerate(program):
+        group = action.index if action.op is Op.U else action.index // schedule.group_size
+        if action.op is Op.U and group not in finished:
+            finished.add(group)
+            work += [(Finish(kind, group), position) for kind in kinds]
+        work.append((action, position))
+        if last.get(group) == position:
+            finished.add(group)
+            work += [(Finish(kind, group), position) for kind in kinds]
+    return work
 
 
-def _last_forwards(program: tuple[Action, ...], last_stage: int, num_microbatches: int) -> dict[Action, int]:
-    """The last forward of the last stage in each batch on this rank -> batch."""
+def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
+    """The last forward of the last stage in each update group on this rank -> group."""
     found = {}
-    for action in program:
-        if action.op is Op.F and action.stage == last_stage:
-            found[action.index // num_microbatches] = action
-    return {action: batch for batch, action in found.items()}
+    for action in schedule.programs[rank]:
+        if action.op is Op.F and action.stage == schedule.num_stages - 1:
+            found[action.index // schedule.group_size] = action
+    return {action: group for group, action in found.items()}
 
 
-def _share_loss(links: _Links, schedule: Schedule, action: Action, rank: int, batch: int) -> None:
-    for receiver in range(schedule.num_ranks):
-        if receiver != rank:
-            message = Message(MessageKind.LOSS, action.stage, receiver, batch)
-            links.outputs[rank].setdefault(action, []).append((message, receiver))
-            links.on_link.setdefault((rank, receiver), []).append(message)
-            links.finally_needs[receiver].append(message)
-
-
-def _lower_rank(schedule: Schedule, rank: int, links: _Links, receives_ahead: int) -> RankProgram:
-    program = schedule.programs[rank]
+def _lower_rank(rank: int, links: _Links, receives_ahead: int) -> RankProgram:
+    work = links.work[rank]
     inputs = links.inputs[rank]
     outputs = links.outputs[rank]
-    consumed_at = {m: i for i, action in enumerate(program) for m in inputs.get(action, ())}
-    consumed_at.update({m: len(program) for m in links.finally_needs[rank]})
-    incoming = [
-        _Incoming(peer, ms, consumed_at, receives_ahead) for (peer, to), ms in links.on_link.items() if to == rank
-    ]
-    by_peer = {link.peer: link for link in incoming}
+    consumed_at = {m: i for i, step in enumerate(work) for m in inputs.get(step, ())}
+    consumed_at.update({m: len(work) for m in links.finally_needs[rank]})
+    by_peer = {
+        peer: _Incoming(peer, ms, consumed_at, receives_ahead, links.sent_in)
+        for (peer, to), ms in links.on_link.items()
+        if to == rank
+    }
+    incoming = list(by_peer.values())
     steps: list[Step] = []
-    sent: dict[int, list[tuple[int, Message]]] = {}  # peer -> (position of the making action, message)
+    cuts: list[int] = []
     peak = 0
-    for at, action in enumerate(program):
+    for at, step in enumerate(work):
+        call = None if links.calls is None else links.calls[rank][at]
+        while call is not None and len(cuts) <= call:
+            cuts.append(len(steps))
         for link in incoming:
-            steps += link.post(at)
+            steps += link.post(at, call)
         peak = max(peak, sum(link.outstanding for link in incoming))
-        steps.append(action)
-        for message in inputs.get(action, ()):
-            by_peer[schedule.owner(message.src, message.index)].outstanding -= 1
-        for message, peer in outputs.get(action, ()):
+        steps.append(step)
+        for message in inputs.get(step, ()):
+            by_peer[links.sender(message)].outstanding -= 1
+        for message, peer in outputs.get(step, ()):
             steps.append(Transfer(message, peer, True))
-            sent.setdefault(peer, []).append((at, message))
     for link in incoming:
-        steps += link.post(len(program))
+        steps += link.post(len(work), None)
     return RankProgram(
         rank=rank,
         steps=tuple(steps),
-        inputs={action: tuple(messages) for action, messages in inputs.items()},
-        proves=_proofs(schedule, links, rank),
+        inputs={step: tuple(messages) for step, messages in inputs.items()},
+        proves=_proofs(links, rank),
         peak_receives=peak,
         finally_needs=tuple(links.finally_needs[rank]),
+        cuts=tuple(cuts),
     )
 
 
 class _Incoming:
     """The posting side of one link: messages in the sender's order, and where each is consumed."""
 
-    def __init__(self, peer: int, messages: list[Message], consumed_at: dict[Message, int], ahead: int) -> None:
+    def __init__(
+        self,
+        peer: int,
+        messages: list[Message],
+        consumed_at: dict[Message, int],
+        ahead: int,
+        sent_in: dict[Message, int],
+    ) -> None:
         self.peer = peer
         self.outstanding = 0
         self._messages = messages
         self._ahead = ahead
+        self._sent_in = sent_in
         self._next = 0
         # The earliest place at which message j or a later one is consumed: it must be posted by then.
         deadline = [consumed_at[m] for m in messages]
@@ -232,26 +372,29 @@ class _Incoming:
             deadline[j] = min(deadline[j], deadline[j + 1])
         self._deadline = deadline
 
-    def post(self, at: int) -> list[Transfer]:
-        """The receives to post before position `at`."""
+    def post(self, at: int, call: int | None) -> list[Transfer]:
+        """The receives to post before position `at`, in `call`."""
         posted = []
         while self._next < len(self._messages) and (self.outstanding < self._ahead or self._deadline[self._next] <= at):
-            posted.append(Transfer(self._messages[self._next], self.peer, False))
+            message = self._messages[self._next]
+            if call is not None and self._sent_in[message] > call:
+                break
+            posted.append(Transfer(message, self.peer, False))
             self._next += 1
             self.outstanding += 1
         return posted
 
 
-def _proofs(schedule: Schedule, links: _Links, rank: int) -> dict[Message, tuple[Message, ...]]:
+def _proofs(links: _Links, rank: int) -> dict[Message, tuple[Message, ...]]:
     """What each arrival at `rank` proves: the peer sent it after consuming these messages of ours.
 
-    A send is proved received by the first message that the peer sends back after the action which consumed it.
+    A send is proved received by the first message that the peer sends back after the step which consumed it.
     """
     proofs: dict[Message, list[Message]] = {}
     for (sender, peer), messages in links.on_link.items():
         if sender != rank or (peer, rank) not in links.on_link:
             continue
-        place = {action: i for i, action in enumerate(schedule.programs[peer])}
+        place = {step: i for i, step in enumerate(links.work[peer])}
         consumed_at = {m: place[a] for a, ms in links.inputs[peer].items() for m in ms}
         made_at = {m: place[a] for a, ms in links.outputs[peer].items() for m, _ in ms}
         answers = links.on_link[peer, rank]

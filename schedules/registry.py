@@ -11,12 +11,15 @@ from .interleaved import interleaved
 from .ir import Schedule
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
+from .pipedream import pipedream, two_bw
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "looped-bfs": looped_bfs,
+    "pipedream": pipedream,
+    "2bw": two_bw,
 }
 
 ALIASES = {
@@ -27,6 +30,7 @@ ALIASES = {
     "interleaved1f1b": "interleaved",
     "interleaved-1f1b": "interleaved",
     "scheduleinterleaved1f1b": "interleaved",
+    "pipedream-2bw": "2bw",
     "loopedbfs": "looped-bfs",
     "scheduleloopedbfs": "looped-bfs",
 }
@@ -92,4 +96,6 @@ def build(
     if unknown:
         own = sorted(set(known) - {"num_ranks", "num_microbatches"}) or ["none"]
         raise ValueError(f"schedule {key!r} has no option {', '.join(unknown)}: its options are {', '.join(own)}")
+    if "replicas" in options and not isinstance(options["replicas"], list | tuple | None):
+        raise ValueError(f"replicas={options['replicas']!r}: expected one count a stage, such as (2, 1)")
     return BUILDERS[key](num_ranks=num_ranks, num_microbatches=num_microbatches, **options)

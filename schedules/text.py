@@ -12,6 +12,7 @@ _JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
+_OPTIONAL_KEYS = frozenset({"update_every"})  # files written before there were update groups have none
 _LOWERED_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 
@@ -98,6 +99,7 @@ def to_json(schedule: Schedule) -> str:
             "num_microbatches": schedule.num_microbatches,
             "num_batches": schedule.num_batches,
             "weight_rule": schedule.weight_rule,
+            "update_every": schedule.update_every,
             "placement": [list(stages) for stages in schedule.placement],
             "edges": [[e.src, e.dst, e.grad] for e in schedule.stage_edges],
             "programs": [" ".join(map(str, program)) for program in schedule.programs],
@@ -112,7 +114,7 @@ def from_json(text: str) -> Schedule:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ScheduleError(f"not JSON: {error}") from None
-    if not isinstance(data, dict) or set(data) != _JSON_KEYS:
+    if not isinstance(data, dict) or set(data) - _OPTIONAL_KEYS != _JSON_KEYS:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise ScheduleError(f"a schedule has the keys {sorted(_JSON_KEYS)}, found {found}")
     if data["version"] != _JSON_VERSION:
@@ -127,6 +129,7 @@ def from_json(text: str) -> Schedule:
         num_microbatches=_whole(data["num_microbatches"], "num_microbatches"),
         num_batches=_whole(data["num_batches"], "num_batches"),
         weight_rule=str(data["weight_rule"]),
+        update_every=None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),
         edges=tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
     )
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .check import peak_activations
-from .ir import COMPUTE_OPS, Action, Schedule
+from .ir import COMPUTE_OPS, Action, Op, Schedule
 from .lower import Message, MessageKind
+from .versions import derive_versions
 
 _JSON_VERSION = 1
 
@@ -50,6 +51,13 @@ class RankTrace:
     def actions(self) -> tuple[Action, ...]:
         """What the rank computed, in order."""
         return tuple(span.what for span in self.compute if isinstance(span.what, Action))
+
+
+class _SteadyState(NamedTuple):
+    """One batch of an asynchronous schedule: compute of all ranks, and the time from batch to batch [s]."""
+
+    busy: float
+    period: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,10 @@ class Timeline:
 
     @property
     def makespan_bubble(self) -> float:
-        """1 - busy / (P * makespan): what counts when the optimizer step synchronises the ranks."""
+        """1 - busy / (P * makespan): what counts when the optimizer step synchronises the ranks.
+
+        Of an asynchronous schedule this, as every bubble, is that of one batch of the steady state.
+        """
         return self._idle_fraction(self.makespan)
 
     @property
@@ -98,18 +109,63 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The makespan bubble (of one flush batch)."""
+        """The makespan bubble of a flush batch; of an asynchronous schedule, that of the steady state."""
         return self.makespan_bubble
 
+    @property
+    def batch_seconds(self) -> float:
+        """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state."""
+        steady = self._steady_state() if self.schedule.streams else None
+        return self.makespan if steady is None else steady.period
+
     def _idle_fraction(self, length: float) -> float:
-        if length <= 0:
-            return 0.0
-        return 1.0 - sum(rank.busy for rank in self.ranks) / (len(self.ranks) * length)
+        steady = self._steady_state() if self.schedule.streams else None
+        busy = sum(rank.busy for rank in self.ranks)
+        if steady is not None:
+            busy, length = steady.busy, steady.period
+        return 1.0 - busy / (len(self.ranks) * length) if length > 0 else 0.0
+
+    def _steady_state(self) -> _SteadyState | None:
+        """Of the later half of the batches (all that a measured run recorded); None where fewer than two began."""
+        num_microbatches = self.schedule.num_microbatches
+        began: list[dict[int, int]] = []  # by rank: batch -> position of its first forward
+        for trace in self.ranks:
+            first: dict[int, int] = {}
+            for position, (what, _, _) in enumerate(trace.compute):
+                if isinstance(what, Action) and what.op is Op.F:
+                    first.setdefault(what.index // num_microbatches, position)
+            began.append(first)
+        working = [rank for rank, first in enumerate(began) if first]  # a replica may have nothing to do
+        if not working:
+            return None
+        shared = sorted(set.intersection(*(set(began[rank]) for rank in working)))
+        if not self.measured:
+            shared = shared[len(shared) // 2 :]
+        if len(shared) < 2:
+            return None
+        low, high = shared[0], shared[-1]
+        busy = period = 0.0
+        for rank in working:
+            window = self.ranks[rank].compute[began[rank][low] : began[rank][high]]
+            busy += RankTrace(compute=window).busy
+            length = self.ranks[rank].compute[began[rank][high]].start - window[0].start
+            period = max(period, length)
+        return _SteadyState(busy / (high - low), period / (high - low))
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
         """By rank, the most stage activations alive at once (from F to the end of B, or of W)."""
         return tuple(peak_activations(rank.actions) for rank in self.ranks)
+
+    @property
+    def peak_versions(self) -> tuple[int, ...]:
+        """By rank, the most weight versions of one stage kept at once."""
+        return derive_versions(self.schedule).peak_live
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """By rank, the most updates between the weights of a gradient and those it is applied to."""
+        return derive_versions(self.schedule).staleness
 
     def shifted(self, offset: float) -> Timeline:
         """The same run with all times moved by `offset` [s]."""

@@ -1,88 +1,139 @@
-"""Which weight version each forward uses: derived from the updates in the program, compared with the claim.
+"""Which weight version each forward uses, and how many versions a rank must keep.
 
-A version of a stage is made by its U; version 0 is there from the start. The backward of a microbatch
-uses the version of its forward, so a version stays alive until it is neither the newest nor needed by a
-backward to come.
+A version of a stage is made by its U; version 0 is there from the start, and update u makes version u + 1. The
+backward of a microbatch uses the version of its forward, so a version must be kept until its last use:
+
+    stashing, warm-up 2:  F0 F1 F2 B0 U0 F3 B1 U1 F4 ...       F3 uses version 1 while B1, B2 still need version 0
+    2bw, M=2:             F0 B0 F1 B1 U0 F2 B2 F3 B3 U1 F4     F2 and F3 use version 0, though U0 has made 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .ir import Action, Op, Schedule, ScheduleError
 
-# Rule name -> the version that microbatch `index` (batch t = index // M) of any stage must use.
-RULES: dict[str, Callable[[int, int], int]] = {
-    "flush": lambda index, num_microbatches: index // num_microbatches,
-    "2bw": lambda index, num_microbatches: max(index // num_microbatches - 1, 0),
+
+class Seen(NamedTuple):
+    """What stands before a forward: the newest version of its stage, and what the input stage used (if it has run)."""
+
+    newest: int
+    at_input: int
+
+
+# Rule name -> the version that microbatch `index` of M a batch must use, given what its stage and the input stage saw.
+RULES: dict[str, Callable[[int, int, Seen], int]] = {
+    "flush": lambda index, num_microbatches, seen: index // num_microbatches,
+    "2bw": lambda index, num_microbatches, seen: max(index // num_microbatches - 1, 0),
+    "stashing": lambda index, num_microbatches, seen: seen.newest,
+    "vertical-sync": lambda index, num_microbatches, seen: seen.at_input,
 }
+
+# The most versions of a stage that a rule may ask a rank to keep; no limit where not named.
+MOST_VERSIONS = {"flush": 1, "2bw": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
     """What the derivation found.
 
-    used: the version of each forward, by (stage, index).
-    peak_live: by rank, the largest number of weight versions of one stage alive at once.
+    used: the version of each forward, by (stage, index): what the rule asks for.
+    newest: the newest version that stood before it in its program.
+    peak_live: by rank, the most consecutive versions of one stage that must be kept at once.
+    staleness: by rank, the most updates of its stage between the version that a gradient was computed at and the
+        version that it is applied to.
     """
 
     used: dict[tuple[int, int], int]
+    newest: dict[tuple[int, int], int]
     peak_live: tuple[int, ...]
+    staleness: tuple[int, ...]
 
 
 def derive_versions(schedule: Schedule) -> Versions:
-    """Walk each program and count the updates before each forward. O(actions)."""
-    used: dict[tuple[int, int], int] = {}
-    peaks = []
+    """Count the updates before each forward, apply the rule, and follow each version to its last use. O(actions)."""
+    newest: dict[tuple[int, int], int] = {}
     for program in schedule.programs:
-        if not any(a.op is Op.U for a in program):
-            used.update({(a.stage, a.index): 0 for a in program if a.op is Op.F})
-            peaks.append(1)
-            continue
-        peaks.append(_walk(program, used))
-    return Versions(used=used, peak_live=tuple(peaks))
+        made: dict[int, int] = {}
+        for stage, op, index in program:
+            if op is Op.U:
+                made[stage] = made.get(stage, 0) + 1
+            elif op is Op.F:
+                newest[stage, index] = made.get(stage, 0)
+    if schedule.streams or schedule.num_batches > 1:
+        rule = _rule(schedule)
+        used = {
+            (stage, index): rule(index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0)))
+            for (stage, index), version in newest.items()
+        }
+    else:
+        used = dict.fromkeys(newest, 0)
+    walks = [_walk(schedule, program, used) for program in schedule.programs]
+    return Versions(
+        used=used,
+        newest=newest,
+        peak_live=tuple(peak for peak, _ in walks),
+        staleness=tuple(staleness for _, staleness in walks),
+    )
 
 
-def _walk(program: tuple[Action, ...], used: dict[tuple[int, int], int]) -> int:
-    newest: dict[int, int] = {}
-    in_flight: dict[int, list[int]] = {}  # versions of the forwards whose backward is to come, by stage
-    peak = 1
-    for stage, op, index in program:
-        live = in_flight.setdefault(stage, [])
-        version = newest.setdefault(stage, 0)
-        if op is Op.F:
-            used[stage, index] = version
-            live.append(version)
-        elif op in (Op.B, Op.W):
-            live.remove(used[stage, index])
-        elif op is Op.U:
-            newest[stage] = version + 1
-        peak = max(peak, len({*live, newest[stage]}))
-    return peak
+def _walk(schedule: Schedule, program: tuple[Action, ...], used: dict[tuple[int, int], int]) -> tuple[int, int]:
+    """(most versions kept of any one stage, largest staleness), from the end of the program to its beginning."""
+    made: dict[int, int] = {}
+    for stage, op, _ in program:
+        made[stage] = made.get(stage, 0) + (op is Op.U)
+    oldest = dict(made)  # the oldest version that is used from here on
+    peak, staleness = 1, 0
+    for stage, op, index in reversed(program):
+        if op is Op.U:
+            peak = max(peak, made[stage] - oldest[stage] + 1)
+            made[stage] -= 1
+            oldest[stage] = min(oldest[stage], made[stage])
+        else:
+            version = used.get((stage, index), 0)
+            oldest[stage] = min(oldest[stage], version)
+            if op is not Op.F and schedule.num_batches > 1:
+                staleness = max(staleness, index // schedule.group_size - version)
+    for stage, version in made.items():
+        peak = max(peak, version - oldest[stage] + 1)
+    return peak, staleness
 
 
 def check_rule(schedule: Schedule, versions: Versions) -> None:
-    """Raise ScheduleError where a forward's derived version is not the one that the schedule claims."""
+    """Raise ScheduleError where a forward's version is not there yet, or no longer, by the updates in its program."""
+    rule = schedule.weight_rule
+    _rule(schedule)
+    for (stage, index), version in versions.used.items():
+        newest = versions.newest[stage, index]
+        if version > newest or (rule == "flush" and version != newest):
+            raise ScheduleError(
+                f"{stage}F{index} stands behind {newest} updates of stage {stage}, so its newest weight version is "
+                f"{newest}, but the rule {rule!r} asks for version {version}: move an update (U) of stage {stage} on "
+                f"rank {schedule.owner(stage, index)}"
+            )
+    most = MOST_VERSIONS.get(rule)
+    for rank, peak in enumerate(versions.peak_live):
+        if most is not None and peak > most:
+            raise ScheduleError(
+                f"rank {rank} must keep {peak} weight versions of a stage at once, and the rule {rule!r} allows "
+                f"{most}: move an update (U) behind the last forward and backward that use the version it replaces"
+            )
+
+
+def _rule(schedule: Schedule) -> Callable[[int, int, Seen], int]:
     if schedule.weight_rule not in RULES:
         raise ScheduleError(
             f"weight_rule={schedule.weight_rule!r} of schedule {schedule.name!r}: expected one of {', '.join(RULES)}"
         )
-    rule = RULES[schedule.weight_rule]
-    for (stage, index), version in versions.used.items():
-        claimed = rule(index, schedule.num_microbatches)
-        if version != claimed:
-            raise ScheduleError(
-                f"{stage}F{index} uses weight version {version} of stage {stage} by the updates before it, "
-                f"but the rule {schedule.weight_rule!r} asks for version {claimed}: move an update "
-                f"(U) of stage {stage} on rank {schedule.owner(stage, index)}"
-            )
+    return RULES[schedule.weight_rule]
 
 
 def check_updates(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each rank updates each of its stages once a batch, behind its gradients.
+    """Raise ScheduleError unless each rank updates each of its stages once an update group, behind its gradients.
 
-        ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      M=4: U of batch t behind all backwards of batch t
+        ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      groups of 4: U0 behind all backwards of microbatches 0..3
 
     A flush schedule of one batch holds no U: its update is its epilogue.
     """
@@ -100,21 +151,23 @@ def check_updates(schedule: Schedule) -> None:
 
 def _check_rank_updates(schedule: Schedule, rank: int, program: tuple[Action, ...]) -> None:
     count = dict.fromkeys(schedule.placement[rank], 0)  # stage -> updates so far
+    num_updates = schedule.num_batches * schedule.groups_per_batch
+    one, many = ("batch", "batches") if schedule.groups_per_batch == 1 else ("update group", "update groups")
     for position, action in enumerate(program):
         stage, op, index = action
-        batch = index // schedule.num_microbatches
+        group = index // schedule.group_size
         if op is Op.U:
-            if index != count[stage] or index >= schedule.num_batches:
+            if index != count[stage] or index >= num_updates:
                 raise ScheduleError(
                     f"{action} on rank {rank}, position {position}, is update {count[stage]} of the stage: expected "
-                    f"one for each of the {schedule.num_batches} batches, in order, {stage}U0 first"
+                    f"one for each of the {num_updates} {many}, in order, {stage}U0 first"
                 )
             count[stage] += 1
-        elif op is not Op.F and batch < count[stage]:
+        elif op is not Op.F and group < count[stage]:
             raise ScheduleError(
-                f"{action} on rank {rank}, position {position}, adds to the gradient that {stage}U{batch}, which "
+                f"{action} on rank {rank}, position {position}, adds to the gradient that {stage}U{group}, which "
                 f"stands before it, has used: move that update behind it"
             )
     for stage, number in count.items():
-        if number < schedule.num_batches:
-            raise ScheduleError(f"missing: {stage}U{number} on rank {rank}; expected an update for each batch")
+        if number < num_updates:
+            raise ScheduleError(f"missing: {stage}U{number} on rank {rank}; expected an update for each {one}")

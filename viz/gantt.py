@@ -2,6 +2,8 @@
 
 rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
        |       ---- ---             thin lanes of messages arriving
+
+Where a program has several batches, every other one is paler; an update too short for a box is a thin line.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .palette import (
     OP_HUES,
     OTHER_HUE,
     RGB,
+    batch_shade,
     ink,
     shade,
 )
@@ -33,6 +36,7 @@ _LANES_TOP, _LANES_HEIGHT = 0.77, 0.18
 _SMALLEST, _LARGEST = 6.0, 11.0  # font sizes of microbatch numbers [points]
 _DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in font sizes
 _FILL = 0.82  # of a box's width, at the most, goes to its number
+_NARROW = 2.0  # an update of fewer pixels is a line
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
 
 
@@ -71,6 +75,17 @@ def num_chunks(timeline: Timeline) -> int:
     return max(len(stages) for stages in timeline.schedule.placement)
 
 
+def shows_batches(timeline: Timeline) -> bool:
+    """Whether batches are told apart."""
+    return timeline.schedule.num_batches > 1
+
+
+def batch_of(timeline: Timeline, action: Action) -> int:
+    """The batch to which an action belongs."""
+    schedule = timeline.schedule
+    return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.num_microbatches)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
     rank: int
@@ -90,7 +105,10 @@ def _boxes(timeline: Timeline) -> list[_Box]:
             assert isinstance(action, Action)
             hue = OP_HUES.get(action.op, OTHER_HUE)
             colour = shade(hue, chunk=chunk_of[rank].get(action.stage, 0), num_chunks=chunks)
-            label = "U" if action.op is Op.U else str(action.index)
+            if shows_batches(timeline):
+                colour = batch_shade(colour, batch_of(timeline, action))
+            number = "" if action.op is Op.U and not shows_batches(timeline) else str(action.index)
+            label = f"U{number}" if action.op is Op.U else number
             at, width = start - timeline.start, end - start
             boxes.append(_Box(rank=rank, start=at, width=width, op=action.op, label=label, colour=colour))
     return boxes
@@ -122,13 +140,17 @@ def _style_rows(axes: Axes, num_rows: int, scale: Scale) -> None:
 
 
 def _draw_idle(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """A hatched band a rank, from the first start to the last end of all; boxes will cover what was busy."""
+    """A hatched band a rank, from the first start to the last end of all (in a window, of its own); boxes will cover
+    what was busy."""
     from matplotlib.patches import Rectangle
 
-    for rank in range(len(timeline.ranks)):
+    for rank, trace in enumerate(timeline.ranks):
+        start, end = 0.0, timeline.makespan
+        if is_window(timeline) and trace.compute:
+            start, end = trace.compute[0].start - timeline.start, trace.compute[-1].end - timeline.start
         band = Rectangle(
-            (0, rank + _TOP),
-            timeline.makespan / scale.unit,
+            (start / scale.unit, rank + _TOP),
+            (end - start) / scale.unit,
             scale.box_height,
             facecolor=IDLE_FILL,
             edgecolor=IDLE_HATCH,
@@ -141,6 +163,16 @@ def _draw_idle(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 def _draw_boxes(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
     from matplotlib.collections import PolyCollection
 
+    narrow = [b for b in boxes if b.op is Op.U and scale.pixels(b.width) < _NARROW]
+    axes.vlines(
+        [(b.start + b.width / 2) / scale.unit for b in narrow],
+        [b.rank + _TOP for b in narrow],
+        [b.rank + _TOP + scale.box_height for b in narrow],
+        colors="#1A1A1A",
+        linewidth=1.2,
+        zorder=1.5,  # over the boxes, below the numbers
+    )
+    boxes = [b for b in boxes if not (b.op is Op.U and scale.pixels(b.width) < _NARROW)]
     if not boxes:
         return
     corners = [_corners(b.start / scale.unit, b.width / scale.unit, b.rank + _TOP, scale.box_height) for b in boxes]
@@ -184,7 +216,7 @@ def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
 
 
 def _largest_font(box: _Box, scale: Scale) -> float:
-    ems = _LETTER if box.op is Op.U else _DIGIT * len(box.label)
+    ems = _LETTER + _DIGIT * (len(box.label) - 1) if box.op is Op.U else _DIGIT * len(box.label)
     return _FILL * scale.pixels(box.width) / ems * 72 / scale.dpi
 
 
@@ -223,12 +255,12 @@ def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
 
 def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float) -> None:
-    """Each rank's idle time, stacked by cause, in per cent of the makespan; the x axis ends at `limit`."""
+    """Each rank's idle time, stacked by cause, in per cent (see `idle_shares`); the x axis ends at `limit`."""
     left = [0.0] * len(timeline.ranks)
     rows = [rank + _TOP + scale.box_height / 2 for rank in range(len(timeline.ranks))]
-    idle = attribute_idle(timeline)
+    idle = idle_shares(timeline)
     for cause in Idle._fields:
-        shares = [100 * getattr(rank, cause) / timeline.makespan for rank in idle]
+        shares = [100 * getattr(rank, cause) for rank in idle]
         axes.barh(rows, shares, height=scale.box_height, left=left, color=CAUSE_HUES[cause])
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes.set_xlim(0, limit)
@@ -240,10 +272,29 @@ def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float
 
 
 def causes_of(timeline: Timeline) -> list[str]:
-    """The causes of idle time that show in a picture of it (0.1% of the makespan, on any rank)."""
-    idle = attribute_idle(timeline)
-    least = 1e-3 * timeline.makespan
-    return [c for c in Idle._fields if any(getattr(rank, c) > least for rank in idle)]
+    """The causes of idle time that show in a picture of it (0.1%, on any rank)."""
+    idle = idle_shares(timeline)
+    return [c for c in Idle._fields if any(getattr(rank, c) > 1e-3 for rank in idle)]
+
+
+def is_window(timeline: Timeline) -> bool:
+    """Whether it shows a few batches of a stream, each rank from the first forward of the first one."""
+    return timeline.measured and timeline.schedule.streams
+
+
+def idle_shares(timeline: Timeline) -> list[Idle]:
+    """By rank, what each cause takes of the makespan; in a window, of the rank's own time in it.
+
+    Ranks enter and leave a window one after the other, which is neither warm-up nor drain.
+    """
+    shares = []
+    for rank, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+        length = timeline.makespan
+        if is_window(timeline):
+            length = rank.compute[-1].end - rank.compute[0].start if rank.compute else 0.0
+            idle = idle._replace(warm_up=0.0, drain=0.0)
+        shares.append(Idle(*(seconds / length if length > 0 else 0.0 for seconds in idle)))
+    return shares
 
 
 def ops_of(timeline: Timeline) -> set[Op]:

@@ -15,6 +15,7 @@ from .palette import (
     OP_HUES,
     OP_WORDS,
     OTHER_HUE,
+    batch_shade,
     shade,
 )
 
@@ -36,6 +37,7 @@ def draw_legend(
     kinds: Collection[MessageKind],
     causes: Collection[str],
     chunks: int,
+    batches: bool,
     marks_end: bool,
     left: float,
     middles: Sequence[float],
@@ -43,6 +45,7 @@ def draw_legend(
     """Two rows of keys: what is drawn over time (the shades of a swatch are the chunks), and why ranks idle.
 
     Arguments:
+        batches: True where every other batch is paler.
         marks_end: True where a dashed line marks the predicted end.
         left: of both rows, in fractions of the figure.
         middles: heights of the rows, in fractions of the figure.
@@ -50,9 +53,10 @@ def draw_legend(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    keys = [_op_key(op, chunks) for op in Op if op in ops]
-    if chunks > 1 and keys:
-        keys[0] = keys[0][0], f"{keys[0][1]} (chunk 0 to {chunks - 1})"
+    keys = [_op_key(op, chunks, batches=batches) for op in Op if op in ops]
+    shades = [f"chunk 0 to {chunks - 1}"] * (chunks > 1) + ["even, odd batches"] * batches
+    if shades and keys:
+        keys[0] = keys[0][0], f"{keys[0][1]} ({'; '.join(shades)})"
     if causes:
         keys.append((Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"))
     for kind in (kind for kind in MessageKind if kind in kinds):
@@ -66,11 +70,15 @@ def draw_legend(
         _draw_row(figure, "idle by cause:", idle, left=left, middle=middles[1])
 
 
-def _op_key(op: Op, chunks: int) -> _Key:
+def _op_key(op: Op, chunks: int, *, batches: bool) -> _Key:
     from matplotlib.patches import Patch
 
     hue = OP_HUES.get(op, OTHER_HUE)
-    colours = [shade(hue, chunk=chunk, num_chunks=chunks) for chunk in range(chunks)]
+    colours = [
+        batch_shade(shade(hue, chunk=chunk, num_chunks=chunks), batch)
+        for chunk in range(chunks)
+        for batch in range(2 if batches else 1)
+    ]
     return tuple(Patch(facecolor=colour) for colour in colours), OP_WORDS.get(op, op.value)
 
 

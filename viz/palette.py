@@ -1,4 +1,4 @@
-"""The colours of pictures: the op gives the hue, the chunk its shade.
+"""The colours of pictures: the op gives the hue, the chunk its shade, every other batch is a little paler.
 
 Hues are those of Okabe and Ito ("Color Universal Design", 2008) and, for idle causes, of Tol's muted scheme
 ("Colour Schemes", SRON/EPS/TN/09-002), which stay apart under the common forms of colour blindness.
@@ -29,11 +29,17 @@ MESSAGE_HUES = {
     MessageKind.ACT: OP_HUES[Op.F],  # the hue of the op that makes it
     MessageKind.GRAD: "#D55E00",  # an orange that shows in a thin lane
     MessageKind.LOSS: OP_HUES[Op.U],
+    MessageKind.SUM: OP_HUES[Op.W],
+    MessageKind.NORM: "#56B4E9",  # sky blue
+    MessageKind.TOTAL: OP_HUES[Op.I],
 }
 MESSAGE_WORDS = {
     MessageKind.ACT: "activations arriving",
     MessageKind.GRAD: "gradients arriving",
     MessageKind.LOSS: "loss arriving",
+    MessageKind.SUM: "shared gradients arriving",
+    MessageKind.NORM: "gradient norm arriving",
+    MessageKind.TOTAL: "global norm arriving",
 }
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",
@@ -46,6 +52,7 @@ CAUSE_HUES = {  # by field of `Idle`
 }
 IDLE_FILL, IDLE_HATCH = "#FAFAFA", "#CDCDCD"
 _PALEST = 0.58  # how far the last chunk's shade is mixed with white
+_ODD_BATCH = 0.36  # likewise, every other batch
 
 
 def shade(hue: str, *, chunk: int, num_chunks: int) -> RGB:
@@ -54,8 +61,21 @@ def shade(hue: str, *, chunk: int, num_chunks: int) -> RGB:
     >>> shade("#0000FF", chunk=0, num_chunks=2)
     (0.0, 0.0, 1.0)
     """
-    white = _PALEST * chunk / max(num_chunks - 1, 1)
     red, green, blue = (int(hue[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return _mixed((red, green, blue), _PALEST * chunk / max(num_chunks - 1, 1))
+
+
+def batch_shade(colour: RGB, batch: int) -> RGB:
+    """The colour in a batch: as it is in even ones, paler in odd ones.
+
+    >>> batch_shade((0.0, 0.0, 1.0), 3)
+    (0.36, 0.36, 1.0)
+    """
+    return _mixed(colour, _ODD_BATCH) if batch % 2 else colour
+
+
+def _mixed(colour: RGB, white: float) -> RGB:
+    red, green, blue = colour
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
 
 

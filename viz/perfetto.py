@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedules import Action, Message, MessageKind, Op, Timeline
+from ..schedules import Action, Message, Op, Timeline
 from ..schedules.attribution import Gap, find_gaps
+from ..schedules.lower import STAGE_KINDS
 from .arrows import find_arrows
 from .lanes import assign_lanes
 
@@ -67,7 +68,9 @@ def _facts(timeline: Timeline) -> _Event:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        "num_batches": schedule.num_batches,
         "makespan_seconds": timeline.makespan,
+        "batch_seconds": timeline.batch_seconds,
         "makespan_bubble": timeline.makespan_bubble,
         "span_bubble": timeline.span_bubble,
     }
@@ -126,8 +129,11 @@ class _Trace:
 
     def _message(self, message: Message) -> _Event:
         kind, src, dst, index = message
-        args: _Event = {"message": str(message), "from_stage": src}
-        args |= {"batch": index} if kind is MessageKind.LOSS else {"to_stage": dst, "microbatch": index}
+        args: _Event = {"message": str(message)}
+        if kind in STAGE_KINDS:
+            args |= {"from_stage": src, "to_stage": dst, "microbatch": index}
+        else:
+            args |= {"from_rank": src, "to_rank": dst, "update_group": index}
         return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
 
     def _metadata(self, name: str) -> Iterator[_Event]:

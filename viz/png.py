@@ -20,16 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..schedules import Timeline
+from ..schedules import Action, Op, Timeline
 from .gantt import (
     Scale,
+    batch_of,
     causes_of,
     draw_idle_bars,
     draw_timeline,
+    idle_shares,
+    is_window,
     message_kinds_of,
     num_chunks,
     ops_of,
     plan_labels,
+    shows_batches,
 )
 from .legend import draw_legend
 
@@ -83,6 +87,8 @@ class _Panel:
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
+        if t.schedule.streams:
+            return f"{self.caption}:  {self._steady_state(unit_name, unit, before)}"
         ratio = ""
         if before is not None and before.timeline.makespan > 0:
             ratio = f" ({t.makespan / before.timeline.makespan:.3f} times {before.caption})"
@@ -90,6 +96,22 @@ class _Panel:
             f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
             f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
         )
+
+    def _steady_state(self, unit_name: str, unit: float, before: _Panel | None) -> str:
+        """The figures of a batch among others; a measured timeline shows a few batches only."""
+        t = self.timeline
+        ratio = ""
+        if before is not None and before.timeline.schedule.streams and before.timeline.batch_seconds > 0:
+            ratio = f" ({t.batch_seconds / before.timeline.batch_seconds:.3f} times {before.caption})"
+        return (
+            f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
+            f"{self._num_batches()} batches in {t.makespan / unit:.4g} {unit_name}"
+        )
+
+    def _num_batches(self) -> int:
+        """Of which a forward is shown."""
+        spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
+        return len({batch_of(self.timeline, a) for a in spans if isinstance(a, Action) and a.op is Op.F})
 
 
 def _render(panels: Sequence[_Panel], path: str | Path) -> None:
@@ -151,7 +173,8 @@ class _Page:
             kinds={kind for t in timelines for kind in message_kinds_of(t)},
             causes={cause for t in timelines for cause in causes_of(t)},
             chunks=max(num_chunks(t) for t in timelines),
-            marks_end=len(self.panels) > 1,
+            batches=any(map(shows_batches, timelines)),
+            marks_end=any(map(self._has_end, self.panels[:-1])),
             left=_LEFT / _WIDTH,
             middles=[(self._legend - (row + 0.5) * _LEGEND_ROW) / self.height for row in range(2)],
         )
@@ -167,25 +190,25 @@ class _Page:
         axes.tick_params(labelbottom=is_last)
         if is_last:
             axes.set_xlabel(f"time [{self.unit_name}]", size=9.5, labelpad=2)
-        if before is not None and before.timeline.makespan > 0:
+        if before is not None and self._has_end(before):
             axes.axvline(before.timeline.makespan / self.unit, color="#202020", linestyle="--", linewidth=0.9)
         if self.with_bars and timeline.makespan > 0:
             bars = self.axes(figure, _LEFT + scale.width + _BARS_GAP, top, _BARS, height)
             draw_idle_bars(bars, timeline, scale, limit=self._bar_limit())
             bars.tick_params(labelbottom=is_last)
             if is_last:
-                bars.set_xlabel("idle [% of makespan]", size=9.5, labelpad=2)
+                of = "time" if is_window(timeline) else "makespan"
+                bars.set_xlabel(f"idle [% of {of}]", size=9.5, labelpad=2)
         return top + height
+
+    @staticmethod
+    def _has_end(panel: _Panel) -> bool:
+        """Whether its end is one that the next panel should reach: a stream goes on."""
+        return panel.timeline.makespan > 0 and not panel.timeline.schedule.streams
 
     def _bar_limit(self) -> float:
         """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
-        shares = [
-            1 - rank.busy / t.makespan
-            for t in (panel.timeline for panel in self.panels)
-            for rank in t.ranks
-            if t.makespan > 0
-        ]
-        return 100 * 1.25 * max(shares)
+        return 100 * 1.25 * max(sum(idle) for panel in self.panels for idle in idle_shares(panel.timeline))
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -201,7 +224,7 @@ def _title(panels: Sequence[_Panel]) -> str:
     titles = []
     for timeline in (panel.timeline for panel in panels):
         schedule = timeline.schedule
-        batches = f", {schedule.num_batches} batches" if schedule.num_batches > 1 else ""
+        batches = f", {schedule.num_batches} batches" if schedule.num_batches > 1 and not schedule.streams else ""
         titles.append(
             f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(timeline)}  "
             f"M={schedule.num_microbatches}{batches}"

@@ -19,6 +19,7 @@ import tyro
 
 from ..launcher import launch
 from .figures import figures_of
+from .races import RACES, Race
 from .records import Record, read_records
 from .workloads import CASES, Case, ModelKind, Workload, select_cases, workloads_of
 
@@ -88,8 +89,9 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     tiny = [workload for workload in workloads if workload.model is ModelKind.TINY]
     if tiny:
         records += _run_in_process(tiny, options, folder)
-    for num_ranks in sorted({workload.num_ranks for workload in workloads} | {2}):
-        jobs = [workload.name for workload in workloads if workload.num_ranks == num_ranks]
+    sized: list[Workload | Race] = [*workloads, *(RACES[name] for case in cases for name in case.races)]
+    for num_ranks in sorted({one.num_ranks for one in sized} | {2}):
+        jobs = [one.name for one in sized if one.num_ranks == num_ranks]
         if num_ranks == 2:
             jobs = [_PING_PONG] * bool(tiny) + jobs + [_RECEIVE_BYTES] * (_RECEIVE_BYTES in names)
         if jobs:

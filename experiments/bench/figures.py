@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from .records import Measurement, ReceiveBytes, Record, SimulatorSpeed, Spread
+from .races import RACES, Race
+from .records import Measurement, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
 from .workloads import WORKLOADS, Case, ModelKind, Workload
 
 GIGABYTE = 1e9
@@ -86,6 +87,9 @@ def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
         if workload.model is ModelKind.SLEEP:
             found.append(_over_ideal(case, workload, measurement))
         found.append(_over_torch(case, workload, measurement))
+    for record in records:
+        if isinstance(record, RaceTimes) and record.race in case.races:
+            found += _race(case, RACES[record.race], record)
     if case.name == "receive-bytes":
         found += _receive_bytes([r for r in records if isinstance(r, ReceiveBytes)])
     if case.name == "simulator":
@@ -153,6 +157,45 @@ def _prediction(workload: Workload, measurement: Measurement) -> Figure:
         note=f"{measurement.predicted * 1e3:.2f} / {measured.median * 1e3:.2f} ms, "
         f"latency {measurement.latency * 1e6:.0f} us for {measurement.boundary_bytes} bytes",
     )
+
+
+def _race(case: Case, race: Race, times: RaceTimes) -> list[Figure]:
+    """The first entry's throughput over each other's; how far its predicted period was off."""
+    first = race.entries[0]
+    origin = _origin(first.workload)
+    own = times.seconds[first.label]
+    found = []
+    for entry in race.entries[1:]:
+        theirs = times.seconds[entry.label]
+        ideal = "" if entry.ideal is None else f", ideal {entry.ideal:.3f}"
+        found.append(
+            Figure(
+                case=case.name,
+                workload=_described(first.workload),
+                what=f"throughput / {entry.label}",
+                unit="ratio",
+                value=Spread.of_ratios(theirs, own),
+                target=None if entry.at_least is None else Target(limit=entry.at_least, at_least=True),
+                origin=origin,
+                note=f"{milliseconds(Spread.of(theirs))} / {milliseconds(Spread.of(own))} a batch{ideal}",
+            )
+        )
+    period = Spread.of(own).median
+    errors = [abs(times.predicted / seconds - 1) for seconds in own]
+    sleeps = first.workload.model is ModelKind.SLEEP
+    found.append(
+        Figure(
+            case=case.name,
+            workload=_described(first.workload),
+            what="error of the period",
+            unit="error",
+            value=Spread(median=abs(times.predicted / period - 1), low=min(errors), high=max(errors)),
+            target=None,
+            origin=Origin.SIMULATED_OVER_EMULATED if sleeps else Origin.SIMULATED_OVER_MEASURED,
+            note=f"{times.predicted * 1e3:.2f} / {period * 1e3:.2f} ms, bubble {Spread.of(times.bubbles).median:.1%}",
+        )
+    )
+    return found
 
 
 def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:

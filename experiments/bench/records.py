@@ -34,6 +34,22 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaceTimes:
+    """One race.
+
+    Arguments:
+        seconds: by entry: [repetitions] seconds a batch, of many in a row.
+        predicted: the simulator's seconds a batch of the first entry, from its own measured costs.
+        bubbles: [repetitions] measured steady-state bubbles of the first entry.
+    """
+
+    race: str
+    seconds: dict[str, list[float]]
+    predicted: float
+    bubbles: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PingPong:
     """One-way times over gloo, from just before the send to just after the wait [s].
 
@@ -91,9 +107,9 @@ class SimulatorSpeed:
     peak_bytes: int
 
 
-Record = Measurement | PingPong | ReceiveBytes | Breakdown | SimulatorSpeed
+Record = Measurement | RaceTimes | PingPong | ReceiveBytes | Breakdown | SimulatorSpeed
 _TYPES: dict[str, type[Record]] = {
-    kind.__name__: kind for kind in (Measurement, PingPong, ReceiveBytes, Breakdown, SimulatorSpeed)
+    kind.__name__: kind for kind in (Measurement, RaceTimes, PingPong, ReceiveBytes, Breakdown, SimulatorSpeed)
 }
 
 

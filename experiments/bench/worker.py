@@ -26,7 +26,8 @@ import tyro
 from ...schedules import simulate
 from ..launcher import report_to_launcher
 from .models import SPIN, Problem, make_problem, sleep_until
-from .records import Measurement, PingPong, ReceiveBytes, Record, write_records
+from .races import RACES, Race, Runner
+from .records import Measurement, PingPong, RaceTimes, ReceiveBytes, Record, write_records
 from .sides import OurSide, Side, TorchSide
 from .workloads import WORKLOADS, ModelKind, Workload
 
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 records.append(ping_pong(torch.zeros(1, 8), rounds=500))
             elif job == RECEIVE_BYTES:
                 records += receive_bytes()
+            elif job in RACES:
+                records.append(run_race(RACES[job], repetitions=options.repetitions))
             else:
                 records.append(measure(WORKLOADS[job], repetitions=options.repetitions))
         if dist.get_rank() == 0:
@@ -140,6 +143,46 @@ def _timed(step: Callable[[], None]) -> float:
     end = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     dist.all_reduce(end, op=dist.ReduceOp.MAX)
     return float(end)
+
+
+# Races
+
+
+def run_race(race: Race, *, repetitions: int) -> RaceTimes:
+    """All entries in turn, many batches in a row each."""
+    sides: dict[str, Side] = {}
+    for entry in race.entries:
+        problem = make_problem(entry.workload)
+        make = OurSide if entry.runner is Runner.OURS else TorchSide
+        sides[entry.label] = make(entry.workload, problem)
+    first = next(iter(sides.values()))
+    assert isinstance(first, OurSide)
+    for side in sides.values():
+        for _ in range(_WARM_UP_STEPS):
+            side.step()
+    first.pipe.measured_costs()  # the link's latency, while nothing is under way
+    first.pipe.forget_measurements()
+    for _ in range(_WARM_UP_STEPS):
+        first.step()
+    seconds: dict[str, list[float]] = {label: [] for label in sides}
+    bubbles = []
+    for repetition in range(repetitions):
+        for label, side in sides.items():
+            seconds[label].append(_timed(lambda side=side: _steps(side, race.batches)) / race.batches)  # type: ignore[misc]
+        assert first.result is not None
+        bubbles.append(first.result.timeline().bubble)
+        shown = ", ".join(f"{label} {values[-1] * 1e3:.2f} ms" for label, values in seconds.items())
+        say(f"{race.name}: repetition {repetition + 1}/{repetitions}: {shown}")
+    predicted = simulate(first.pipe.schedule, first.pipe.measured_costs()).batch_seconds
+    for side in sides.values():
+        if isinstance(side, OurSide):
+            side.pipe.close()
+    return RaceTimes(race=race.name, seconds=seconds, predicted=predicted, bubbles=bubbles)
+
+
+def _steps(side: Side, batches: int) -> None:
+    for _ in range(batches):
+        side.step()
 
 
 # Messages
@@ -222,7 +265,7 @@ def _receive_bytes(workload: Workload, problem: Problem) -> ReceiveBytes:
 
 def _watch_receives(side: OurSide) -> Callable[[], int]:
     """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
-    transport = side.pipe._runtime._engine.ranks[0].transport
+    transport = side.pipe._runtime.local_ranks[0].transport
     post, peak = transport.post, 0
 
     def watched(*arguments: object) -> None:

@@ -62,11 +62,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question: a name for `--only`, and the workloads that it needs (none: it measures by itself)."""
+    """A question: a name for `--only`, and the workloads or races that it needs (none: it measures by itself)."""
 
     name: str
     summary: str
     workloads: tuple[str, ...] = ()
+    races: tuple[str, ...] = ()
 
 
 def _tiny(schedule: str, num_chunks: int) -> Workload:
@@ -154,6 +155,16 @@ CASES: dict[str, Case] = {
             name="gpt",
             summary="a GPT with AdamW on two ranks: at least as fast as torch, schedule by schedule",
             workloads=_GPT,
+        ),
+        Case(
+            name="async-sleep",
+            summary="throughput of 2bw, stages that sleep: 1.68 (P=4) and 1.8 (P=8) times 1F1B, ours and torch's",
+            races=("async-sleep-4", "async-sleep-8"),
+        ),
+        Case(
+            name="async-gpt",
+            summary="throughput of 2bw, a GPT with AdamW, M=2: 1.42 times torch's 1F1B, 1.22 times its interleaved",
+            races=("async-gpt",),
         ),
         Case(name="receive-bytes", summary="receives posted and not consumed: the same for M=8 and M=64"),
         Case(name="simulator", summary="the simulator's own speed and memory"),

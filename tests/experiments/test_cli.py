@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.experiments.cli import COMMANDS, main
-from stagewright.schedules import Schedule
+from stagewright.experiments.schedule_options import BuildOptions
+from stagewright.schedules import BUILDERS, Schedule, build
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -111,9 +112,117 @@ def test_the_table_for_people_names_bubbles_and_causes(capsys: pytest.CaptureFix
         assert words in text
 
 
+# --- schedules whose batches overlap ---
+
+OPTIONS: list[tuple[tuple[str, ...], dict[str, object]]] = [
+    (("--ranks", "4", "--microbatches", "4"), {}),
+    (("--ranks", "4", "--microbatches", "4", "--batches", "5"), {"num_batches": 5}),
+    (("--ranks", "3", "--microbatches", "4", "--replicas", "2", "1"), {"replicas": (2, 1)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "options"),
+    [
+        *((name, *case) for name in ("2bw", "pipedream") for case in OPTIONS),
+        ("2bw", ("--ranks", "3", "--microbatches", "5", "--warmup", "eager"), {"warmup": "eager"}),
+        ("2bw", ("--ranks", "3", "--microbatches", "5", "--warmup", "plain"), {"warmup": "plain"}),
+        ("pipedream", ("--ranks", "2", "--microbatches", "4", "--update-every", "2"), {"update_every": 2}),
+        ("pipedream", ("--ranks", "3", "--microbatches", "4", "--vertical-sync"), {"vertical_sync": True}),
+    ],
+)
+def test_options_reach_the_builder(
+    name: str, words: tuple[str, ...], options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same ones for both commands; JSON says everything, so that a file can be simulated, too."""
+    sizes = {"num_ranks": int(words[1]), "num_microbatches": int(words[3])}
+    expected = build(name, **sizes, **options)  # type: ignore[arg-type]
+    assert Schedule.from_json(answer(capsys, "schedule", name, *words, "--format", "json")) == expected
+    assert answer(capsys, "schedule", name, *words) == f"{expected.grid()}\n"
+    assert simulated(capsys, name, *words)["num_batches"] == expected.num_batches
+
+
+def test_a_stream_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("pipedream", "--ranks", "3", "--microbatches", "4", "--update-every", "2")
+    (tmp_path / "mine.json").write_text(answer(capsys, "schedule", *words, "--format", "json"))
+    assert simulated(capsys, "--csv", str(tmp_path / "mine.json")) == simulated(capsys, *words)
+
+
+def test_a_simulated_stream_has_a_steady_state(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--ranks", "4", "--microbatches", "4", "--latency", "0.5")
+    found = simulated(capsys, "pipedream", *words)
+    expected = {
+        "streams": True,
+        "num_batches": 8,
+        "batch_seconds": 15.0,  # M (F + B + 2 L (P-1) / P)
+        "peak_versions": [4, 3, 2, 1],
+        "staleness": [3, 2, 1, 0],
+        "peak_activations": [4, 3, 2, 1],
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["bubble"] == pytest.approx(0.2)
+    free = simulated(capsys, "2bw", "--ranks", "4", "--microbatches", "4")
+    assert (free["bubble"], free["batch_seconds"]) == (0.0, 12.0)
+    assert (free["peak_versions"], free["staleness"]) == ([2] * 4, [1] * 4)
+    eager = simulated(capsys, "2bw", "--ranks", "4", "--microbatches", "8", "--latency", "1.5", "--warmup", "eager")
+    assert eager["bubble"] == 0.0
+
+
+def test_a_simulated_flush_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "1f1b", "--ranks", "2", "--microbatches", "4")
+    assert (found["streams"], found["num_batches"]) == (False, 1)
+    assert found["batch_seconds"] == found["makespan"]
+    assert (found["peak_versions"], found["staleness"]) == ([1, 1], [0, 0])
+    text = answer(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "4")
+    assert not any(words in text for words in ("versions", "staleness", "steady"))
+
+
+def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("simulate", "2bw", "--ranks", "2", "--microbatches", "2")
+    lines = answer(capsys, *words).splitlines()
+    assert lines[0] == "2bw: 2 ranks, 1 chunks a rank, 2 microbatches a batch, 8 batches (simulated)"
+    assert lines[4].split() == [
+        "batch",
+        "seconds",
+        "6",
+        *["from", "batch", "to", "batch", "of", "the", "steady", "state"],
+    ]
+    assert lines[5].split() == ["bubble", "0.00%", "of", "the", "steady", "state"]
+    assert "activations  versions  staleness  largest idle cause" in lines[7]
+    assert lines[8].split() == ["0", "48", "3", "2", "2", "1", "late", "peer", "(3)"]
+    assert "of all: give more --batches for a steady state" in answer(capsys, *words, "--batches", "2")
+
+
+def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("schedule", "simulate", "train"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        words = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(".", " ").split()
+        assert set(BUILDERS) <= set(words)
+
+
+def test_options_that_are_not_given_are_not_passed_on() -> None:
+    assert BuildOptions().given() == {}
+    assert BuildOptions(vertical_sync=True, batches=2).given() == {"vertical_sync": True, "num_batches": 2}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ("schedule", "2bw", "--ranks", "4", "--microbatches", "2"),
+            "num_microbatches=2 under 2bw: expected at least 3",
+        ),
+        (("schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--batches", "3"), "has no option num_batches"),
+        (("simulate", "2bw", "--ranks", "2", "--microbatches", "2", "--vertical-sync"), "has no option vertical_sync"),
+        (("simulate", "2bw", "--ranks", "2", "--microbatches", "2", "--replicas", "2", "1"), "replicas=(2, 1) on 2"),
+        (("schedule", "pipedream", "--ranks", "2", "--microbatches", "4", "--update-every", "3"), "update_every=3"),
+        (("schedule", "2bw", "--ranks", "2", "--microbatches", "2", "--format", "csv"), "use to_json"),
+        (("simulate", "--csv", "mine.csv", "--chunks", "2"), "--chunks with --csv mine.csv: expected the file alone"),
+        (
+            ("simulate", "--csv", "mine.csv", "--replicas", "1", "1", "--batches", "2"),
+            "--replicas, --batches with --csv",
+        ),
         (("schedule", "1f2b", "--ranks", "2", "--microbatches", "3"), "did you mean '1f1b'?"),
         (("schedule", "1f1b", "--ranks", "0", "--microbatches", "3"), "at least 1"),
         (("schedule", "1f1b", "--ranks", "2", "--microbatches", "3", "--chunks", "2"), "interleave"),
@@ -169,9 +278,9 @@ def test_the_planning_commands_load_neither_torch_nor_scipy(command: str) -> Non
 
 
 @pytest.mark.slow
-def test_the_planning_commands_answer_in_half_a_second() -> None:
-    command = [sys.executable, "-m", "stagewright", "simulate", "interleaved"]
-    command += ["--ranks", "4", "--microbatches", "8", "--chunks", "2", "--json"]
+@pytest.mark.parametrize("words", ["simulate interleaved --chunks 2 --json", "simulate 2bw --json", "schedule 2bw"])
+def test_the_planning_commands_answer_in_half_a_second(words: str) -> None:
+    command = [sys.executable, "-m", "stagewright", *words.split(), "--ranks", "4", "--microbatches", "8"]
     times = []
     for _ in range(5):
         started = time.perf_counter()

@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.pipe.machine import Machine, Wait
 from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
-from stagewright.schedules.lower import RankProgram, Transfer
+from stagewright.schedules.lower import RankProgram, Sharing, Transfer
 
 F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
 ACT = Message(MessageKind.ACT, 0, 1, 0)
@@ -101,12 +101,12 @@ def run_all(lowered: Lowered, *, seed: int) -> list[list[Action]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_arrival_gives_the_program(name: str, seed: int) -> None:
     schedule = build(name, num_ranks=3, num_microbatches=5)
-    done = run_all(lower(schedule, share_loss=True), seed=seed)
+    done = run_all(lower(schedule, sharing=Sharing(loss=True)), seed=seed)
     assert [tuple(actions) for actions in done] == list(schedule.programs)
 
 
 def test_with_skips_over_several_stages() -> None:
     edges = [Edge(0, 1, True), Edge(0, 3, True), Edge(1, 2, True), Edge(2, 3, False), Edge(1, 3, True)]
     schedule = build("1f1b", num_ranks=4, num_microbatches=6).with_edges(edges)
-    done = run_all(lower(schedule, share_loss=True), seed=7)
+    done = run_all(lower(schedule, sharing=Sharing(loss=True)), seed=7)
     assert [tuple(actions) for actions in done] == list(schedule.programs)

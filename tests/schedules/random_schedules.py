@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from stagewright.schedules import Action, Costs, Edge, Op, Schedule
+from stagewright.schedules import Action, Costs, Edge, Op, RankTrace, Schedule, Timeline
 from stagewright.schedules.ir import chain
 
 # The same examples in every run; take derandomize away and max_examples up to search for more.
@@ -62,6 +62,21 @@ def with_updates(schedule: Schedule, num_batches: int) -> Schedule:
         for rank, program in enumerate(schedule.programs)
     )
     return replace(schedule, programs=programs, num_batches=num_batches)
+
+
+def window_of(timeline: Timeline, first: int, last: int) -> Timeline:
+    """The batches from `first` to before `last`, cut on each rank at their first forwards: what a stream records."""
+    M = timeline.schedule.num_microbatches
+    ranks = []
+    for trace in timeline.ranks:
+        begins = [
+            next(at for at, s in enumerate(trace.compute) if isinstance(s.what, Action) and s.what[1:] == (Op.F, t * M))
+            for t in (first, last)
+        ]
+        compute = trace.compute[begins[0] : begins[1]]
+        comm = tuple(s for s in trace.comm if compute[0].start <= s.end <= compute[-1].end)
+        ranks.append(RankTrace(compute=compute, comm=comm))
+    return Timeline(schedule=timeline.schedule, ranks=tuple(ranks), measured=True)
 
 
 @st.composite

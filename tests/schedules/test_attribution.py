@@ -12,6 +12,7 @@ from stagewright.schedules import (
     Action,
     Costs,
     Idle,
+    Op,
     RankTrace,
     Schedule,
     Span,
@@ -22,7 +23,8 @@ from stagewright.schedules import (
 )
 from stagewright.schedules.attribution import find_gaps
 
-from .random_schedules import by_hand, quarters, schedules_with_costs, steady
+from .builders import ASYNC
+from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of
 
 NONE = Idle(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -140,6 +142,30 @@ def test_a_rank_that_does_nothing_drains() -> None:
     schedule = by_hand("0F0 0B0", "", microbatches=1, placement=[[0], []])
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
     assert attribute_idle(timeline) == (NONE, NONE._replace(drain=3.0))
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("latency", [0.0, 0.25, 2.0])
+def test_a_window_lacks_the_makers_of_its_first_messages(name: str, latency: float) -> None:
+    """Causes add up, and a message of known arrival is late or under way as in the whole run."""
+    whole = simulate(build(name, num_ranks=4, num_microbatches=4), Costs(forward=1.0, backward=2.0, latency=latency))
+    window = window_of(whole, 3, 6)
+    made = {span.what for trace in window.ranks for span in trace.compute}
+    assert any(Action(1, Op.B, a.index) not in made for a in window.ranks[0].actions if a.op is Op.B)
+    check_sums(window)
+    for gaps, expected in zip(find_gaps(window), find_gaps(whole), strict=True):
+        inner = list(gaps.values())[1:]  # the first gap is a warm-up here
+        assert [gap for gap in inner if latency] == [expected[gap.action] for gap in inner if latency]
+        assert latency or not inner
+
+
+def test_neither_maker_nor_message_is_unexplained() -> None:
+    """Nothing says why rank 0 waited for a gradient of a batch before the window."""
+    schedule = build("pipedream", num_ranks=2, num_microbatches=1)
+    compute = (Span(Action.parse("0F5"), 0.0, 1.0), Span(Action.parse("0B4"), 3.0, 5.0))
+    other = (Span(Action.parse("1F5"), 1.0, 2.0), Span(Action.parse("1B5"), 2.0, 4.0))
+    window = Timeline(schedule=schedule, ranks=(RankTrace(compute=compute), RankTrace(compute=other)), measured=True)
+    assert attribute_idle(window)[0] == NONE._replace(unexplained=2.0)
 
 
 def test_gaps_stand_before_their_actions() -> None:

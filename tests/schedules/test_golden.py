@@ -17,8 +17,10 @@ from stagewright.schedules.gpipe import gpipe
 from stagewright.schedules.interleaved import interleaved
 from stagewright.schedules.looped_bfs import looped_bfs
 from stagewright.schedules.one_f_one_b import one_f_one_b, pair_up
+from stagewright.schedules.pipedream import pipedream, two_bw
 from stagewright.schedules.registry import takes_chunks
 from stagewright.schedules.text import unit_time_cells
+from stagewright.schedules.versions import derive_versions
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -31,8 +33,54 @@ def made(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> S
     return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
 
 
+# (P, M, options) of schedules whose batches overlap.
+STREAMS: dict[str, list[tuple[int, int, dict[str, object]]]] = {
+    "pipedream": [
+        (4, 4, {}),
+        (3, 2, {}),
+        (3, 4, {"update_every": 2}),
+        (3, 2, {"vertical_sync": True}),
+        (3, 4, {"replicas": (2, 1)}),
+        (1, 2, {}),
+    ],
+    "2bw": [
+        (4, 4, {}),
+        (4, 3, {}),
+        (3, 5, {"warmup": "eager"}),
+        (3, 4, {"warmup": (4, 2, 0)}),
+        (3, 4, {"replicas": (2, 1)}),
+        (1, 2, {}),
+    ],
+}
+
+
 def drawn(name: str) -> str:
-    """All cases of a builder: what was asked, what comes of it at F=1 and B=2, and the grid."""
+    """All cases of a builder: what was asked, what comes of it at F=1 and B=2, and the order."""
+    return drawn_streams(name) if name in STREAMS else drawn_flushes(name)
+
+
+def drawn_streams(name: str) -> str:
+    """Four batches each, with the programs, since updates have no cell in a grid."""
+    blocks = []
+    for P, M, options in STREAMS[name]:
+        schedule = build(name, num_ranks=P, num_microbatches=M, num_batches=4, **options)
+        report = check(schedule)
+        timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
+        peaks, versions, staleness = (
+            " ".join(map(str, numbers)) for numbers in (report.peak_activations, report.peak_versions, report.staleness)
+        )
+        asked = "".join(f" {option}={value}" for option, value in options.items())
+        blocks.append(
+            f"{name}  P={P} M={M}{asked}, 4 batches\n"
+            f"F=1 B=2: makespan {timeline.makespan:g}, a batch every {timeline.batch_seconds:g}, "
+            f"bubble {timeline.bubble:.4f}; peak activations {peaks}, versions {versions}, staleness {staleness}\n"
+            f"{schedule.grid()}\n"
+            + "".join(f"rank {rank}: {' '.join(map(str, program))}\n" for rank, program in enumerate(schedule.programs))
+        )
+    return "\n".join(blocks)
+
+
+def drawn_flushes(name: str) -> str:
     sizes = SIZES if takes_chunks(name) else list(dict.fromkeys((P, M, 1) for P, M, _ in SIZES))
     blocks = []
     for P, M, V in sizes:
@@ -116,6 +164,35 @@ def test_pair_up(warmup: int, program: str) -> None:
     """One forward comes between the warm-up and the first backward, as long as one is left."""
     forwards, backwards = ([ir.Action(0, op, k) for k in range(3)] for op in (Op.F, Op.B))
     assert " ".join(map(str, pair_up(forwards, backwards, warmup=warmup))) == program
+
+
+# Of each microbatch by rank, the version that the picture says.
+@pytest.mark.parametrize(
+    ("documented", "schedule", "said"),
+    [
+        (pipedream, build("pipedream", num_ranks=3, num_microbatches=4), {(0, 3): 1, (0, 4): 2, (1, 3): 2, (2, 3): 3}),
+        (
+            two_bw,
+            build("2bw", num_ranks=2, num_microbatches=2),
+            {(rank, k): version for rank in (0, 1) for k, version in ((2, 0), (3, 0), (4, 1), (5, 1))},
+        ),
+    ],
+    ids=["pipedream", "2bw"],
+)
+def test_pictures_of_streams(documented: object, schedule: Schedule, said: dict[tuple[int, int], int]) -> None:
+    """The beginning of each rank's row; an update stands between the cells, without its number."""
+    rows = re.findall(r"rank (\d) \| (.*?) \.\.\.", inspect.getdoc(documented) or "")
+    assert len(rows) == schedule.num_ranks
+    cells = [row.split("| ")[1].split() for row in schedule.grid().splitlines()]
+    for rank, row in enumerate(row for _, row in rows):
+        words = row.split()
+        actions = [word for word in words if word != "."]
+        expected = [f"{op.value}{'' if op is Op.U else k}" for _, op, k in schedule.programs[rank]]
+        assert actions == expected[: len(actions)]
+        shown = [word for word in words if word != "U"]
+        assert shown == cells[rank][: len(shown)]
+    used = derive_versions(schedule).used
+    assert {key: used[key] for key in said} == said
 
 
 @pytest.mark.parametrize(

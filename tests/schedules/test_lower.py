@@ -24,7 +24,7 @@ from stagewright.schedules import (
     check_lowered,
     lower,
 )
-from stagewright.schedules.lower import RankProgram, Step, Transfer
+from stagewright.schedules.lower import RankProgram, Sharing, Step, Transfer
 from stagewright.schedules.lower import __doc__ as picture_of_lowering
 
 from .random_schedules import by_hand, schedules, steady
@@ -34,7 +34,7 @@ lowered_schedules = st.builds(lower, schedules())
 
 
 def steps(schedule: Schedule, rank: int, *, share_loss: bool = False) -> str:
-    return " ".join(map(str, lower(schedule, share_loss=share_loss).programs[rank].steps))
+    return " ".join(map(str, lower(schedule, sharing=Sharing(loss=share_loss)).programs[rank].steps))
 
 
 # --- by hand ---
@@ -99,16 +99,16 @@ def test_losses_go_to_every_rank_behind_the_last_forward() -> None:
         "2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2F1 SEND_LOSS0 SEND_LOSS0 2B1 2SEND_B1"
     )
     for rank in (0, 1):
-        program = lower(schedule, share_loss=True).programs[rank]
+        program = lower(schedule, sharing=Sharing(loss=True)).programs[rank]
         assert program.finally_needs == (Message(MessageKind.LOSS, 2, rank, 0),)
         assert sum(1 for step in program.steps if str(step) == "RECV_LOSS0") == 1
-    assert check_lowered(lower(schedule, share_loss=True)) == 2 * 4 + 2
+    assert check_lowered(lower(schedule, sharing=Sharing(loss=True))) == 2 * 4 + 2
 
 
 def test_messages_say_what_they_are() -> None:
     assert str(Message(MessageKind.ACT, 0, 2, 7)) == "activations of microbatch 7 from stage 0 to stage 2"
     assert str(Message(MessageKind.GRAD, 2, 0, 7)) == "gradients of microbatch 7 from stage 2 to stage 0"
-    assert str(Message(MessageKind.LOSS, 3, 1, 4)) == "loss of batch 4 from stage 3 to rank 1"
+    assert str(Message(MessageKind.LOSS, 3, 1, 4)) == "loss of update group 4 from rank 3 to rank 1"
 
 
 # --- of any schedule ---
@@ -119,7 +119,7 @@ def test_messages_say_what_they_are() -> None:
 def test_what_crosses_ranks_is_sent_once(schedule: Schedule, share_loss: bool) -> None:
     if share_loss and len(schedule.owners[-1]) > 1:
         return  # which of the replicas speaks is not settled yet
-    lowered = lower(schedule, share_loss=share_loss)
+    lowered = lower(schedule, sharing=Sharing(loss=share_loss))
     expected = Counter(
         (sender, receiver, maker.stage, user.stage, maker.index, maker.op is Op.F)
         for (sender, maker), (receiver, user) in data_edges(schedule)

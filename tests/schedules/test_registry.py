@@ -7,6 +7,8 @@ import pytest
 from stagewright.schedules import BUILDERS, build, canonical_name, check
 from stagewright.schedules.registry import ALIASES
 
+from .builders import ASYNC, FLUSH
+
 
 @pytest.mark.parametrize(
     ("name", "canonical"),
@@ -22,6 +24,9 @@ from stagewright.schedules.registry import ALIASES
         ("ScheduleInterleaved1F1B", "interleaved"),
         ("Interleaved1F1B", "interleaved"),
         ("ScheduleLoopedBFS", "looped-bfs"),
+        ("PipeDream", "pipedream"),
+        ("2BW", "2bw"),
+        ("PipeDream_2BW", "2bw"),
     ],
 )
 def test_names(name: str, canonical: str) -> None:
@@ -34,7 +39,7 @@ def test_aliases_lead_to_builders_and_hide_none() -> None:
     assert not set(ALIASES) & set(BUILDERS)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", FLUSH)
 @pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 1), (1, 4), (3, 7)])
 def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:
     schedule = build(name, num_ranks=P, num_microbatches=M)
@@ -42,6 +47,17 @@ def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) 
     assert report.num_actions == 2 * M * schedule.num_stages
     assert report.peak_versions == (1,) * P
     assert schedule.num_stages == P * (2 if name in ("interleaved", "looped-bfs") else 1)  # 2 chunks by default
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 1), (1, 4), (3, 7)])
+@pytest.mark.parametrize("batches", [1, 5, None])
+def test_every_size_of_several_batches(name: str, P: int, M: int, batches: int | None) -> None:
+    schedule = build(name, num_ranks=P, num_microbatches=M, num_batches=batches)
+    assert check(schedule).num_actions == 2 * M * P * schedule.num_batches
+    assert schedule.num_batches == batches or batches is None
+    assert schedule.streams
+    assert not schedule.has_epilogue
 
 
 @pytest.mark.parametrize("name", ["interleaved", "looped-bfs"])
@@ -60,11 +76,12 @@ def test_one_chunk_is_what_the_others_have() -> None:
         ("interlaced", "; did you mean 'interleaved'?"),
         ("1f1", "; did you mean '1f1b'?"),
         ("ScheduleInterleaved1F1", "; did you mean 'interleaved'?"),
-        ("zzz", "looped-bfs"),
+        ("pipedreams", "; did you mean 'pipedream'?"),
+        ("zzz", "2bw"),
     ],
 )
 def test_unknown_name(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=r"expected one of gpipe, 1f1b, interleaved, looped-bfs") as error:
+    with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, interleaved, looped-bfs, pipedream, 2bw") as error:
         build(name, num_ranks=2, num_microbatches=2)
     assert str(error.value).startswith(f"unknown schedule {name!r}")
     assert str(error.value).endswith(hint)
@@ -78,7 +95,7 @@ def test_sizes_that_are_no_counts(option: str, wrong: object) -> None:
         build("interleaved", **sizes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw", "pipedream"])
 def test_chunks_for_a_schedule_without(name: str) -> None:
     with pytest.raises(ValueError, match=rf"num_chunks=2 for schedule '{name}': .*\(interleaved, looped-bfs\)"):
         build(name, num_ranks=2, num_microbatches=2, num_chunks=2)
@@ -90,6 +107,12 @@ def test_chunks_for_a_schedule_without(name: str) -> None:
         ("1f1b", {"warmup": 3}, "schedule '1f1b' has no option warmup: its options are none"),
         ("interleaved", {"group": (2,)}, "'interleaved' has no option group: its options are groups, num_chunks"),
         ("gpipe", {"b": 1, "a": 1}, "'gpipe' has no option a, b"),
+        ("2bw", {"update_every": 1}, "no option update_every: its options are num_batches, replicas, warmup"),
+        (
+            "pipedream",
+            {"warmup": "eager"},
+            "no option warmup: its options are num_batches, replicas, update_every, vertical_sync",
+        ),
     ],
 )
 def test_unknown_option(name: str, options: dict[str, object], message: str) -> None:

@@ -24,7 +24,8 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .random_schedules import by_hand, schedules_with_costs, steady
+from .builders import ASYNC
+from .random_schedules import by_hand, schedules_with_costs, steady, window_of
 from .reference import seconds
 
 
@@ -152,3 +153,42 @@ def test_unreadable_json(change: dict[str, object], message: str) -> None:
 def test_no_timeline_at_all(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a timeline: .*; expected the JSON that Timeline.to_json writes"):
         Timeline.from_json(text)
+
+
+# --- the steady state of overlapping batches ---
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_a_window_of_a_stream_has_its_steady_state(name: str) -> None:
+    """What a run records of a few batches: the same period, bubble and activations as the whole."""
+    schedule = build(name, num_ranks=4, num_microbatches=4, num_batches=20)
+    whole = simulate(schedule, Costs(forward=1.0, backward=2.0, latency=0.5, update=0.25))
+    window = window_of(whole, 12, 15)
+    assert window.batch_seconds == whole.batch_seconds > 12
+    assert window.bubble == pytest.approx(whole.bubble)
+    assert window.bubble == pytest.approx(1 - 12 / window.batch_seconds)
+    assert window.peak_activations == whole.peak_activations == (4, 3, 2, 1)
+    assert (window.peak_versions, window.staleness) == (whole.peak_versions, whole.staleness)
+    assert Timeline.from_json(window.to_json()) == window
+
+
+def test_a_flush_has_its_makespan_for_a_batch() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs())
+    assert timeline.batch_seconds == timeline.makespan
+    assert timeline.peak_versions == (1, 1)
+    assert timeline.staleness == (0, 0)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_too_few_batches_for_a_steady_state(batches: int) -> None:
+    """Then it is that of the whole program."""
+    schedule = build("2bw", num_ranks=3, num_microbatches=4, num_batches=batches)
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
+    assert timeline.batch_seconds == timeline.makespan == (4 * batches + 2) * 3
+    assert timeline.bubble == pytest.approx(2 / (4 * batches + 2))
+
+
+def test_a_stream_that_ran_nothing() -> None:
+    schedule = build("2bw", num_ranks=2, num_microbatches=2)
+    timeline = Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2, measured=True)
+    assert (timeline.bubble, timeline.batch_seconds) == (0.0, 0.0)

@@ -10,6 +10,8 @@ def test_everything_has_a_colour_of_its_own():
     assert set(palette.OP_HUES) == set(palette.OP_WORDS) == {Op.F, Op.B, Op.I, Op.W, Op.U}
     assert len(set(palette.OP_HUES.values())) == 5
     assert set(palette.MESSAGE_HUES) == set(palette.MESSAGE_WORDS) == set(MessageKind)
+    assert len(set(palette.MESSAGE_HUES.values())) == len(MessageKind)
+    assert len(set(palette.MESSAGE_WORDS.values())) == len(MessageKind)
     assert tuple(palette.CAUSE_HUES) == Idle._fields
     assert len(set(palette.CAUSE_HUES.values())) == len(Idle._fields)
 
@@ -20,3 +22,12 @@ def test_shades_of_chunks_grow_paler(hue):
     assert shades == sorted(shades)
     assert len(set(shades)) == 4
     assert palette.shade(hue, chunk=0, num_chunks=1) == palette.shade(hue, chunk=0, num_chunks=4)
+
+
+@pytest.mark.parametrize("hue", palette.OP_HUES.values())
+def test_every_other_batch_is_paler(hue):
+    full = palette.shade(hue, chunk=0, num_chunks=1)
+    assert palette.batch_shade(full, 0) == palette.batch_shade(full, 4) == full
+    assert palette.batch_shade(full, 1) == palette.batch_shade(full, 7)
+    assert all(pale >= colour for pale, colour in zip(palette.batch_shade(full, 1), full, strict=True))
+    assert sum(palette.batch_shade(full, 1)) > sum(full) + 0.3

@@ -151,13 +151,34 @@ def test_an_arrow_back_in_time_is_left_out(tmp_path):
     assert min(e["ts"] for e in of_phase(trace, "X")) == 0.0
 
 
-def test_a_loss_has_a_batch(tmp_path):
+def test_what_goes_from_rank_to_rank_has_an_update_group(tmp_path):
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=1), Costs())
     loss = Span(Message(MessageKind.LOSS, 1, 0, 0), 2.0, 2.5)
     ranks = (replace(timeline.ranks[0], comm=(loss,)), timeline.ranks[1])
     event = next(e for e in of_phase(written(replace(timeline, ranks=ranks), tmp_path), "X") if e["tid"] == 100)
-    assert (event["name"], event["args"]["batch"]) == ("loss 0", 0)
-    assert "to_stage" not in event["args"]
+    assert event["name"] == "loss 0"
+    assert event["args"] == {"message": str(loss.what), "from_rank": 1, "to_rank": 0, "update_group": 0}
+
+
+@pytest.mark.parametrize("kind", [MessageKind.SUM, MessageKind.NORM, MessageKind.TOTAL])
+def test_every_message_between_ranks(kind, tmp_path):
+    timeline = simulate(build("2bw", num_ranks=2, num_microbatches=1), Costs())
+    what = Message(kind, 1, 0, 3)
+    ranks = (replace(timeline.ranks[0], comm=(Span(what, 2.0, 2.5),)), timeline.ranks[1])
+    event = next(e for e in of_phase(written(replace(timeline, ranks=ranks), tmp_path), "X") if e["tid"] == 100)
+    assert event["name"] == f"{kind.value} 3"
+    assert event["args"]["message"] == str(what)
+
+
+def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):
+    """The first gradients come from a batch before it: no maker, no arrow."""
+    timeline = simulate(build("2bw", num_ranks=2, num_microbatches=2), Costs(latency=0.25))
+    ranks = tuple(replace(trace, compute=trace.compute[12:24]) for trace in timeline.ranks)
+    trace = written(replace(timeline, ranks=ranks, measured=True), tmp_path)
+    assert 0 < len(of_phase(trace, "s")) == len(of_phase(trace, "f")) < 16
+    assert (
+        trace["otherData"]["timeline"]["batch_seconds"] == replace(timeline, ranks=ranks, measured=True).batch_seconds
+    )
 
 
 def test_an_empty_timeline_names_its_ranks(tmp_path):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, build, simulate
 from stagewright.viz import render_comparison, render_timeline
+from stagewright.viz.gantt import batch_of, idle_shares, shows_batches
 from stagewright.viz.png import time_unit
 
 
@@ -136,6 +137,93 @@ def test_split_backward_and_updates(tmp_path):
     assert {span.what.op for span in timeline.ranks[0].compute} == {Op.F, Op.I, Op.W, Op.U}
     render_timeline(timeline, tmp_path / "t.png")
     assert size_of(tmp_path / "t.png")[0] == 1600
+
+
+def stream(name="2bw", *, num_batches=None, **costs):
+    schedule = build(name, num_ranks=4, num_microbatches=4, num_batches=num_batches)
+    return simulate(schedule, Costs(forward=1.0, backward=2.0, **costs))
+
+
+def last_batches(timeline, first):
+    """A measured window: what each rank did from the first forward of a batch on."""
+    ranks = []
+    for trace in timeline.ranks:
+        at = next(i for i, span in enumerate(trace.compute) if span.what[1:] == (Op.F, 4 * first))
+        comm = tuple(span for span in trace.comm if span.end >= trace.compute[at].start)
+        ranks.append(RankTrace(compute=trace.compute[at:], comm=comm))
+    return Timeline(schedule=timeline.schedule, ranks=tuple(ranks), measured=True)
+
+
+@pytest.mark.parametrize("name", ["2bw", "pipedream"])
+def test_a_stream_is_titled_by_its_steady_state(name, tmp_path, texts):
+    render_timeline(stream(name), tmp_path / "free.png")
+    assert f"{name}:  P=4  V=1  M=4" in texts
+    assert "simulated:  a batch every 12 s,  steady-state bubble 0.0%,  8 batches in 105 s" in texts
+    texts.clear()
+    predicted = stream(name, latency=0.5)
+    render_comparison(predicted, last_batches(stream(name, latency=1.0), 4), tmp_path / "both.png")
+    assert any(text.startswith("predicted:  a batch every 15 s,  steady-state bubble 20.0%,") for text in texts)
+    assert any(text.startswith("measured:  a batch every 18 s (1.200 times predicted),") for text in texts)
+    assert any(",  4 batches in " in text for text in texts)  # of the 8 of the schedule
+    assert not any("makespan bubble" in text for text in texts)
+
+
+def test_the_idle_time_of_a_window_is_each_ranks_own():
+    """Ranks enter and leave a window one after the other; in between each is idle as the steady state is."""
+    whole = stream("pipedream", num_batches=12, update=0.5)
+    window = last_batches(whole, 5)
+    first = replace(window, ranks=tuple(replace(r, compute=r.compute[:24]) for r in window.ranks))  # two batches
+    for shares, rank in zip(idle_shares(first), first.ranks, strict=True):
+        span = rank.compute[-1].end - rank.compute[0].start
+        assert (shares.warm_up, shares.drain) == (0.0, 0.0)
+        assert sum(shares) == pytest.approx(1 - rank.busy / span)
+        assert sum(shares) == pytest.approx(whole.bubble)
+    assert [sum(shares) for shares in idle_shares(whole)] == pytest.approx(
+        [1 - rank.busy / whole.makespan for rank in whole.ranks]
+    )
+
+
+def test_updates_are_numbered_where_batches_overlap(tmp_path, texts):
+    render_timeline(stream(num_batches=3, update=4.0), tmp_path / "t.png")
+    assert [texts.count(f"U{batch}") for batch in range(4)] == [4, 4, 4, 0]
+    texts.clear()
+    render_timeline(example(update=2.0), tmp_path / "flush.png")
+    assert texts.count("U") == 2
+
+
+def test_batches_are_told_apart(tmp_path, monkeypatch):
+    """Two shades of each op, alternating; an update without a length is a line."""
+    colours, lines = [], []
+    save = Figure.savefig
+
+    def savefig(figure, *args, **options):
+        for collection in figure.axes[0].collections:
+            colours.append({tuple(map(float, rgba[:3])) for rgba in collection.get_facecolors()})
+            lines.append(type(collection).__name__)
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    render_timeline(stream(num_batches=3), tmp_path / "t.png")
+    assert max(map(len, colours)) == 4  # F and B, even and odd
+    assert "LineCollection" in lines
+    timeline = stream("pipedream", num_batches=3)
+    assert shows_batches(timeline)
+    assert not shows_batches(example())
+    actions = timeline.ranks[0].actions
+    assert {batch_of(timeline, a) for a in actions if a.op is Op.U} == {0, 1, 2}
+    assert [batch_of(timeline, a) for a in actions if a.op is Op.U] == [
+        batch_of(timeline, a) for a in actions if a.op is Op.B
+    ]
+
+
+def test_no_end_is_predicted_for_a_stream(tmp_path, texts, monkeypatch):
+    labels = []
+    monkeypatch.setattr(Figure, "legend", lambda figure, handles, words, **options: labels.extend(words))
+    render_comparison(stream(), last_batches(stream(), 4), tmp_path / "t.png")
+    assert "F forward (even, odd batches)" in labels
+    assert "predicted end" not in labels
+    render_comparison(example(), example(), tmp_path / "flush.png")
+    assert "predicted end" in labels
 
 
 def test_nothing_ran(tmp_path, texts):

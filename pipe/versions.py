@@ -1,0 +1,242 @@
+"""Weight versions of one stage: forwards and backwards of several versions under way at once.
+
+    version v lives in slot v % count:  a set of leaf Parameters over storage of its own
+    bind(v)     puts the set into the module (module._parameters), before a forward and before a backward
+    release()   puts the module's own Parameters back
+    update(u)   copies the newest set over the oldest, points the own Parameters at it, and lets the optimizer step
+
+The own Parameters are the optimizer's and always hold the newest version: optimizers, schedulers and state dicts know
+nothing of versions. Gradients are kept by update group, whichever version they were computed at. The checker has
+proved that `count` slots are enough: a version is overwritten only when nobody will use it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+Gradients = list[torch.Tensor | None]
+
+
+class WeightVersions:
+    """The versions of one stage's trainable parameters on one rank.
+
+    Arguments:
+        name: of the stage, for people.
+        module: what the stage runs in training.
+        parameters: the module's trainable parameters, by name.
+        count: how many versions are kept.
+        copied: names of those for which this rank has Parameters of its own, since another rank of this process
+            has the module's (replicas, tied weights).
+
+    Raises ValueError for a module that keeps a parameter in a place where it cannot be exchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        module: nn.Module,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        count: int,
+        copied: Collection[str] = (),
+    ) -> None:
+        self.name = name
+        self.newest = 0
+        self._count = count
+        self.names = [name for name, _ in parameters]
+        originals = [parameter for _, parameter in parameters]
+        self.own = [nn.Parameter(p.detach().clone()) if name in copied else p for name, p in parameters]
+        self._originals = originals
+        self._places = _places(module, originals)
+        self._flat_places = _flat_places(module, originals)
+        _refuse_other_places(module, parameters)
+        self._sets: list[list[nn.Parameter] | None] = [None] * count
+        self._sets[0] = [nn.Parameter(p.data) for p in self.own]
+        self._gradients: dict[int, Gradients] = {}
+        self._note()
+
+    # Forward and backward
+
+    def bind(self, version: int) -> None:
+        """The module computes with this version until `release`."""
+        leaves = self._leaves(version)
+        for table, key, i in self._places:
+            table[key] = leaves[i]
+        for module, positions in self._flat_places:
+            flat = list(module.__dict__["_flat_weights"])
+            for position, i in positions:
+                flat[position] = leaves[i]
+            module.__dict__["_flat_weights"] = flat
+
+    def release(self) -> None:
+        """The module has its own Parameters again."""
+        for table, key, i in self._places:
+            table[key] = self._originals[i]
+        for module, positions in self._flat_places:
+            flat = list(module.__dict__["_flat_weights"])
+            for position, i in positions:
+                flat[position] = self._originals[i]
+            module.__dict__["_flat_weights"] = flat
+
+    def begin_backward(self, version: int, group: int) -> None:
+        """Bind, and let a backward add to the gradients of its update group."""
+        self.bind(version)
+        known = self._gradients.get(group)
+        if known is not None:
+            for leaf, gradient in zip(self._leaves(version), known, strict=True):
+                leaf.grad = gradient
+
+    def end_backward(self, version: int, group: int) -> None:
+        """Take what the backward added."""
+        self.release()
+        leaves = self._leaves(version)
+        self._gradients[group] = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+
+    # Gradients of an update group, in the order of the parameters
+
+    def gradients(self, group: int) -> Gradients:
+        """What the backwards of the group have added up so far; None where nothing came."""
+        return self._gradients.setdefault(group, [None] * len(self.own))
+
+    # Updates
+
+    def update(self, group: int, step: Callable[[], None]) -> None:
+        """Make the next version: `step` updates the own Parameters with the gradients of `group`."""
+        version = self.newest + 1
+        current = self._leaves(self.newest)
+        slot = version % self._count
+        leaves = self._sets[slot]
+        if leaves is None:
+            leaves = self._sets[slot] = [nn.Parameter(torch.empty_like(p)) for p in current]
+        if leaves is not current and leaves:
+            with torch.no_grad():
+                torch._foreach_copy_([p.data for p in leaves], [p.data for p in current])
+        for own, leaf, gradient in zip(self.own, leaves, self.gradients(group), strict=True):
+            own.data = leaf.data
+            own.grad = gradient
+        del self._gradients[group]
+        step()
+        self._check_storage(leaves)
+        if leaves:  # a graph that still held the overwritten version must fail loudly
+            torch.autograd.graph.increment_version(leaves)
+        self.newest = version
+        self._note()
+
+    def _check_storage(self, leaves: Sequence[nn.Parameter]) -> None:
+        for name, own, leaf in zip(self.names, self.own, leaves, strict=True):
+            if own.data_ptr() != leaf.data_ptr():
+                raise ValueError(
+                    f"the optimizer of {self.name} put parameter {name!r} into other memory: expected one that updates "
+                    f"its parameters in place (torch.optim's do), or a flush schedule such as schedule='1f1b'"
+                )
+
+    # What changes from outside
+
+    def changed_outside(self) -> str | None:
+        """The name of a parameter that was changed since the last update by somebody else; None if there is none."""
+        for name, own, (version, pointer) in zip(self.names, self.own, self._seen, strict=True):
+            if own._version != version or own.data_ptr() != pointer:
+                return name
+        return None
+
+    def adopt(self) -> None:
+        """Begin again from what the own Parameters hold now: every version that is kept becomes that."""
+        newest = self._leaves(self.newest)
+        with torch.no_grad():
+            for leaves in self._sets:
+                for leaf, own in zip(leaves or (), self.own, strict=False):
+                    if leaf.data_ptr() != own.data_ptr():
+                        leaf.data.copy_(own.data)
+        for own, leaf in zip(self.own, newest, strict=True):
+            own.data = leaf.data
+        self._note()
+
+    def older(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The other versions that are kept, by number and name, for a checkpoint."""
+        numbers = range(max(0, self.newest - self._count + 1), self.newest)
+        return {v: {name: p.data for name, p in zip(self.names, self._leaves(v), strict=True)} for v in numbers}
+
+    def restore(self, newest: int, older: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """The own Parameters hold version `newest`; these are the ones before it (what is not given is the same)."""
+        values = [own.data.clone() for own in self.own]
+        self.newest = newest
+        self._sets = [None] * self._count
+        for version in range(max(0, newest - self._count + 1), newest + 1):
+            known = older.get(version, {}) if version < newest else {}
+            self._sets[version % self._count] = [
+                nn.Parameter(known[name].to(value).clone() if name in known else value.clone())
+                for name, value in zip(self.names, values, strict=True)
+            ]
+        for own, leaf in zip(self.own, self._leaves(newest), strict=True):
+            own.data = leaf.data
+        self._note()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of groups that were not updated (after an error)."""
+        self._gradients.clear()
+
+    def _note(self) -> None:
+        self._seen = [(own._version, own.data_ptr()) for own in self.own]
+
+    def _leaves(self, version: int) -> list[nn.Parameter]:
+        leaves = self._sets[version % self._count]
+        if leaves is None or not self.newest - self._count < version <= self.newest:
+            raise AssertionError(
+                f"{self.name} has no weight version {version}: the newest is {self.newest}, and {self._count} are kept"
+            )
+        return leaves
+
+
+def _places(
+    module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
+    """Each place of each parameter in the module: a tied one has several."""
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return [
+        (part._parameters, key, number[id(parameter)])
+        for part in module.modules()
+        for key, parameter in part._parameters.items()
+        if id(parameter) in number
+    ]
+
+
+def _flat_places(
+    module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> list[tuple[nn.Module, list[tuple[int, int]]]]:
+    """RNNs keep a list of their weights beside `_parameters`, and compute with that."""
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    found: list[tuple[nn.Module, list[tuple[int, int]]]] = []
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            weights = part.__dict__["_flat_weights"]
+            positions = [(at, number[id(weight)]) for at, weight in enumerate(weights) if id(weight) in number]
+            if positions:
+                found.append((part, positions))
+    return found
+
+
+def _refuse_other_places(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    names = {id(parameter): name for name, parameter in parameters}
+    for part in module.modules():
+        for key, value in part.__dict__.items():
+            if key in ("_parameters", "_modules", "_buffers", "_flat_weights"):
+                continue
+            values: Iterable[object] = ()
+            if isinstance(value, list | tuple | set):
+                values = value
+            elif isinstance(value, dict):
+                values = value.values()
+            elif isinstance(value, nn.Parameter):
+                values = (value,)
+            held = next((names[id(one)] for one in values if id(one) in names), None)
+            if held is not None:
+                raise ValueError(
+                    f"{type(part).__name__} keeps parameter {held!r} in its attribute {key!r} too, where an "
+                    f"asynchronous schedule cannot exchange its versions: expected parameters as module attributes "
+                    f"alone (an nn.ParameterList for a list), or a flush schedule such as schedule='1f1b'"
+                )

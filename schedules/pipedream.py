@@ -1,0 +1,258 @@
+"""The PipeDream family: batches follow each other without a flush, each stage on weight versions of its own.
+
+Every rank runs one forward and one backward in turn, for ever; what differs is when a stage updates (U) and which
+version a forward uses. With R replicas of a stage, replica q takes the microbatches q, q + R, q + 2R, ... of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .ir import Action, Op, Schedule, ScheduleError
+
+Warmup = str | Sequence[int]
+
+
+def pipedream(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    update_every: int = 1,
+    vertical_sync: bool = False,
+    replicas: Sequence[int] | None = None,
+    num_batches: int | None = None,
+) -> Schedule:
+    """1F1B without a flush, with weight stashing (Narayanan et al., SOSP 2019).
+
+        rank 0 | F0 F1 F2 .  .  B0 U F3 B1 U F4 B2 U ...      P=3, unit time: F3 uses version 1, F4 version 2
+        rank 1 | .  F0 F1 .  B0 U F2 B1 U F3 B2 U ...         the same F3 uses version 2 here
+        rank 2 | .  .  F0 B0 U F1 B1 U F2 B2 U ...            and version 3 here
+
+    A forward uses the newest weights of its stage, its backward the same: a rank keeps one version more than its
+    warm-up is deep. With vertical sync all stages use the version that the input stage saw; then every rank keeps P.
+
+    Arguments:
+        update_every: microbatches between two updates; it divides M. Replicas share their gradients at each update,
+            so it is a multiple of the replica counts (by default their least common multiple).
+        vertical_sync: see above.
+        replicas: of each stage, `sum(replicas) == num_ranks`; one each by default.
+        num_batches: that the program spans; enough to show the steady state by default.
+
+    Raises ValueError for options that do not fit.
+    """
+    counts = _replica_counts(replicas, num_ranks)
+    common = math.lcm(*counts)
+    if num_microbatches % common:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} with replicas={tuple(counts)}: expected a multiple of {common}, so "
+            f"that each replica adds to each update"
+        )
+    if common > 1 and update_every == 1:
+        update_every = common
+    if not isinstance(update_every, int) or update_every < 1 or num_microbatches % update_every:
+        raise ValueError(
+            f"update_every={update_every!r} for {num_microbatches} microbatches: expected a number that divides "
+            f"{num_microbatches}, such as 1 or {num_microbatches}"
+        )
+    if update_every % common:
+        raise ValueError(
+            f"update_every={update_every} with replicas={tuple(counts)}: expected a multiple of {common}, so that "
+            f"each replica adds to each update"
+        )
+    warmups = [_plain_warmup(counts, stage) for stage in range(len(counts))]
+    return _build(
+        name="pipedream",
+        rule="vertical-sync" if vertical_sync else "stashing",
+        counts=counts,
+        num_microbatches=num_microbatches,
+        warmups=warmups,
+        update_every=update_every,
+        num_batches=num_batches,
+    )
+
+
+def two_bw(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    warmup: Warmup = "plain",
+    replicas: Sequence[int] | None = None,
+    num_batches: int | None = None,
+) -> Schedule:
+    """PipeDream-2BW: double-buffered weights (Narayanan et al., ICML 2021).
+
+        rank 0 | F0 F1 .  B0 F2 B1 U F3 B2 F4 B3 U F5 ...     P=2, M=2: F2 and F3 (batch 1) use version 0,
+        rank 1 | .  F0 B0 F1 B1 U F2 B2 F3 B3 U F4 B4 ...     F4 and F5 (batch 2) version 1
+
+    All microbatches of batch t use version max(t - 1, 0) on every stage, in forward and backward, and one update a
+    batch makes version t + 1 from version t: W(t+1) = W(t) - update(gradient at W(t-1)). Two versions are enough.
+
+    M must be at least the warm-up of rank 0: batch t + 2 begins on version t + 1, which needs the last backward of
+    batch t; rank 0 runs that backward `warm-up` forwards later, and those must belong to batch t + 1.
+
+    Arguments:
+        warmup: forwards ahead of the backwards, by stage. "plain": P - 1 - s, as 1F1B, without a bubble when messages
+            take no time. "eager": twice that (where M allows), which hides messages of up to half of F + B each way,
+            at the price of as many more activations. Or S numbers.
+        replicas, num_batches: as in `pipedream`; M need not be a multiple of the replicas.
+
+    Raises ValueError for options that do not fit, and for M below the warm-up.
+    """
+    counts = _replica_counts(replicas, num_ranks)
+    warmups = _warmups(warmup, counts, num_microbatches)
+    return _build(
+        name="2bw",
+        rule="2bw",
+        counts=counts,
+        num_microbatches=num_microbatches,
+        warmups=warmups,
+        update_every=num_microbatches,
+        num_batches=num_batches,
+    )
+
+
+def defer_updates(schedule: Schedule) -> Schedule:
+    """2BW with each update as late as its rule allows: U(t) right before the first forward of batch t + 2.
+
+    What the update waits for (the global gradient norm, the gradients of tied weights and replicas) comes from ranks
+    that end batch t later; so nobody stands still for it. A rank then holds two sets of gradients.
+
+    Raises ScheduleError for another rule.
+    """
+    if schedule.weight_rule != "2bw":
+        raise ScheduleError(
+            f"schedule {schedule.name!r} follows the rule {schedule.weight_rule!r}: only the updates of '2bw' can wait"
+        )
+    return replace(schedule, programs=tuple(_defer(schedule, program) for program in schedule.programs))
+
+
+def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
+    updates = [action for action in program if action.op is Op.U]
+    deferred: list[Action] = []
+    for action in program:
+        if action.op is Op.U:
+            continue
+        if action.op is Op.F:
+            due = [u for u in updates if u.stage == action.stage and u.index <= action.index // schedule.group_size - 2]
+            deferred += due
+            updates = [u for u in updates if u not in due]
+        deferred.append(action)
+    return tuple(deferred + updates)
+
+
+def _replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
+    if replicas is None:
+        return [1] * num_ranks
+    counts = list(replicas)
+    if not all(isinstance(count, int) and count >= 1 for count in counts) or sum(counts) != num_ranks:
+        raise ValueError(
+            f"replicas={tuple(counts)} on {num_ranks} ranks: expected a count of at least 1 for each stage, "
+            f"{num_ranks} in all"
+        )
+    return counts
+
+
+def _plain_warmup(counts: Sequence[int], stage: int) -> int:
+    """Forwards of one replica ahead of its backwards, so that all ranks behind it have work (PipeDream's rule)."""
+    return math.ceil(sum(counts[stage:]) / counts[stage]) - 1
+
+
+def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> list[int]:
+    num_stages = len(counts)
+    plain = [_plain_warmup(counts, stage) for stage in range(num_stages)]
+    if not isinstance(warmup, list | tuple):
+        if warmup not in ("plain", "eager"):
+            raise ValueError(f"warmup={warmup!r}: expected 'plain', 'eager', or one number a stage")
+        # Replicas start with fewer where they have fewer; a stage of one rank has all M.
+        least = max([depth for depth, count in zip(plain, counts, strict=True) if count == 1] + [max(counts)])
+        if num_microbatches < least:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} under 2bw: expected at least {least}, the warm-up of its first "
+                f"stage (and one for each replica), since batch t + 2 begins on the weights that the last backward of "
+                f"batch t makes; give more microbatches, or fewer ranks"
+            )
+        if warmup == "plain":
+            return plain
+        # Each stage at least one deeper than the next: else it would wait for the next one's backward each time.
+        return [min(2 * depth, num_microbatches - stage) for stage, depth in enumerate(plain)]
+    if num_microbatches < max(counts):
+        raise ValueError(
+            f"num_microbatches={num_microbatches} with replicas={tuple(counts)}: expected at least {max(counts)}, one "
+            f"for each replica of a stage"
+        )
+    depths = list(warmup)
+    if len(depths) != num_stages or not all(isinstance(d, int) and 0 <= d <= num_microbatches for d in depths):
+        raise ValueError(
+            f"warmup={depths} for {num_stages} stages: expected {num_stages} whole numbers from 0 to "
+            f"num_microbatches={num_microbatches}"
+        )
+    if depths != sorted(depths, reverse=True):
+        raise ValueError(f"warmup={depths}: expected no stage deeper than the one before it, whose outputs it takes")
+    return depths
+
+
+def _build(
+    *,
+    name: str,
+    rule: str,
+    counts: Sequence[int],
+    num_microbatches: int,
+    warmups: Sequence[int],
+    update_every: int,
+    num_batches: int | None,
+) -> Schedule:
+    deepest = math.ceil(max(warmups) / num_microbatches)  # batches under way at once
+    if num_batches is None:
+        num_batches = 2 * deepest + 6
+    if not isinstance(num_batches, int) or num_batches < 1:
+        raise ValueError(f"num_batches={num_batches!r}: expected a whole number, at least 1")
+    placement: list[tuple[int, ...]] = []
+    programs = []
+    for stage, count in enumerate(counts):
+        for replica in range(count):
+            own = [
+                batch * num_microbatches + k
+                for batch in range(num_batches)
+                for k in range(replica, num_microbatches, count)
+            ]
+            warmup = warmups[stage]
+            if count > 1 and rule == "2bw":
+                warmup = min(warmup, len(own) // num_batches)
+            groups = num_batches * num_microbatches // update_every
+            placement.append((stage,))
+            programs.append(_program(stage, own, warmup=warmup, group_size=update_every, num_groups=groups))
+    return Schedule(
+        name=name,
+        placement=tuple(placement),
+        programs=tuple(programs),
+        num_microbatches=num_microbatches,
+        num_batches=num_batches,
+        weight_rule=rule,
+        update_every=None if update_every == num_microbatches else update_every,
+    )
+
+
+def _program(stage: int, own: Sequence[int], *, warmup: int, group_size: int, num_groups: int) -> tuple[Action, ...]:
+    """One forward and one backward in turn, each update right behind the last backward of its group."""
+    last_of = {index // group_size: index for index in own}
+    program: list[Action] = []
+    updates = 0
+
+    def update_behind(index: int) -> None:
+        nonlocal updates
+        while updates < num_groups and last_of.get(updates, -1) <= index:
+            program.append(Action(stage, Op.U, updates))
+            updates += 1
+
+    for position in range(len(own) + warmup):
+        if position < len(own):
+            program.append(Action(stage, Op.F, own[position]))
+        if position >= warmup:
+            index = own[position - warmup]
+            program.append(Action(stage, Op.B, index))
+            update_behind(index)
+    if not own:
+        update_behind(0)
+    return tuple(program)

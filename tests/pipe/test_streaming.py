@@ -1,0 +1,506 @@
+"""Asynchronous schedules from the user's side: results, changes from outside, checkpoints, errors, memory, mistakes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.async_pipeline import run
+from support.async_reference import AsyncCase, agree
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
+from stagewright.pipe.batches import Batch
+from stagewright.pipe.versions import WeightVersions
+from stagewright.pipe.worker import Worker
+from stagewright.schedules import Schedule, ScheduleError, build
+
+
+def stream(schedule: str | Schedule = "2bw", **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    if isinstance(schedule, Schedule):
+        options = {"num_microbatches": None, "mesh": None, **options}
+    return make(schedule=schedule, **options)
+
+
+def equal(one: PipelineModule, other: PipelineModule) -> bool:
+    first, second = one.full_state_dict(), other.full_state_dict()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+# --- results ---
+
+
+def test_every_loss_is_told_once_and_in_order() -> None:
+    pipe = stream()
+    told = [pipe.train_step(X, Y) for _ in range(3)]
+    rest = pipe.flush()
+    steps = [result.loss_step for result in (*told, *rest)]
+    assert steps == sorted(steps, key=lambda step: -1 if step is None else step)
+    assert {step for step in steps if step is not None} == {0, 1, 2}
+    assert pipe.flush() == []
+
+
+def test_flush_under_a_flush_schedule_has_nothing_to_say() -> None:
+    pipe = make()
+    pipe.train_step(X, Y)
+    assert pipe.flush() == []
+    assert make(example_inputs=None).flush() == []
+
+
+def test_a_measured_timeline_spans_a_few_batches() -> None:
+    pipe = stream()
+    result: StepResult | None = None
+    for _ in range(8):
+        result = pipe.train_step(X, Y)
+    assert result is not None
+    timeline = result.timeline()
+    assert timeline.schedule.streams
+    assert timeline.schedule.num_batches in (4, 5)
+    assert 0 < timeline.bubble < 1
+    assert timeline.batch_seconds < timeline.makespan
+    assert {str(action)[1] for rank in timeline.ranks for action in rank.actions} == {"F", "B", "U"}
+
+
+def test_frozen_parameters_stay_as_they_are() -> None:
+    model = layers()
+    model[0].weight.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    before = model[0].weight.clone(), model[3].bias.clone()
+    pipe = stream(model=model)
+    for _ in range(4):
+        pipe.train_step(X, Y)
+    state = pipe.full_state_dict()
+    assert torch.equal(state["0.weight"], before[0])
+    assert torch.equal(state["3.bias"], before[1])
+
+
+# --- evaluation, checkpoints and changes with batches under way ---
+
+
+@pytest.mark.parametrize("look", [lambda p: p.eval_step(X, Y), lambda p: p.full_state_dict(), lambda p: p.close()])
+def test_2bw_trains_the_same_whatever_drains_it(look: Callable[[PipelineModule], object]) -> None:
+    plain, watched = stream(), stream()
+    for step in range(5):
+        plain.train_step(X, Y)
+        watched.train_step(X, Y)
+        if step % 2:
+            look(watched)
+    assert equal(plain, watched)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_going_on_from_a_checkpoint_is_exact(schedule: str, tmp_path: Path) -> None:
+    pipe = stream(schedule)
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    pipe.save(tmp_path / "c")  # asked for in flight: it drains first
+    again = stream(schedule)
+    again.train_step(X, Y)
+    again.load(tmp_path / "c")
+    for _ in range(3):
+        pipe.train_step(X, Y)
+        again.train_step(X, Y)
+    assert equal(pipe, again)
+
+
+def test_a_checkpoint_goes_to_another_cut_and_another_schedule(tmp_path: Path) -> None:
+    """Under 2bw with the weights before the newest, which it still uses."""
+    pipe = stream()
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    pipe.save(tmp_path / "c")
+    wider = stream(mesh={"pipe": 3})
+    wider.load(tmp_path / "c")
+    for _ in range(3):
+        pipe.train_step(X, Y)
+        wider.train_step(X, Y)
+    assert equal(pipe, wider)
+    flush = make(schedule="1f1b")
+    flush.load(tmp_path / "c")
+    flush.train_step(X, Y)
+    flush.save(tmp_path / "f")
+    wider.load(tmp_path / "f")
+    assert equal(flush, wider)
+    wider.train_step(X, Y)
+
+
+def test_a_parameter_changed_in_flight_is_refused_and_flush_mends_it() -> None:
+    pipe = stream()
+    pipe.train_step(X, Y)
+    with torch.no_grad():
+        pipe.parameters()[0].mul_(0.5)
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' was changed while batches 0 to 0 .* expected flush\(\)"
+    ):
+        pipe.train_step(X, Y)
+    pipe.flush()
+    pipe.train_step(X, Y)
+
+
+def test_parameters_changed_between_runs_are_taken_over() -> None:
+    """Both versions become what the user set: the next batch runs on it."""
+    pipe, fresh = stream(), stream()
+    pipe.train_step(X, Y)
+    pipe.flush()
+    state = {name: torch.full_like(value, 0.1) for name, value in pipe.full_state_dict().items()}
+    fresh.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in pipe.named_parameters():
+            if name.endswith("bias"):
+                parameter.data = state[name].clone()
+            else:
+                parameter.copy_(state[name])
+    for _ in range(3):
+        pipe.train_step(X, Y)
+        fresh.train_step(X, Y)
+    assert equal(pipe, fresh)
+
+
+def test_load_state_dict_in_flight_is_refused() -> None:
+    pipe = stream()
+    state = pipe.full_state_dict()
+    pipe.train_step(X, Y)
+    with pytest.raises(
+        ValueError, match=r"load_state_dict while batches 0 to 0 are in the pipeline: expected flush\(\)"
+    ):
+        pipe.load_state_dict(state)
+
+
+def test_an_error_loses_what_was_under_way(tmp_path: Path) -> None:
+    pipe = stream()
+    pipe.save(tmp_path / "c")
+    pipe.train_step(X, Y)
+    with pytest.raises(NonFiniteLossError, match="step 1, microbatch 0 is nan"):
+        pipe.train_step(X, Y * float("nan"))
+    for call in (lambda: pipe.train_step(X, Y), pipe.flush):
+        with pytest.raises(ValueError, match=r"were lost with NonFiniteLossError: .* Expected load\(folder\)"):
+            call()
+    pipe.close()
+    pipe.load(tmp_path / "c")
+    other = stream()
+    for one in (pipe, other):
+        one.train_step(X, Y)
+        one.train_step(X, Y)
+    assert equal(pipe, other)
+
+
+def test_a_bad_batch_is_refused_before_anything_runs() -> None:
+    pipe, other = stream(), stream()
+    for one in (pipe, other):
+        one.train_step(X, Y)
+    with pytest.raises(ValueError, match="a batch of 2 samples for 4 microbatches"):
+        pipe.train_step(X[:2], Y[:2])
+    for one in (pipe, other):
+        one.train_step(X, Y)
+    assert equal(pipe, other)
+
+
+# --- what cannot be ---
+
+
+def test_too_few_microbatches() -> None:
+    with pytest.raises(ValueError, match="num_microbatches=2 under 2bw: expected at least 3, the warm-up"):
+        stream(num_microbatches=2, mesh={"pipe": 4})
+
+
+def test_no_optimizer() -> None:
+    with pytest.raises(
+        ValueError, match="schedule '2bw' updates its weights while other batches run: expected optimizer="
+    ):
+        stream(optimizer=None)
+
+
+def test_forward_backward_and_clip_grad_norm() -> None:
+    pipe = stream()
+    with pytest.raises(
+        ValueError, match=r"forward_backward under the asynchronous schedule '2bw': .* Expected train_step"
+    ):
+        pipe.forward_backward(X, Y)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_ under .* Expected PipelineModule\(..., max_grad_norm"):
+        pipe.clip_grad_norm_(1.0)
+
+
+def test_an_optimizer_with_a_closure() -> None:
+    with pytest.raises(ValueError, match=r"optimizer LBFGS evaluates the model again .* such as AdamW"):
+        stream(optimizer=torch.optim.LBFGS)
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    with pytest.raises(ValueError, match=r"optimizer SGD holds a parameter of shape \(3,\) that it was not given"):
+        stream(optimizer=lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1))
+
+
+class Moving(torch.optim.SGD):
+    """Puts its results into new memory."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.clone()
+
+
+def test_an_optimizer_that_moves_parameters() -> None:
+    pipe = stream(optimizer=lambda parameters: Moving(parameters, lr=0.1))
+    with pytest.raises(
+        ValueError, match=r"optimizer of stage 1 .* put parameter .* into other memory: expected one that"
+    ):
+        pipe.train_step(X, Y)
+
+
+class Cached(nn.Module):
+    """Keeps its weight in a list beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.cache = [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.cache[0]
+
+
+def test_a_parameter_that_cannot_be_exchanged() -> None:
+    with pytest.raises(ValueError, match=r"Cached keeps parameter '0.weight' in its attribute 'cache' too"):
+        stream(stages=[Cached(), nn.Linear(WIDTH, WIDTH)])
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_pipedream_with_what_each_stage_cannot_do_alone() -> None:
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 under schedule 'pipedream': .* Expected schedule='2bw'"):
+        stream("pipedream", max_grad_norm=1.0)
+    weight = nn.Parameter(torch.eye(WIDTH))
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' is tied over the ranks \(0, 1\) .* Expected schedule='2bw'"
+    ):
+        stream("pipedream", stages=[Tied(weight), Tied(weight)])
+
+
+def test_a_schedule_of_too_few_batches() -> None:
+    with pytest.raises(ScheduleError, match="schedule '2bw' spans 2 batches: expected at least 3"):
+        stream(build("2bw", num_ranks=2, num_microbatches=4, num_batches=2))
+
+
+def test_replicas_need_an_asynchronous_schedule() -> None:
+    programs = tuple(p for p in build("1f1b", num_ranks=1, num_microbatches=2).programs)
+    half = Schedule(
+        name="halves",
+        placement=((0,), (0,)),
+        programs=(programs[0][:1] + programs[0][1:2], programs[0][2:]),
+        num_microbatches=2,
+    )
+    with pytest.raises(ScheduleError, match=r"'halves' replicates the stages \[0\]: expected one rank a stage"):
+        stream(half)
+
+
+# --- memory ---
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the live storages of each size that were made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[int] = Counter()
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.note(value)
+        return out
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return
+        size, key = storage.nbytes(), storage._cdata
+        self._seen.add(key)
+        self.live[size] += 1
+
+        def gone() -> None:
+            self.live[size] -= 1
+            self._seen.discard(key)
+
+        weakref.finalize(storage, gone)
+
+
+class Bulge(nn.Module):
+    """[B, d] -> [B, d] through a hidden width of its own, so that its storages are told by their sizes."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live storages between actions: weight versions with gradient sets, and activations of microbatches."""
+    if schedule == "pipedream" and max_grad_norm is not None:
+        return
+    P, M = 3, 5
+    hidden = [11, 13, 17]
+    stages = [Bulge(width) for width in hidden]
+    pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
+    storages = _Storages()
+    weights, activations = [0] * P, [0] * P
+    work = Worker.run
+
+    def watched(self: Worker, action: Any) -> None:
+        work(self, action)
+        for stage, width in enumerate(hidden):
+            # up and down have as many elements; the versions that stood there before are not seen being made
+            seen = storages.live[width * WIDTH * 4] / 2
+            weights[stage] = max(weights[stage], int(seen))
+            activations[stage] = max(activations[stage], storages.live[2 * width * 4])
+
+    monkeypatch.setattr(Worker, "run", watched)
+    x = torch.randn(2 * M, WIDTH)
+    with storages:
+        for one in pipe.parameters():
+            storages.note(one)
+        for _ in range(8):
+            pipe.train_step(x, x)
+    if schedule == "2bw":
+        gradient_sets = 1 if max_grad_norm is None else 2
+        assert weights == [2 + gradient_sets] * P
+    else:
+        assert weights == [P - stage + 1 for stage in range(P)]  # P - r versions, one gradient set
+    assert activations == [P - stage for stage in range(P)]
+
+
+# --- mistakes of the engine that the exactness tests must see ---
+
+CONV = AsyncCase(task="conv-norm", num_ranks=2)
+RECOMPUTED = AsyncCase(task="small-gpt", num_ranks=2, recompute="full")
+
+
+def seen(case: AsyncCase) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        agree(run(case), case)
+
+
+@pytest.mark.parametrize("case", [CONV, RECOMPUTED], ids=lambda case: case.task)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_version_off_by_one_is_seen(case: AsyncCase, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = Worker.enter
+
+    def wrong(self: Worker, number: int, batch: Batch, *, version: Any = None) -> None:
+        off = None if version is None else lambda stage, index: version(stage, index) + shift
+        enter(self, number, batch, version=off)
+
+    def nearest(self: WeightVersions, version: int) -> list[nn.Parameter]:
+        return leaves(self, min(max(version, self.newest - self._count + 1, 0), self.newest))
+
+    leaves = WeightVersions._leaves
+    agree(run(case), case)
+    monkeypatch.setattr(Worker, "enter", wrong)
+    monkeypatch.setattr(WeightVersions, "_leaves", nearest)
+    seen(case)
+
+
+def test_a_backward_on_the_newest_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation runs the forward again: on what is bound then."""
+    begin = WeightVersions.begin_backward
+
+    def wrong(self: WeightVersions, version: int, group: int) -> None:
+        begin(self, version, group)
+        self.bind(self.newest)
+
+    monkeypatch.setattr(WeightVersions, "begin_backward", wrong)
+    seen(RECOMPUTED)
+
+
+@pytest.mark.parametrize("case", [CONV, AsyncCase(task="lstm", num_ranks=2)], ids=lambda case: case.task)
+def test_one_storage_for_all_versions_is_seen(case: AsyncCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = WeightVersions.__init__
+
+    def wrong(self: WeightVersions, **arguments: Any) -> None:
+        init(self, **{**arguments, "count": 1})
+
+    monkeypatch.setattr(WeightVersions, "__init__", wrong)
+    monkeypatch.setattr(WeightVersions, "_leaves", lambda self, version: self._sets[0])
+    seen(case)
+
+
+def test_storage_rebound_and_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module keeps its Parameters, and a forward points them at a version's storage: the backward finds another."""
+
+    def wrong(self: WeightVersions, version: int) -> None:
+        for original, leaf in zip(self._originals, self._leaves(version), strict=True):
+            original.data = leaf.data
+
+    monkeypatch.setattr(WeightVersions, "bind", wrong)
+    monkeypatch.setattr(WeightVersions, "release", lambda self: None)
+    monkeypatch.setattr(WeightVersions, "changed_outside", lambda self: None)
+    seen(CONV)
+
+
+def test_gradients_of_another_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = WeightVersions.end_backward
+    monkeypatch.setattr(
+        WeightVersions, "end_backward", lambda self, version, group: end(self, version, max(0, group - 1))
+    )
+    seen(CONV)
+
+
+# --- real processes ---
+
+
+def _nan_in_one_batch() -> str:
+    pipe = stream(mesh=None, timeout=20.0)
+    pipe.train_step(X, Y)
+    try:
+        for _ in range(3):
+            pipe.train_step(X, Y * float("nan"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_every_rank_learns_why_a_stream_ended(gloo: Pool) -> None:
+    for answer in gloo.run(_nan_in_one_batch, ranks=2):
+        assert "the loss of step 1, microbatch 0 is nan" in answer, answer
+
+
+def _different_number_of_steps(rank_steps: tuple[int, ...]) -> str:
+    import torch.distributed as dist
+
+    pipe = stream(mesh=None, timeout=2.0)
+    try:
+        for _ in range(rank_steps[dist.get_rank()]):
+            pipe.train_step(X, Y)
+        pipe.flush()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_ranks_that_make_different_calls_end_with_a_reason(gloo: Pool) -> None:
+    answers = gloo.run(_different_number_of_steps, ranks=2, args=((3, 2),))
+    assert any("PipelineTimeout" in answer or "PeerLost" in answer for answer in answers), answers

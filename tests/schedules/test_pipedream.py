@@ -1,0 +1,359 @@
+"""Schedules whose batches overlap: versions, staleness, memory and speed, against papers and slow recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.schedules import (
+    Action,
+    Costs,
+    Op,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    simulate,
+)
+from stagewright.schedules.pipedream import defer_updates
+
+from .builders import ASYNC
+from .random_schedules import quarters, steady
+
+RANKS = (1, 2, 3, 4, 7)
+FB = [(1.0, 2.0), (1.0, 1.0), (3.0, 1.0), (0.25, 0.75)]  # all sums exact
+
+
+def microbatches_for(P: int) -> list[int]:
+    """As few as 2bw allows, and more."""
+    return sorted({max(P - 1, 1), P, P + 1, 2 * P, 3 * P + 2})
+
+
+# --- versions, staleness, memory ---
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_versions_staleness_and_activations(P: int) -> None:
+    """Weight stashing keeps warm-up + 1 = P - r versions, vertical sync P, 2bw 2; as many updates late."""
+    in_flight = tuple(P - rank for rank in range(P))
+    for M in microbatches_for(P):
+        stashing = check(build("pipedream", num_ranks=P, num_microbatches=M))
+        assert stashing.peak_versions == stashing.peak_activations == in_flight
+        assert stashing.staleness == tuple(P - 1 - rank for rank in range(P))
+        synced = check(build("pipedream", num_ranks=P, num_microbatches=M, vertical_sync=True))
+        assert synced.peak_versions == (P,) * P
+        assert synced.staleness == (P - 1,) * P
+        assert synced.peak_activations == in_flight
+        buffered = check(build("2bw", num_ranks=P, num_microbatches=M))
+        assert buffered.peak_versions == (2,) * P
+        assert buffered.staleness == (1,) * P
+        assert buffered.peak_activations == in_flight
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_updates_deferred_to_the_last_moment(P: int) -> None:
+    """U(t) right before the first forward of batch t + 2: only the deep ranks still run backwards on older weights."""
+    M = P + 1
+    schedule = defer_updates(build("2bw", num_ranks=P, num_microbatches=M))
+    report = check(schedule)
+    assert report.peak_versions == tuple(1 if rank == P - 1 else 2 for rank in range(P))
+    assert report.staleness == (1,) * P
+    for program in schedule.programs:
+        for action, behind in pairwise(program):
+            if action.op is Op.U and action.index < schedule.num_batches - 2:
+                assert behind == Action(action.stage, Op.F, (action.index + 2) * M)
+        order = [action for action in program if action.op is not Op.U]
+        plain = build("2bw", num_ranks=P, num_microbatches=M).programs[program[0].stage]
+        assert order == [action for action in plain if action.op is not Op.U]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "1f1b"])
+def test_only_updates_of_2bw_can_wait(name: str) -> None:
+    schedule = build(name, num_ranks=2, num_microbatches=2)
+    with pytest.raises(ScheduleError, match=rf"'{name}' follows the rule .*: only the updates of '2bw' can wait"):
+        defer_updates(schedule)
+
+
+@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 6, 12])
+def test_update_every(P: int, every: int) -> None:
+    """With an update each k microbatches rank r keeps at most 1 + ceil((P - 1 - r) / k) versions, as a slow replay."""
+    schedule = build("pipedream", num_ranks=P, num_microbatches=12, update_every=every)
+    report = check(schedule)
+    assert schedule.groups_per_batch == 12 // every
+    assert report.peak_versions == tuple(1 + -(-(P - 1 - rank) // every) for rank in range(P))
+    for rank, program in enumerate(schedule.programs):
+        assert replayed(program, every) == (report.peak_versions[rank], report.staleness[rank])
+        updates = [action.index for action in program if action.op is Op.U]
+        assert updates == list(range(schedule.total_microbatches // every))
+
+
+def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
+    """(versions kept, staleness) of weight stashing, as a rank that keeps copies would count them."""
+    newest, most, late = 0, 1, 0
+    stash: dict[int, int] = {}
+    for _, op, k in program:
+        if op is Op.F:
+            stash[k] = newest
+        elif op is Op.B:
+            late = max(late, k // every - stash.pop(k))
+        else:
+            newest += 1
+        most = max(most, newest - min([newest, *stash.values()]) + 1)
+    return most, late
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("P", RANKS)
+def test_no_bubble_when_links_and_updates_are_free(name: str, P: int) -> None:
+    for M in microbatches_for(P):
+        schedule = build(name, num_ranks=P, num_microbatches=M)
+        for F, B in FB:
+            timeline = simulate(schedule, Costs(forward=F, backward=B))
+            assert timeline.bubble == timeline.makespan_bubble == timeline.span_bubble == 0.0
+            assert timeline.batch_seconds == M * (F + B)
+            assert timeline.makespan == (schedule.total_microbatches + P - 1) * (F + B)  # warm-up and drain, once
+            assert (timeline.peak_versions, timeline.staleness) == (
+                check(schedule).peak_versions,
+                check(schedule).staleness,
+            )
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_an_update_takes_its_time(name: str) -> None:
+    """Once a group on every rank: that much more a batch, and no work of the pipeline."""
+    schedule = build(name, num_ranks=3, num_microbatches=4)
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0, update=0.5))
+    assert timeline.batch_seconds == 12 + 0.5 * schedule.groups_per_batch
+    assert timeline.bubble == pytest.approx(1 - 12 / timeline.batch_seconds)
+
+
+def microbatch_seconds(warmups: Sequence[int], F: float, B: float, latency: float) -> float:
+    """The period of one microbatch: the largest ratio of any cycle.
+
+    A cycle goes forward from stage a to b, turns there from F(k) to B(k - w_b), comes back to a, and meets
+    F(k - w_b + w_a + 1): (b - a + 1)(F + B) + 2(b - a) L seconds for w_a - w_b + 1 microbatches.
+    """
+    stages = range(len(warmups))
+    return max(
+        ((b - a + 1) * (F + B) + 2 * (b - a) * latency) / (warmups[a] - warmups[b] + 1)
+        for a in stages
+        for b in stages
+        if a <= b
+    )
+
+
+def iterated(warmups: Sequence[int], F: float, B: float, latency: float, *, microbatches: int) -> list[float]:
+    """When the input stage begins each microbatch, by the recurrence that the order of each stage makes."""
+    stages, last = range(len(warmups)), len(warmups) - 1
+    ends: dict[tuple[int, str, int], float] = {}
+
+    def end(stage: int, op: str, k: int) -> float:
+        key = (stage, op, k)
+        if key not in ends:
+            before: list[float] = [0.0]
+            if op == "F":
+                if k > 0:  # B(k-1-w), or in the warm-up F(k-1)
+                    behind = k - 1 - warmups[stage]
+                    before.append(end(stage, "B", behind) if behind >= 0 else end(stage, "F", k - 1))
+                if stage > 0:
+                    before.append(end(stage - 1, "F", k) + latency)
+            else:
+                before.append(end(stage, "F", k + warmups[stage]))
+                if stage < last:
+                    before.append(end(stage + 1, "B", k) + latency)
+            ends[key] = max(before) + (F if op == "F" else B)
+        return ends[key]
+
+    for k in range(microbatches):  # ascending, so that the recursion stays shallow
+        for stage in stages:
+            end(stage, "F", k)
+    return [ends[0, "F", k] - F for k in range(microbatches)]
+
+
+def warmups_of(schedule: Schedule) -> list[int]:
+    """Forwards before the first backward, less the one that is paired with it."""
+    return [[action.op for action in program].index(Op.B) - 1 for program in schedule.programs]
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 5])
+@pytest.mark.parametrize("latency", [0.25, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize("warmup", ["plain", "eager"])
+def test_the_period_with_latency(P: int, latency: float, warmup: str) -> None:
+    F, B = 1.0, 2.0
+    cycle = P * (2 * P - 1)  # microbatches after which every cycle has come round
+    for M in (2 * P, 2 * P + 1):
+        schedule = build("2bw", num_ranks=P, num_microbatches=M, warmup=warmup, num_batches=24)
+        warmups = warmups_of(schedule)
+        assert warmups == [(2 if warmup == "eager" else 1) * (P - 1 - stage) for stage in range(P)]
+        period = microbatch_seconds(warmups, F, B, latency)
+        if warmup == "plain":
+            assert period == pytest.approx(F + B + 2 * latency * (P - 1) / P)
+        else:
+            assert (period == F + B) == (latency <= (F + B) / 2)
+        starts = iterated(warmups, F, B, latency, microbatches=24 * M)
+        assert starts[-1] - starts[-1 - cycle] == pytest.approx(cycle * period)
+        # A batch of the simulation, up to the part of a cycle that its few batches leave over.
+        timeline = simulate(schedule, Costs(forward=F, backward=B, latency=latency))
+        by_start = {s.what: s.start for s in timeline.ranks[0].compute}
+        assert [by_start[Action(0, Op.F, k)] for k in range(24 * M)] == pytest.approx(starts)
+        assert timeline.batch_seconds == pytest.approx(M * period, abs=2 * latency / 11)
+        if M % P == 0 and warmup == "plain":
+            assert timeline.batch_seconds == pytest.approx(M * period)
+
+
+@pytest.mark.parametrize(("F", "B"), FB)
+def test_eager_closes_latency_up_to_half_of_the_work(F: float, B: float) -> None:
+    """And costs as many more activations; where M leaves it no room it is still the deepest that M allows."""
+    latency = (F + B) / 2
+    for P in (2, 3, 4, 6):
+        schedule = build("2bw", num_ranks=P, num_microbatches=2 * P, warmup="eager")
+        timeline = simulate(schedule, Costs(forward=F, backward=B, latency=latency))
+        assert timeline.bubble == 0.0
+        assert check(schedule).peak_activations == tuple(2 * (P - 1 - rank) + 1 for rank in range(P))
+        assert check(schedule).peak_versions == (2,) * P
+        assert simulate(schedule, Costs(forward=F, backward=B, latency=1.5 * latency)).bubble > 0.0
+        plain = build("2bw", num_ranks=P, num_microbatches=2 * P)
+        assert simulate(plain, Costs(forward=F, backward=B, latency=latency)).bubble > 0.25
+        for M in range(P - 1, 2 * P):
+            tight = build("2bw", num_ranks=P, num_microbatches=M, warmup="eager")
+            check(tight)
+            assert simulate(tight, Costs(forward=F, backward=B)).bubble == 0.0
+            assert warmups_of(tight)[0] == min(2 * (P - 1), M)
+
+
+@steady
+@given(st.integers(1, 5), st.data())
+def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> None:
+    M = data.draw(st.integers(1, 6))
+    depths = data.draw(st.lists(st.integers(0, M), min_size=P, max_size=P))
+    warmups = sorted(depths, reverse=True)
+    schedule = build("2bw", num_ranks=P, num_microbatches=M, warmup=warmups)
+    report = check(schedule)
+    assert report.peak_versions == (2,) * P
+    assert report.peak_activations == tuple(depth + 1 for depth in warmups)
+    F, B, latency = data.draw(quarters) + 1, data.draw(quarters), data.draw(quarters)
+    starts = iterated(warmups, F, B, latency, microbatches=schedule.total_microbatches)
+    spans = simulate(schedule, Costs(forward=F, backward=B, latency=latency)).ranks[0].compute
+    assert [s.start for s in spans if isinstance(s.what, Action) and s.what.op is Op.F] == starts
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "message"),
+    [
+        ("pipedream", (2, 4), {"update_every": 3}, r"update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"),
+        ("pipedream", (2, 4), {"update_every": 0}, "update_every=0 for 4 microbatches"),
+        ("pipedream", (2, 4), {"update_every": 2.0}, r"update_every=2\.0 for 4 microbatches"),
+        (
+            "pipedream",
+            (3, 6),
+            {"update_every": 3, "replicas": (2, 1)},
+            r"update_every=3 with replicas=\(2, 1\): expected a multiple of 2",
+        ),
+        ("pipedream", (3, 4), {"replicas": (2, 2)}, r"replicas=\(2, 2\) on 3 ranks: .* at least 1 .*, 3 in all"),
+        ("2bw", (3, 4), {"replicas": (3, 0)}, r"replicas=\(3, 0\) on 3 ranks: expected a count of at least 1"),
+        ("2bw", (3, 4), {"replicas": 3}, r"replicas=3: expected one count a stage, such as \(2, 1\)"),
+        ("2bw", (3, 4), {"replicas": ("2", 1)}, r"replicas=\('2', 1\) on 3 ranks"),
+        (
+            "2bw",
+            (4, 2),
+            {},
+            "num_microbatches=2 under 2bw: expected at least 3, the warm-up .*; give more microbatches",
+        ),
+        ("2bw", (4, 2), {"warmup": "eager"}, "num_microbatches=2 under 2bw: expected at least 3"),
+        ("2bw", (4, 2), {"replicas": (1, 3)}, "num_microbatches=2 under 2bw: expected at least 3"),
+        (
+            "2bw",
+            (4, 1),
+            {"replicas": (3, 1), "warmup": (0, 0)},
+            r"num_microbatches=1 with replicas=\(3, 1\): expected at least 3, one for each replica",
+        ),
+        ("2bw", (2, 4), {"warmup": "deep"}, "warmup='deep': expected 'plain', 'eager', or one number a stage"),
+        ("2bw", (2, 4), {"warmup": 3}, "warmup=3: expected 'plain', 'eager', or one number a stage"),
+        ("2bw", (2, 4), {"warmup": (1,)}, r"warmup=\[1\] for 2 stages: expected 2 whole numbers from 0 to .*=4"),
+        ("2bw", (2, 4), {"warmup": (5, 0)}, r"warmup=\[5, 0\] for 2 stages"),
+        ("2bw", (2, 4), {"warmup": (1, -1)}, r"warmup=\[1, -1\] for 2 stages"),
+        ("2bw", (2, 4), {"warmup": (0, 1)}, r"warmup=\[0, 1\]: expected no stage deeper than the one before it"),
+        ("2bw", (2, 4), {"num_batches": 0}, "num_batches=0: expected a whole number, at least 1"),
+        ("pipedream", (2, 4), {"num_batches": 1.5}, r"num_batches=1\.5: expected a whole number"),
+    ],
+)
+def test_options_that_do_not_fit(name: str, sizes: tuple[int, int], options: dict[str, object], message: str) -> None:
+    num_ranks, num_microbatches = sizes
+    with pytest.raises(ValueError, match=message):
+        build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+@pytest.mark.parametrize(("P", "M"), [(2, 1), (4, 3), (6, 5)])
+def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
+    """With one fewer, batch 2 would begin on rank 0 before the update that makes its version."""
+    check(build("2bw", num_ranks=P, num_microbatches=M))
+    if M > 1:
+        with pytest.raises(ValueError, match=f"expected at least {M}"):
+            build("2bw", num_ranks=P, num_microbatches=M - 1)
+    deeper = build("pipedream", num_ranks=P + 2, num_microbatches=M, update_every=M, num_batches=5)
+    claimed = Schedule(
+        name="2bw",
+        placement=deeper.placement,
+        programs=deeper.programs,
+        num_microbatches=M,
+        num_batches=5,
+        weight_rule="2bw",
+    )
+    with pytest.raises(ScheduleError, match=rf"0F{2 * M} stands behind 0 updates of stage 0, .* asks for version 1"):
+        check(claimed)
+
+
+# --- mutations ---
+
+
+def mutated(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
+    programs = list(schedule.programs)
+    programs[rank] = tuple(program)
+    return Schedule(
+        name=schedule.name,
+        placement=schedule.placement,
+        programs=tuple(programs),
+        num_microbatches=schedule.num_microbatches,
+        num_batches=schedule.num_batches,
+        weight_rule=schedule.weight_rule,
+    )
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_each_update_has_its_window(P: int) -> None:
+    """U(t) may stand anywhere from behind the last backward of batch t to before the first forward of batch t + 2, as
+    long as the update before it is not younger; anywhere else, lost, or twice, it is refused."""
+    M = max(P, 2)
+    schedule = build("2bw", num_ranks=P, num_microbatches=M, num_batches=4)
+    for rank, program in enumerate(schedule.programs):
+        for update in (action for action in program if action.op is Op.U):
+            t = update.index
+            rest = [action for action in program if action != update]
+            with pytest.raises(ScheduleError, match=r"missing: |is update \d of the stage"):
+                check(mutated(schedule, rank, rest))
+            for position in range(len(rest) + 1):
+                moved = [*rest[:position], update, *rest[position:]]
+                with pytest.raises(ScheduleError, match=r"is update \d of the stage"):
+                    check(mutated(schedule, rank, [*moved[: position + 1], update, *moved[position + 1 :]]))
+                before, behind = set(moved[:position]), set(moved[position + 1 :])
+                has_gradients = Action(rank, Op.B, (t + 1) * M - 1) in before
+                in_time = Action(rank, Op.F, (t + 2) * M) not in before
+                in_order = Action(rank, Op.U, t + 1) not in before and Action(rank, Op.U, t - 1) not in behind
+                if has_gradients and in_time and in_order:
+                    report = check(mutated(schedule, rank, moved))
+                    assert max(report.peak_versions) <= 2
+                    assert report.staleness == (1,) * P
+                else:
+                    with pytest.raises(ScheduleError):
+                        check(mutated(schedule, rank, moved))

@@ -1,0 +1,134 @@
+"""Replicated stages: round-robin microbatches, gradients that are added up, links that keep their order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
+from stagewright.schedules.lower import Lowered, Sharing, Transfer
+from stagewright.schedules.pipedream import defer_updates
+from stagewright.schedules.versions import derive_versions
+
+from .builders import ASYNC
+
+# Stages with as many times the work as they have ranks.
+REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
+
+
+def delivered(lowered: Lowered) -> dict[tuple[int, int], list[Message]]:
+    """Run all ranks, each as far as it gets, over links that keep their order; by link, what arrived."""
+    links: dict[tuple[int, int], deque[Message]] = {}
+    posted: dict[tuple[int, int], deque[Message]] = {}
+    seen: dict[tuple[int, int], list[Message]] = {}
+    here: list[set[Message]] = [set() for _ in lowered.programs]
+    position = [0] * len(lowered.programs)
+    moved = True
+    while moved:
+        moved = False
+        for program in lowered.programs:
+            rank = program.rank
+            while position[rank] < len(program.steps):
+                step = program.steps[position[rank]]
+                if not isinstance(step, Transfer):
+                    if not set(program.inputs.get(step, ())) <= here[rank]:
+                        break
+                else:
+                    link = (rank, step.peer) if step.is_send else (step.peer, rank)
+                    (links if step.is_send else posted).setdefault(link, deque()).append(step.message)
+                    while links.get(link) and posted.get(link):
+                        message = links[link].popleft()
+                        assert message == posted[link].popleft()
+                        seen.setdefault(link, []).append(message)
+                        here[link[1]].add(message)
+                position[rank] += 1
+                moved = True
+    assert position == [len(program.steps) for program in lowered.programs]
+    assert not any(links.values())
+    assert not any(posted.values())
+    return seen
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+@pytest.mark.parametrize("M", [6, 12])
+def test_replicas(name: str, replicas: tuple[int, ...], M: int) -> None:
+    schedule = build(name, num_ranks=sum(replicas), num_microbatches=M, replicas=replicas)
+    check(schedule)
+    ranks = iter(range(sum(replicas)))
+    owners = tuple(tuple(next(ranks) for _ in range(count)) for count in replicas)
+    assert schedule.owners == owners
+    for rank, program in enumerate(schedule.programs):
+        stage = next(s for s, ranks_of in enumerate(owners) if rank in ranks_of)
+        count, replica = replicas[stage], owners[stage].index(rank)
+        # M is a multiple of the replicas here, so that round-robin goes on from batch to batch.
+        for op in (Op.F, Op.B):
+            assert [a.index for a in program if a.op is op] == list(range(replica, schedule.total_microbatches, count))
+    groups = tuple(ranks_of for ranks_of in owners if len(ranks_of) > 1)
+    lowered = lower(schedule, sharing=Sharing(loss=True, norm=True, sums=groups))
+    check_lowered(lowered)
+    for (src, dst), messages in delivered(lowered).items():
+        for kind in {message.kind for message in messages}:
+            order = [message.index for message in messages if message.kind is kind]
+            assert order == sorted(set(order)), f"{kind} from rank {src} to rank {dst}"
+
+
+def in_proportion(replicas: tuple[int, ...]) -> Costs:
+    """Work in proportion to the replicas, as PipeDream's planner makes stages."""
+    return Costs(forward=[1.0 * n for n in replicas], backward=[2.0 * n for n in replicas])
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("replicas", [counts for counts in REPLICAS if counts != (1, 2, 1)], ids=str)
+def test_replicas_share_the_work_without_a_bubble(name: str, replicas: tuple[int, ...]) -> None:
+    M = 12
+    schedule = build(name, num_ranks=sum(replicas), num_microbatches=M, replicas=replicas)
+    timeline = simulate(schedule, in_proportion(replicas))
+    assert timeline.batch_seconds == 3 * M
+    assert timeline.bubble == 0.0
+
+
+def test_the_rule_of_pipedream_is_too_shallow_in_front_of_a_slow_stage() -> None:
+    """Replicas 1-2-1: F0(k) F1(k) B1(k-2) B0(k-2) F0(k+2) takes 1 + 2 + 4 + 2 seconds for two microbatches, where work
+    alone takes 6; the eager warm-up is deep enough."""
+    replicas = (1, 2, 1)
+    plain, eager = (
+        build("2bw", num_ranks=4, num_microbatches=12, replicas=replicas, warmup=warmup)
+        for warmup in ("plain", "eager")
+    )
+    assert simulate(plain, in_proportion(replicas)).batch_seconds == 12 / 2 * 9
+    assert simulate(eager, in_proportion(replicas)).batch_seconds == 12 * 3
+
+
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+def test_replicas_under_2bw_with_any_number_of_microbatches(replicas: tuple[int, ...]) -> None:
+    for M in range(4, 9):
+        for warmup in ("plain", "eager"):
+            schedule = build("2bw", num_ranks=sum(replicas), num_microbatches=M, replicas=replicas, warmup=warmup)
+            assert max(check(schedule).peak_versions) == 2
+            assert check(schedule).staleness == (1,) * sum(replicas)
+            check(defer_updates(schedule))
+
+
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+def test_replicas_with_vertical_sync(replicas: tuple[int, ...]) -> None:
+    schedule = build("pipedream", num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, vertical_sync=True)
+    check(schedule)
+    used = derive_versions(schedule).used
+    assert all(version == used[0, k] for (_, k), version in used.items())
+
+
+def test_a_replica_updates_once_a_group_by_default() -> None:
+    schedule = build("pipedream", num_ranks=5, num_microbatches=6, replicas=(2, 3))
+    assert (schedule.update_every, schedule.group_size) == (None, 6)  # that is the whole batch
+    schedule = build("pipedream", num_ranks=5, num_microbatches=12, replicas=(2, 3))
+    assert schedule.update_every == 6
+    assert build("pipedream", num_ranks=5, num_microbatches=12, replicas=(2, 3), update_every=12).update_every is None
+
+
+@pytest.mark.parametrize("M", [1, 3, 5])
+def test_replicas_that_do_not_divide_the_microbatches(M: int) -> None:
+    """Nobody asked for update_every=2: the message must say what the replicas need."""
+    with pytest.raises(ValueError, match=rf"num_microbatches={M} with replicas=\(2, 1\): expected a multiple of 2"):
+        build("pipedream", num_ranks=3, num_microbatches=M, replicas=(2, 1))

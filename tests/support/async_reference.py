@@ -1,0 +1,450 @@
+"""The reference for asynchronous schedules: one process that keeps every version of the weights.
+
+Written from the specification alone; nothing here imports stagewright. `replay` runs the microbatches one after the
+other, each stage of each one on a copy of the weights that the rule names:
+
+    2bw             batch t: version max(t - 1, 0) on every stage; version t + 1 = step(version t, gradient of batch t)
+    pipedream       the newest version of each stage when its own program comes to the forward; so in the backward
+    vertical sync   the number that stage 0 has there, on every stage
+    1f1b            batch t: version t, as in any flush schedule; it shows that the rest of the replay is right
+
+Why one after the other is enough: each stage runs its backwards in the order of microbatches, so gradients add up in
+that order, and no microbatch sees an update that waits for a later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .cases import difference
+from .layers import DROPOUT, VOCABULARY, Block, D, Embed
+from .models import TASKS, Chain, Task, masked_token_loss, masked_tokens, seeded_units, signals, token_loss, tokens
+from .reference import Seeder, copied, cut, make_scheduler
+
+UNEVEN = (11, 13, 8, 10, 11, 9, 12, 7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncCase:
+    """A training run under "2bw", "pipedream" or "1f1b".
+
+    num_ranks: all of them, replicas included.
+    update_every: microbatches; only under pipedream.
+    warmup, replicas: only under 2bw; they change no number.
+    sizes: samples of each batch.
+    flushes, evals: the batches behind which the pipeline is flushed, or evaluated (which drains it too).
+    as_stages: the stages are given one by one.
+    bounds: the first child of each stage but the first, of an nn.Sequential; equal numbers by default.
+    """
+
+    task: str
+    schedule: str = "2bw"
+    num_ranks: int = 2
+    num_microbatches: int = 4
+    update_every: int = 1
+    vertical_sync: bool = False
+    warmup: str | tuple[int, ...] = "plain"
+    replicas: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = (11,) * 8
+    flushes: tuple[int, ...] = ()
+    evals: tuple[int, ...] = ()
+    optimizer: str = "sgd"
+    max_grad_norm: float | None = None
+    decay: bool = False
+    recompute: str = "none"
+    autocast: bool = False  # float32 weights, bfloat16 around the whole loop
+    as_stages: bool = False
+    bounds: tuple[int, ...] | None = None
+    seed: int = 2024
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas) if self.replicas else self.num_ranks
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.autocast else torch.float64
+
+    @property
+    def tolerance(self) -> float:
+        """0 where everything is added up in the reference's order."""
+        task = ASYNC_TASKS[self.task]
+        reordered = self.replicas or task.tied or task.kind == "traced" or task.loss is masked_token_loss
+        if not reordered and self.max_grad_norm is None:
+            return 0.0
+        return 1e-10 if self.optimizer.startswith("adamw") else 1e-12
+
+    @property
+    def loss_tolerance(self) -> float:
+        """Of the reported figure: how it is put together over update groups, and in which type, is left open."""
+        is_in_parts = self.schedule == "pipedream" and self.update_every != self.num_microbatches
+        return 1e-6 if self.autocast else 1e-12 if is_in_parts else 0.0
+
+
+@dataclass(kw_only=True)
+class AsyncOutcome:
+    """What one process saw; the state is the whole model's, the optimizer's that of its own parameters."""
+
+    losses: dict[int, float] = field(default_factory=dict)  # by step
+    grad_norms: list[float] = field(default_factory=list)
+    evals: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_state: dict[str, Tensor] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)  # broken promises that need no reference
+
+
+Outcomes = AsyncOutcome | Sequence[AsyncOutcome]
+
+
+def assert_exact(
+    outcomes: Outcomes, expected: AsyncOutcome, *, tolerance: float = 0.0, loss_tolerance: float = 0.0
+) -> None:
+    """Asserts that the outcomes of all processes of one run together equal the reference's."""
+    outcomes = [outcomes] if isinstance(outcomes, AsyncOutcome) else outcomes
+    loss_tolerance = max(tolerance, loss_tolerance)
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.complaints, f"rank {rank}: {outcome.complaints}"
+        steps = sorted(outcome.losses)
+        assert steps == sorted(expected.losses), f"rank {rank}: losses of steps {steps}"
+        gaps = {f"step {t}": abs(outcome.losses[t] - loss) for t, loss in expected.losses.items()}
+        _within(f"rank {rank}, loss", gaps, loss_tolerance)
+        assert len(outcome.evals) == len(expected.evals), f"rank {rank}: {len(outcome.evals)} evaluations"
+        gaps = {str(k): abs(a - b) for k, (a, b) in enumerate(zip(outcome.evals, expected.evals, strict=True))}
+        _within(f"rank {rank}, eval loss", gaps, max(loss_tolerance, 1e-12))
+        for norm in outcome.grad_norms:
+            nearest = min(expected.grad_norms, key=lambda known: abs(known - norm), default=float("inf"))
+            assert abs(norm - nearest) <= max(loss_tolerance, 1e-12), f"rank {rank}: gradient norm {norm}, {nearest=}"
+        assert outcome.state.keys() == expected.state.keys(), f"rank {rank}: {sorted(outcome.state)}"
+        gaps = {name: difference(tensor, expected.state[name]) for name, tensor in outcome.state.items()}
+        _within(f"rank {rank}, state", gaps, tolerance)
+        unknown = outcome.optimizer_state.keys() - expected.optimizer_state.keys()
+        assert not unknown, f"rank {rank}: optimizer states {sorted(unknown)}"
+        gaps = {key: difference(value, expected.optimizer_state[key]) for key, value in outcome.optimizer_state.items()}
+        _within(f"rank {rank}, optimizer state", gaps, tolerance)
+    missing = expected.optimizer_state.keys() - {name for outcome in outcomes for name in outcome.optimizer_state}
+    assert not missing, f"optimizer states of no rank: {sorted(missing)}"
+
+
+def _within(what: str, gaps: dict[str, float], tolerance: float) -> None:
+    bad = {name: gap for name, gap in gaps.items() if not gap <= tolerance}
+    worst = ", ".join(f"{name} by {bad[name]:.2e}" for name in sorted(bad, key=lambda name: -bad[name])[:4])
+    assert not bad, f"{what}: {len(bad)} of {len(gaps)} differ by more than {tolerance}: {worst}"
+
+
+# --- models: those of models.py, and smaller ones ---
+
+
+def conv_norm() -> nn.Module:
+    """Convolutions and LayerNorm, whose backwards show a swapped weight; no random numbers. [B, 8, 16] -> the same."""
+    body = [layer for _ in range(4) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(16), nn.Tanh())]
+    return nn.Sequential(*body, nn.Conv1d(8, 8, 1))
+
+
+def small_gpt() -> nn.Module:
+    blocks = [Block() for _ in range(3)]
+    return nn.Sequential(Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False))
+
+
+def small_tied() -> nn.Module:
+    """The head of the last stage is the embedding of the first."""
+    embedding, head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, nn.Dropout(DROPOUT), Block(), Block(), nn.LayerNorm(D), head)
+
+
+ASYNC_TASKS: dict[str, Task] = TASKS | {
+    "conv-norm": Task(kind="chain", make=conv_norm, batch=signals),
+    "small-gpt": Task(kind="chain", make=small_gpt, batch=tokens, loss=token_loss),
+    "small-masked": Task(kind="chain", make=small_gpt, batch=masked_tokens, loss=masked_token_loss),
+    "small-tied": Task(kind="chain", make=small_tied, batch=tokens, loss=token_loss, tied={"5.weight": "0.weight"}),
+}
+
+
+def make_model(case: AsyncCase) -> nn.Module:
+    """The untrained model, the same at every call; stages that are given one by one as a `Chain`."""
+    task = ASYNC_TASKS[case.task]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = task.make(case.num_stages) if task.kind == "stages" else task.make()
+    if task.kind == "stages":
+        model = Chain(model)
+    elif case.as_stages:
+        children = list(model)
+        ends = [*case_bounds(case, len(children)), len(children)]
+        model = Chain([nn.Sequential(*children[a:b]) for a, b in zip([0, *ends], ends, strict=False)])
+    return model.to(case.dtype).train()  # type: ignore[no-any-return]
+
+
+def make_batch(case: AsyncCase, t: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
+    """Batch t with `size` samples, the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3000 + t)
+        inputs, target = ASYNC_TASKS[case.task].batch(size)
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        return value.to(case.dtype) if value.is_floating_point() else value
+
+    return convert(inputs), convert(target)
+
+
+def case_bounds(case: AsyncCase, num_children: int) -> tuple[int, ...]:
+    return case.bounds or tuple(num_children * s // case.num_stages for s in range(1, case.num_stages))
+
+
+def autocast(case: AsyncCase) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
+
+
+def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+        "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+        "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+        "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    }
+    return optimizers[name]
+
+
+def optimizer_states(named: Sequence[tuple[str, Tensor]], optimizers: Any) -> dict[str, Tensor]:
+    """Copies of what optimizers keep for each parameter, as "0.weight: exp_avg"."""
+    states = [optimizer.state for optimizer in optimizers if optimizer is not None]
+    return {
+        f"{name}: {key}": torch.as_tensor(value).detach().clone()
+        for name, parameter in named
+        for state in states
+        for key, value in state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+# --- which version ---
+
+
+class Use(NamedTuple):
+    """Versions of one stage for one microbatch: that of F and B, and the newest one when B comes."""
+
+    right: int
+    newest: int
+
+
+def uses(case: AsyncCase) -> list[list[Use]]:
+    """[microbatch of the run][stage]."""
+    M, stages = case.num_microbatches, range(case.num_stages)
+    if case.schedule != "pipedream":
+        delay = 1 if case.schedule == "2bw" else 0
+        return [[Use(right=max(i // M - delay, 0), newest=i // M)] * len(stages) for i in range(M * len(case.sizes))]
+    table = zip(*(_pipedream_uses(case, warmup=case.num_stages - 1 - s) for s in stages), strict=True)
+    first = case.vertical_sync
+    return [[Use(right=(row[0] if first else use).right, newest=use.newest) for use in row] for row in table]
+
+
+def _pipedream_uses(case: AsyncCase, *, warmup: int) -> list[Use]:
+    """F(i), B(i - warmup), U at the end of a group, and so on; a drain ends a stream."""
+    M = case.num_microbatches
+    drains = sorted({*case.flushes, *case.evals, len(case.sizes) - 1})
+    found: list[Use] = []
+    version = first = 0
+    for end in [(t + 1) * M for t in drains]:
+        forwards = []
+        for i in range(first, end + warmup):
+            if i < end:
+                forwards.append(version)
+            if i - warmup >= first:
+                found.append(Use(right=forwards[i - warmup - first], newest=version))
+                version += (i - warmup + 1) % case.update_every == 0
+        first = end
+    return found
+
+
+# --- the replay ---
+
+
+class _Seeder(Seeder):
+    """Takes the units of one version after the other."""
+
+    def attach(self, units: Sequence[nn.Module]) -> None:
+        for module in dict.fromkeys(units):
+            module.register_forward_pre_hook(self._enter)
+
+
+class _Replay:
+    """`live` holds the newest weights, `versions` a copy of each that there was; buffers are shared by all.
+
+    A piece is a part of the model that is called by itself and belongs to one stage.
+    """
+
+    def __init__(self, case: AsyncCase, mistake: str) -> None:
+        self.case, self.mistake = case, mistake
+        self.task = ASYNC_TASKS[case.task]
+        self.live = make_model(case)
+        self.optimizer = make_optimizer(case.optimizer)(self.live.parameters())
+        self.scheduler = make_scheduler(self.optimizer) if case.decay else None
+        self.seeder = _Seeder([], seed=case.seed)
+        self.versions: list[nn.Module] = []
+        self.gradients: dict[str, Tensor | None] = {}
+        self.count = 0  # of the update group, where losses are (sum, count)
+        self.outcome = AsyncOutcome()
+        pieces = range(len(_pieces(self.live)))
+        bounds = case_bounds(case, len(pieces)) if isinstance(self.live, nn.Sequential) else pieces[1:]
+        self.stage_of = [sum(bound <= piece for bound in bounds) for piece in pieces]
+        self.keep()
+
+    def keep(self) -> None:
+        """The newest weights become a version."""
+        version = copy.deepcopy(self.live)
+        for ours, theirs in zip(version.modules(), self.live.modules(), strict=True):
+            ours._buffers = theirs._buffers
+        self.seeder.attach(seeded_units(version))
+        self.versions.append(version)
+
+    def version(self, use: Use) -> int:
+        """Number of the version that F and B use."""
+        if self.mistake == "newest":
+            return use.newest
+        return max(use.right - 1, 0) if self.mistake == "older" else use.right
+
+    def forward(self, row: Sequence[Use], inputs: tuple[Tensor, ...], target: Any) -> Any:
+        """The loss of one microbatch, each piece under its stage's version."""
+        values: Any = inputs
+        for piece, stage in enumerate(self.stage_of):
+            module = _pieces(self.versions[self.version(row[stage])])[piece]
+            result = module(*values)
+            values = result if isinstance(result, tuple) else (result,)
+        return self.task.loss(result, target)
+
+    def used(self, row: Sequence[Use]) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(name, the parameter that the forward used, the newest one) of all stages."""
+        for name, _ in self.live.named_parameters():
+            piece = int(name.split(".")[0]) if len(self.stage_of) > 1 else 0
+            use = row[self.stage_of[piece]]
+            used = self.versions[self.version(use)].get_parameter(name)
+            yield name, used, self.versions[use.newest].get_parameter(name)
+
+    def backward(self, loss: Tensor, row: Sequence[Use]) -> None:
+        """Adds to the gradients as autograd does, whatever version they were computed with."""
+        parameters = list(self.used(row))
+        for name, used, _ in parameters:
+            used.grad = self.gradients.get(name)
+        with _swapped(parameters, self.mistake):
+            loss.backward()  # type: ignore[no-untyped-call]
+        for name, used, _ in parameters:
+            self.gradients[name], used.grad = used.grad, None
+
+    def update(self, t: int) -> None:
+        """A step of the newest weights with the gradients of one update group, wherever these were computed."""
+        for name, parameter in self.live.named_parameters():
+            grad = self.gradients.get(name)
+            if grad is not None and self.count:
+                grad /= self.count
+            if t == 3 and grad is not None and self.mistake in ("dropped", "doubled"):
+                grad *= 0.0 if self.mistake == "dropped" else 2.0
+            parameter.grad = grad
+        if self.case.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.live.parameters(), self.case.max_grad_norm)
+            self.outcome.grad_norms.append(norm.item())
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.gradients, self.count = {}, 0
+        self.keep()
+
+    def batch(self, t: int, table: Sequence[Sequence[Use]]) -> float:
+        """Trains on batch t and returns its loss."""
+        case, M = self.case, self.case.num_microbatches
+        group = case.update_every if case.schedule == "pipedream" else M
+        inputs, target = make_batch(case, t, case.sizes[t])
+        micro_inputs, micro_targets = cut(inputs, M), cut(target, M)
+        sizes = [parts[0].shape[0] for parts in micro_inputs]
+        loss, count = 0.0, 0
+        for k in range(M):
+            row = table[t * M + k]
+            samples = sum(sizes[k - k % group : k - k % group + group])
+            self.seeder.at(step=t, microbatch=k)
+            with autocast(case):
+                piece = self.forward(row, micro_inputs[k], micro_targets[k])
+            if isinstance(piece, tuple):
+                piece, counted = piece
+                loss, count, self.count = loss + piece.item(), count + int(counted), self.count + int(counted)
+            else:
+                loss += piece.item() * (sizes[k] / sum(sizes))
+                piece = piece * (sizes[k] / samples)
+            with autocast(case):
+                self.backward(piece, row)
+            if (k + 1) % group == 0:
+                self.update(t)
+        return loss / count if count else loss
+
+    def run(self) -> AsyncOutcome:
+        table = uses(self.case)
+        for t in range(len(self.case.sizes)):
+            self.outcome.losses[t] = self.batch(t, table)
+            if t in self.case.evals:
+                self.outcome.evals.append(self.evaluate(t))
+        self.outcome.state = copied(self.live.state_dict())
+        self.outcome.optimizer_state = optimizer_states(list(self.live.named_parameters()), [self.optimizer])
+        return self.outcome
+
+    def evaluate(self, t: int) -> float:
+        self.live.eval()
+        with torch.no_grad(), autocast(self.case):
+            inputs, target = make_batch(self.case, 100 + t, self.case.sizes[0])
+            loss = self.task.loss(self.live(*inputs), target)
+        self.live.train()
+        return float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)
+
+
+def _pieces(model: nn.Module) -> list[nn.Module]:
+    return list(model) if isinstance(model, nn.Sequential | Chain) else [model]
+
+
+@contextlib.contextmanager
+def _swapped(parameters: Sequence[tuple[str, nn.Parameter, nn.Parameter]], mistake: str) -> Iterator[None]:
+    """While a backward runs, the mistakes "rebound" and "overwritten" put the newest weights under the used ones."""
+    if mistake not in ("rebound", "overwritten"):
+        yield
+        return
+    kept = [(used, used.data, used.data.clone(), newest.data.clone()) for _, used, newest in parameters]
+    for used, storage, _, newest in kept:
+        if mistake == "rebound":
+            used.data = newest
+        else:
+            storage.copy_(newest)
+    yield
+    for used, storage, values, _ in kept:
+        used.data = storage
+        storage.copy_(values)
+
+
+MISTAKES = ("newest", "older", "rebound", "overwritten", "dropped", "doubled")
+
+
+@functools.cache
+def replay(case: AsyncCase, mistake: str = "") -> AsyncOutcome:
+    """The right outcome of a case, or that of one of `MISTAKES`:
+
+    newest       forward and backward under the newest weights (2bw: W(t) for W(t - 1))
+    older        under the version before the right one (2bw: W(t - 2))
+    rebound      backward with `.data` of the weights pointed at the newest ones
+    overwritten  backward with the newest weights copied into the storage of the right ones
+    dropped      the gradients of batch 3 are zero
+    doubled      the gradients of batch 3 count twice
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _Replay(case, mistake).run()
+
+
+def agree(outcomes: Outcomes, case: AsyncCase) -> None:
+    """`assert_exact` against the replay, with the tolerances of the case."""
+    assert_exact(outcomes, replay(case), tolerance=case.tolerance, loss_tolerance=case.loss_tolerance)
