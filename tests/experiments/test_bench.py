@@ -17,10 +17,12 @@ from stagewright.experiments.bench import run
 from stagewright.experiments.bench.figures import Figure, Target, figures_of
 from stagewright.experiments.bench.in_process import break_down
 from stagewright.experiments.bench.models import SleepingStage, make_problem, sleep_until
+from stagewright.experiments.bench.races import RACES
 from stagewright.experiments.bench.records import (
     Breakdown,
     Measurement,
     PingPong,
+    RaceTimes,
     ReceiveBytes,
     Record,
     SimulatorSpeed,
@@ -66,6 +68,15 @@ RECORDS: list[Record] = [
         )
         for workload in WORKLOADS.values()
     ),
+    *(
+        RaceTimes(
+            race=race.name,
+            seconds={entry.label: [0.1 * (entry.at_least or 1.0)] * 2 for entry in race.entries},
+            predicted=0.1,
+            bubbles=[0.01, 0.02],
+        )
+        for race in RACES.values()
+    ),
     PingPong(num_bytes=32, tight=[4e-5], paced=[8e-5]),
     Breakdown(schedule="1f1b", in_process=[3e-4], autograd=[1e-4], profile="[ncalls] run_backward"),
     ReceiveBytes(schedule="1f1b", num_microbatches=8, ours=96, torch=256),
@@ -79,6 +90,14 @@ def all_figures() -> list[Figure]:
 
 
 # Tables
+
+
+def test_every_race_is_needed_by_a_case_and_its_entries_are_of_one_size():
+    assert {name for case in CASES.values() for name in case.races} == set(RACES)
+    for race in RACES.values():
+        sizes = {(entry.workload.num_ranks, entry.workload.num_microbatches) for entry in race.entries}
+        assert len(sizes) == 1
+        assert len({entry.label for entry in race.entries}) == len(race.entries)
 
 
 def test_every_workload_is_needed_by_a_case_and_every_case_finds_its_workloads():
@@ -140,7 +159,19 @@ def test_a_target_is_met_by_the_median(target, samples, met):
 def test_every_case_has_figures_and_a_missed_target_is_named():
     figures = all_figures()
     assert {figure.case for figure in figures} == set(CASES)
-    assert [figure.case for figure in figures if figure.verdict != "ok"] == ["overhead-1f1b"]
+    asked = [figure for figure in figures if figure.target is not None]
+    assert [figure.case for figure in asked if figure.verdict != "ok"] == ["overhead-1f1b"]
+
+
+def test_a_race_is_won_by_throughput():
+    race = RACES["async-sleep-4"]
+    seconds = {entry.label: [0.21, 0.22] for entry in race.entries} | {race.entries[0].label: [0.12, 0.11]}
+    record = RaceTimes(race=race.name, seconds=seconds, predicted=0.12, bubbles=[0.0, 0.1])
+    first, second, error = figures_of(CASES["async-sleep"], [record])
+    assert first.value.low == second.value.low == pytest.approx(1.75)
+    assert first.verdict == "ok"
+    assert (first.target, error.target) == (Target(limit=1.68, at_least=True), None)
+    assert error.value.median == pytest.approx(0.12 / 0.115 - 1)
 
 
 def test_ratios_are_of_neighbouring_repetitions():
