@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm import PipelineError, Transport
-from ..schedules import Action, Op, Schedule, ScheduleError
+from ..schedules import Action, Message, Op, Schedule, ScheduleError
 from ..schedules.lower import Finish, RankProgram, Transfer
 from .machine import Instruction, Machine, Wait
 from .recorder import Recorder
@@ -60,6 +60,7 @@ class Engine:
         worker, transport, recorder = local.worker, local.transport, local.recorder
         stamp = recorder.clock.stamp
         proves = machine.proves
+        proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
         instruction: Instruction | None = None
         try:
             while (instruction := machine.next()) is not None:
@@ -76,14 +77,18 @@ class Engine:
                     else:
                         transport.post(message, peer, worker.specs(message))
                 else:
+                    if proven:
+                        transport.acknowledged(proven)
+                        proven.clear()
                     while not all(transport.ready(message) for message in instruction.messages):
                         yield instruction
                     start = stamp()
                     for message in instruction.messages:
                         worker.put(message, transport.wait(message, self._timeout))
-                        transport.acknowledged(proves.get(message, ()))
+                        proven += proves.get(message, ())
                     recorder.wait(instruction.messages, start, stamp())
                     machine.arrived(instruction.messages)
+            transport.acknowledged(proven)
             transport.end_of_program()
         except PipelineError as error:
             story = f"rank {worker.rank}: {error}, {_story(local, instruction)}"
