@@ -51,7 +51,10 @@ def pipedream(
         )
     if common > 1 and update_every == 1:
         update_every = common
-    if not isinstance(update_every, int) or update_every < 1 or num_microbatches % update_every:
+    if not isinstance(vertical_sync, bool):
+        raise ValueError(f"vertical_sync={vertical_sync!r}: expected True or False")
+    is_count = isinstance(update_every, int) and not isinstance(update_every, bool)
+    if not is_count or update_every < 1 or num_microbatches % update_every:
         raise ValueError(
             f"update_every={update_every!r} for {num_microbatches} microbatches: expected a number that divides "
             f"{num_microbatches}, such as 1 or {num_microbatches}"

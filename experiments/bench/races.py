@@ -38,7 +38,8 @@ class Entry:
     def label(self) -> str:
         """For people and records."""
         chunks = f" V={self.workload.num_chunks}" if self.workload.num_chunks > 1 else ""
-        return f"{self.runner.value} {self.workload.schedule}{chunks}"
+        eager = " eager" if self.workload.warmup == "eager" else ""
+        return f"{self.runner.value} {self.workload.schedule}{eager}{chunks}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +85,10 @@ def _sleep_race(num_ranks: int, *, at_least: float) -> Race:
     )
 
 
-def _gpt(schedule: str, num_chunks: int = 1) -> Workload:
+def _gpt(schedule: str, num_chunks: int = 1, warmup: str = "plain") -> Workload:
     return Workload(
         name=f"race-gpt-{schedule}",
+        warmup=warmup,
         model=ModelKind.GPT,
         schedule=schedule,
         num_ranks=2,
@@ -106,6 +108,7 @@ RACES: dict[str, Race] = {
                 Entry(runner=Runner.OURS, workload=_gpt("2bw")),
                 Entry(runner=Runner.TORCH, workload=_gpt("1f1b"), at_least=1.42, ideal=1.5),
                 Entry(runner=Runner.TORCH, workload=_gpt("interleaved", 2), at_least=1.22),
+                Entry(runner=Runner.OURS, workload=_gpt("2bw", warmup="eager")),
                 Entry(runner=Runner.OURS, workload=_gpt("1f1b")),
                 Entry(runner=Runner.OURS, workload=_gpt("interleaved", 2)),
             ),

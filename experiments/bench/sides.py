@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 
 from ...pipe import PipelineModule
 from ...pipe.results import StepResult
+from ...schedules import build
 from .models import Problem
 from .workloads import Workload
 
@@ -41,9 +42,13 @@ class OurSide:
     def __init__(self, workload: Workload, problem: Problem) -> None:
         self.pipe = PipelineModule(
             stages=problem.stages,
-            schedule=workload.schedule,
-            num_microbatches=workload.num_microbatches,
-            num_chunks=workload.num_chunks,
+            schedule=build(
+                workload.schedule,
+                num_ranks=workload.num_ranks,
+                num_microbatches=workload.num_microbatches,
+                num_chunks=workload.num_chunks,
+                **({"warmup": workload.warmup} if workload.schedule == "2bw" else {}),
+            ),
             loss_fn=problem.loss_fn,
             optimizer=problem.optimizer,
             example_inputs=(problem.inputs,),

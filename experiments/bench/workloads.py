@@ -29,6 +29,7 @@ class Workload:
         num_microbatches: M.
         num_chunks: V.
         forward, backward: of one stage action, where the stages sleep [s].
+        warmup: of 2bw.
         steps: of one repetition, whose value is their median (short steps need several).
     """
 
@@ -40,6 +41,7 @@ class Workload:
     num_chunks: int = 1
     forward: float = 0.0
     backward: float = 0.0
+    warmup: str = "plain"
     steps: int = 1
 
     @property

@@ -254,6 +254,8 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
         ("pipedream", (2, 4), {"update_every": 3}, r"update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"),
         ("pipedream", (2, 4), {"update_every": 0}, "update_every=0 for 4 microbatches"),
         ("pipedream", (2, 4), {"update_every": 2.0}, r"update_every=2\.0 for 4 microbatches"),
+        ("pipedream", (2, 4), {"update_every": True}, r"update_every=True for 4 microbatches"),
+        ("pipedream", (2, 4), {"vertical_sync": "no"}, r"vertical_sync=.no.: expected True or False"),
         (
             "pipedream",
             (3, 6),
