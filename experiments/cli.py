@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "timeline": Command(
         "timeline_command", "draw a run's timeline, predicted above measured, and export it for Perfetto"
     ),
+    "experiment": Command("experiment_command", "run a scripted experiment: convergence"),
     "bench": Command("bench", "measure this runtime beside torch.distributed.pipelining"),
 }
 

@@ -84,9 +84,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimize
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
 
 
-def learning_rate_curve(steps: int) -> Callable[[int], float]:
+def learning_rate_curve(steps: int, *, warmup_part: float = WARMUP) -> Callable[[int], float]:
     """Fraction of the peak rate at each step: a straight line up, then half a cosine down to FINAL_RATE."""
-    warmup = max(1, round(WARMUP * steps))
+    warmup = max(1, round(warmup_part * steps)) if warmup_part else 0
 
     def fraction(step: int) -> float:
         if step < warmup:

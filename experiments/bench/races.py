@@ -1,8 +1,8 @@
 """Throughput: several runners train the same stages batch after batch, each as fast as it goes.
 
 A step of an asynchronous schedule has no end of its own, since it returns with the pipeline full. So what is timed is
-many batches in a row, from one instant to the last rank's return from the last of them, by batch. An asynchronous
-runner is full before and behind. Runners take turns, repetition by repetition.
+many batches in a row on each rank, from its return from one step to its return from a later one; the slowest rank
+counts. Runners take turns, repetition by repetition.
 """
 
 from __future__ import annotations
