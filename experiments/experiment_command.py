@@ -14,9 +14,11 @@ EXPERIMENTS = {
 def run(argv: Sequence[str]) -> int:
     """Run one experiment and return its exit status."""
     listed = "\n".join(f"  {name:<12} {summary}" for name, summary in EXPERIMENTS.items())
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0].startswith("-"):
         print(f"usage: stagewright experiment NAME [options]\n\nexperiments:\n{listed}")
-        return 0
+        if not argv:
+            return 0
+        raise SystemExit(0 if argv[0] in ("-h", "--help") else 2)
     if argv[0] not in EXPERIMENTS:
         near = difflib.get_close_matches(argv[0], EXPERIMENTS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""

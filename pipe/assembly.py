@@ -173,13 +173,13 @@ class Assembly:
             wired = with_late_updates(wired, sharing)
             stream = make_stream(wired, sharing=sharing, receives_ahead=RECEIVES_AHEAD)
             programs = (*stream.calls, *stream.drains, *evaluate.programs)
-            ownership.spread_from_first_owners(collectives)
+        ownership.spread_from_first_owners(collectives)
         links = _links_of(programs) if world.distributed else frozenset()
         engine = self._make_engine(wired, links)
         gradients = streaming = None
         if stream is None:
             optimizers = self._make_optimizers(ownership, local_stages)
-            gradients = Gradients(ownership, collectives, rank=world.rank, device=settings.device)
+            gradients = Gradients(ownership, collectives, ranks=self._local, device=settings.device)
         else:
             optimizers = self._make_versions(wired, engine, ownership)
             streaming = Streaming(engine, stream, train.wiring)

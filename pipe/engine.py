@@ -115,17 +115,11 @@ class Engine:
 
 
 def refuse_what_cannot_run(schedule: Schedule) -> None:
-    """The engine runs whole backwards; flush schedules of one batch, with one owner a stage; streams of any owners."""
+    """The engine runs whole backwards; flush schedules of one batch; asynchronous ones as streams."""
     if not schedule.streams and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
             f"batches: expected a flush schedule of one batch, which the engine repeats"
-        )
-    replicated = [s for s, ranks in enumerate(schedule.owners) if len(ranks) > 1]
-    if replicated and not schedule.streams:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} replicates the stages {replicated}: expected one rank a stage; "
-            f"the runtime has replicas under asynchronous schedules alone (schedule='2bw') so far"
         )
     odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B, Op.U)), None)
     if odd is not None:

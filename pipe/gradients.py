@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,22 +16,27 @@ class Gradients:
     """The `.grad`s of this process's parameters.
 
     What a batch adds is kept apart from what was there before where it must be changed by itself: scaled
-    (losses given as sum and count) or summed over the ranks that hold a tied parameter.
-    Making it is collective over the processes (it makes the groups of tied parameters).
+    (losses given as sum and count) or summed over the ranks that hold a parameter (replicas, tied weights).
+    Making it is collective over the processes (it makes their groups).
+
+    Arguments:
+        ranks: of this process. Where all that hold a parameter are in it, its gradients add up by themselves.
     """
 
-    def __init__(self, ownership: Ownership, collectives: Collectives, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, ownership: Ownership, collectives: Collectives, *, ranks: Sequence[int], device: torch.device
+    ) -> None:
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
-        self._counted = [p for p in ownership.counted_parameters() if p.requires_grad]
+        self._counted = [p for p in ownership.counted_parameters(ranks) if p.requires_grad]
         self._collectives = collectives
         self._device = device
-        self._tied: list[tuple[str, nn.Parameter, tuple[int, ...]]] = []
         self._before: list[torch.Tensor | None] = []
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}  # ranks that hold a parameter -> those parameters
         local = dict(ownership.named_parameters())
-        for name, ranks in ownership.tied():
-            collectives.subgroup(ranks)
-            if rank in ranks:
-                self._tied.append((name, local[name], ranks))
+        for name, holders in ownership.tied():
+            collectives.subgroup(holders)
+            if not set(holders).isdisjoint(ranks) and not set(holders) <= set(ranks):
+                self._shared.setdefault(holders, []).append(local[name])
 
     def begin(self) -> None:
         """A batch begins: put aside what is there."""
@@ -45,13 +52,11 @@ class Gradients:
         self._before = []
 
     def finish(self, *, scale: float) -> None:
-        """The batch is through: scale its gradients, sum those of tied parameters, and add what was there before."""
+        """The batch is through: scale its gradients, sum what several ranks hold, and add what was there before."""
         if scale != 1.0:
             scale_gradients(self._parameters, scale)
-        for name, parameter, ranks in self._tied:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._collectives.all_reduce(parameter.grad, what=f"summing the gradient of tied {name!r}", ranks=ranks)
+        for ranks, parameters in self._shared.items():
+            self._sum(parameters, ranks)
         for parameter, grad in zip(self._parameters, self._before, strict=True):
             if grad is None:
                 continue
@@ -62,10 +67,23 @@ class Gradients:
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
-        total = squared_norm(self._counted, device=self._device)
+        total = squared_norm([p.grad for p in self._counted], device=self._device)
         self._collectives.all_reduce(total, what="summing the gradient norm")
         norm = float(total.sqrt())
         factor = clip_factor(norm, max_norm)
         if factor < 1.0:
             scale_gradients(self._parameters, factor)
         return norm
+
+    def _sum(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
+        """One flat all-reduce a type; a rank to which nothing came gives zeros."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_type.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in by_type.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self._collectives.all_reduce(flat, what="summing shared gradients (replicas, tied weights)", ranks=ranks)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

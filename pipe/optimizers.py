@@ -70,11 +70,11 @@ class StageOptimizer:
         torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], *, device: torch.device) -> torch.Tensor:
-    """Sum of squares of the gradients, float64 scalar on `device`."""
+def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.device) -> torch.Tensor:
+    """Sum of squares of all gradients, float64 scalar on `device`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    for norm in norms:
+    present = [gradient for gradient in gradients if gradient is not None]
+    for norm in torch._foreach_norm(present) if present else ():
         total += norm.to(torch.float64).square()
     return total
 

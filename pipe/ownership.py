@@ -58,9 +58,13 @@ class Ownership:
             and min(s for s in self.stages[name] if s in self._local) == stage
         ]
 
-    def counted_parameters(self) -> list[nn.Parameter]:
-        """The local parameters that count in the gradient norm: a tied one only where its first stage stands."""
-        return [p for name, p in self._root.named_parameters() if self.stages[name][0] in self._local]
+    def counted_parameters(self, ranks: Collection[int]) -> list[nn.Parameter]:
+        """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
+        return [
+            p
+            for name, p in self._root.named_parameters()
+            if min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
+        ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """All trainable parameters of a local stage, with their names."""

@@ -37,7 +37,8 @@ class EvalResult:
 
     Arguments:
         loss: on every rank; None without a loss_fn.
-        output: of the whole batch, on the ranks of the last stage; None elsewhere. Of an output without dimensions,
+        output: of the whole batch, on the ranks of the last stage; None elsewhere. Where that stage has replicas, each
+            has the part of its own microbatches. Of an output without dimensions,
             the value of each microbatch, [M].
     """
 

@@ -28,6 +28,7 @@ from .batches import (
     Batch,
     check_inputs,
     check_like_example,
+    combine_summaries,
     join_tensors,
     read_loss_summary,
     split_target,
@@ -155,10 +156,11 @@ class Runtime:
             start = recorder.clock.stamp()
             grad_norm = self._flush_gradients.clip(self._settings.max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
+        left = dict(self._pipeline.optimizers)
         for local in self.local_ranks:
-            for s in sorted(local.worker.stages):
+            for s in sorted(left.keys() & local.worker.stages.keys()):  # replicas in one process have one optimizer
                 start = local.recorder.clock.stamp()
-                self._pipeline.optimizers[s].step()
+                left.pop(s).step()
                 local.recorder.action(Action(s, Op.U, 0), start, local.recorder.clock.stamp())
         return grad_norm
 
@@ -272,8 +274,8 @@ class Runtime:
 
     def _loss(self, batch: Batch) -> tuple[float, float | None]:
         """(loss, sum of counts or None) of the batch; over processes it came as a message."""
-        summaries = (local.worker.loss_summary() for local in self.local_ranks)
-        return read_loss_summary(next(s for s in summaries if s is not None), step=batch.step)
+        parts = {rank: part for local in self.local_ranks for rank, part in local.worker.loss_parts.items()}
+        return read_loss_summary(combine_summaries([parts[rank] for rank in sorted(parts)]), step=batch.step)
 
     def _result(self, step: int | None, loss: float | None, grad_norm: float | None) -> StepResult:
         snapshots = [local.recorder.snapshot() for local in self.local_ranks]

@@ -94,7 +94,8 @@ class Streaming:
     def rest(self) -> list[Known]:
         """What became known and was not returned, oldest first; each once."""
         known = list(self._speaker.known)
-        self._speaker.known.clear()
+        for updates in self.updates:
+            updates.known.clear()
         if known:
             self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
         return known
@@ -103,7 +104,8 @@ class Streaming:
         """The weights were set from outside, with nothing under way: an error before is forgotten."""
         for updates in self.updates:
             updates.drop()
-        self._first, self._lost = None, None
+            updates.known.clear()
+        self._first, self._lost, self._newest = None, None, None
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The weights were loaded: the next batch begins with them on every rank of this process."""
@@ -144,6 +146,8 @@ class Streaming:
         known = self._speaker.known
         if known:
             self._newest = known.pop()
+        for updates in self.updates[:-1]:
+            updates.known.clear()  # the same, a little later
         return self._newest
 
     def _require_whole(self) -> None:

@@ -19,7 +19,7 @@ from ..comm import TensorSpec
 from ..schedules import Message, MessageKind, Schedule
 from ..schedules.lower import Finish
 from .batches import Batch, combine_summaries, read_loss_summary
-from .optimizers import StageOptimizer, clip_factor
+from .optimizers import StageOptimizer, clip_factor, squared_norm
 from .stage import Tensors
 from .versions import WeightVersions
 
@@ -148,11 +148,8 @@ class Updates:
         group = self._group(step.index)
         if step.norm:
             self._add_shared(step.index)
-            squares = [self._gradient(stage, number, step.index) for stage, number in self._counted]
-            total = torch.zeros((), dtype=torch.float64, device=self._device)
-            for norm in torch._foreach_norm([g for g in squares if g is not None]):
-                total += norm.to(torch.float64).square()
-            group.norms[self._rank] = total
+            counted = [self._gradient(stage, number, step.index) for stage, number in self._counted]
+            group.norms[self._rank] = squared_norm(counted, device=self._device)
             if self._rank == 0:
                 group.norm = float(torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum().sqrt())
             return

@@ -16,7 +16,7 @@ from ..comm import TensorSpec
 from ..partition.trace import MODEL_INPUT
 from ..schedules import Action, Message, MessageKind, Op, Schedule
 from ..schedules.lower import STAGE_KINDS, Finish
-from .batches import Batch, combine_summaries, summarize_losses
+from .batches import Batch, summarize_losses
 from .randomness import Seeder
 from .stage import LossValue, Stage, Tensors
 from .updates import Updates
@@ -202,10 +202,10 @@ class Worker:
         stays = self._owner(message.dst, message.index) == self.rank
         (self._inbox if stays else self._outbox)[message] = tensors
 
-    def loss_summary(self) -> torch.Tensor | None:
-        """What is known here of the losses of a flush schedule's batch; None where they did not come."""
-        parts = [self._summaries[rank] for rank in sorted(self._summaries)]
-        return combine_summaries(parts) if parts else None
+    @property
+    def loss_parts(self) -> Mapping[int, torch.Tensor]:
+        """What is known here of the losses of a flush schedule's batch, by rank of the last stage."""
+        return self._summaries
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

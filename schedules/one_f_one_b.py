@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .ir import Action, Op, Schedule
+from .replicas import plain_warmup, replica_counts
 
 
 def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
@@ -22,7 +23,7 @@ def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: 
     return tuple(program)
 
 
-def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
     """Each rank starts a backward as soon as it can: P-1-r forwards ahead, then one and one.
 
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       P=3, M=4, unit time
@@ -30,17 +31,22 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
     Makespan (M+P-1)(F+B) with equal stages and free links; rank r holds min(M, P-r) activations.
+
+    Arguments:
+        replicas: ranks of each stage, `sum(replicas) == num_ranks`; one each by default. Replica q of R takes the
+            microbatches q, q + R, q + 2R, ...; M need not be a multiple, and a replica may have none.
+
+    Raises ValueError for replicas that do not fit the ranks.
     """
-    forwards_backwards = [
-        tuple([Action(rank, op, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
-        for rank in range(num_ranks)
-    ]
+    counts = replica_counts(replicas, num_ranks)
+    placement, programs = [], []
+    for stage, count in enumerate(counts):
+        warmup = plain_warmup(counts, stage)
+        for replica in range(count):
+            own = range(replica, num_microbatches, count)
+            forwards, backwards = ([Action(stage, op, k) for k in own] for op in (Op.F, Op.B))
+            placement.append((stage,))
+            programs.append(pair_up(forwards, backwards, warmup=warmup))
     return Schedule(
-        name="1f1b",
-        placement=tuple((rank,) for rank in range(num_ranks)),
-        programs=tuple(
-            pair_up(forwards, backwards, warmup=num_ranks - 1 - rank)
-            for rank, (forwards, backwards) in enumerate(forwards_backwards)
-        ),
-        num_microbatches=num_microbatches,
+        name="1f1b", placement=tuple(placement), programs=tuple(programs), num_microbatches=num_microbatches
     )

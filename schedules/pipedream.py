@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .ir import Action, Op, Schedule, ScheduleError
+from .replicas import plain_warmup, replica_counts
 
 Warmup = str | Sequence[int]
 
@@ -42,7 +43,7 @@ def pipedream(
 
     Raises ValueError for options that do not fit.
     """
-    counts = _replica_counts(replicas, num_ranks)
+    counts = replica_counts(replicas, num_ranks)
     common = math.lcm(*counts)
     if num_microbatches % common:
         raise ValueError(
@@ -64,7 +65,7 @@ def pipedream(
             f"update_every={update_every} with replicas={tuple(counts)}: expected a multiple of {common}, so that "
             f"each replica adds to each update"
         )
-    warmups = [_plain_warmup(counts, stage) for stage in range(len(counts))]
+    warmups = [plain_warmup(counts, stage) for stage in range(len(counts))]
     return _build(
         name="pipedream",
         rule="vertical-sync" if vertical_sync else "stashing",
@@ -103,7 +104,7 @@ def two_bw(
 
     Raises ValueError for options that do not fit, and for M below the warm-up.
     """
-    counts = _replica_counts(replicas, num_ranks)
+    counts = replica_counts(replicas, num_ranks)
     warmups = _warmups(warmup, counts, num_microbatches)
     return _build(
         name="2bw",
@@ -145,26 +146,9 @@ def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(deferred + updates)
 
 
-def _replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
-    if replicas is None:
-        return [1] * num_ranks
-    counts = list(replicas)
-    if not all(isinstance(count, int) and count >= 1 for count in counts) or sum(counts) != num_ranks:
-        raise ValueError(
-            f"replicas={tuple(counts)} on {num_ranks} ranks: expected a count of at least 1 for each stage, "
-            f"{num_ranks} in all"
-        )
-    return counts
-
-
-def _plain_warmup(counts: Sequence[int], stage: int) -> int:
-    """Forwards of one replica ahead of its backwards, so that all ranks behind it have work (PipeDream's rule)."""
-    return math.ceil(sum(counts[stage:]) / counts[stage]) - 1
-
-
 def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> list[int]:
     num_stages = len(counts)
-    plain = [_plain_warmup(counts, stage) for stage in range(num_stages)]
+    plain = [plain_warmup(counts, stage) for stage in range(num_stages)]
     if not isinstance(warmup, list | tuple):
         if warmup not in ("plain", "eager"):
             raise ValueError(f"warmup={warmup!r}: expected 'plain', 'eager', or one number a stage")

@@ -76,15 +76,28 @@ def run(argv: Sequence[str]) -> int:
                 if curve is None:
                     return 1
                 curves.append(curve)
+                _write(options, curves)
     from .plot import draw
 
     results = summarize(curves, reference=REFERENCE)
-    config = {name: value for name, value in asdict(options).items() if name not in ("out", "json")}
-    answer = {"config": config, "results": [asdict(r) for r in results], "curves": [asdict(c) for c in curves]}
-    (options.out / "results.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    answer = _write(options, curves)
     picture = draw(curves, options.out / "convergence.png")
     print(json.dumps(answer) if options.json else f"{table(results)}\n\n{picture}")
     return 0
+
+
+def _write(options: ConvergenceOptions, curves: Sequence[Curve]) -> dict[str, object]:
+    """results.json with what there is so far."""
+    done = any(curve.method == REFERENCE for curve in curves)
+    results = summarize(curves, reference=REFERENCE) if done else []
+    config = {name: value for name, value in asdict(options).items() if name not in ("out", "json")}
+    answer: dict[str, object] = {
+        "config": config,
+        "results": [asdict(r) for r in results],
+        "curves": [asdict(c) for c in curves],
+    }
+    (options.out / "results.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    return answer
 
 
 def _run_one(options: ConvergenceOptions, method: str, seed: int, out: Path) -> Curve | None:
@@ -116,17 +129,14 @@ def _run_one(options: ConvergenceOptions, method: str, seed: int, out: Path) -> 
 
 def table(results: Sequence[MethodResult]) -> str:
     """The results for people."""
-    reference = next(result for result in results if result.method == REFERENCE)
-    assert reference.seconds_to_target is not None
-    lines = [
-        f"{'method':<12} {'final loss':>10}  {'over seeds':<16} {'tokens/s':>9} {f'to {REFERENCE} final':>14}  faster"
-    ]
+    head = f"{'method':<12} {'final loss':>10}  {'over seeds':<16} {'tokens/s':>9}"
+    lines = [f"{head}   to a loss that both reach, against {REFERENCE}"]
     for r in results:
-        reached = "never" if r.seconds_to_target is None else f"{r.seconds_to_target:.1f} s"
-        faster = "" if r.seconds_to_target is None else f"{reference.seconds_to_target / r.seconds_to_target:.2f} x"
         spread = f"{r.low:.3f} .. {r.high:.3f}"
+        times = f"{r.seconds_to_common:.1f} s / {r.reference_seconds:.1f} s to {r.common_loss:.3f}"
+        faster = r.reference_seconds / r.seconds_to_common
         lines.append(
-            f"{r.method:<12} {r.final:>10.3f}  {spread:<16} {r.tokens_per_second:>9,.0f} {reached:>14}  {faster}"
+            f"{r.method:<12} {r.final:>10.3f}  {spread:<16} {r.tokens_per_second:>9,.0f}   {times}: {faster:.2f} x"
         )
     for method in ("2bw", "pipedream"):
         if any(r.method == method for r in results):

@@ -39,7 +39,8 @@ class MethodResult:
     Arguments:
         final: mean of the final losses [nats]; low, high: their range.
         seconds: mean training time.
-        seconds_to_target: when the mean curve reaches the reference's final loss; None if it never does.
+        common_loss: the higher of this method's and the reference's mean final loss: both reach it.
+        seconds_to_common, reference_seconds: when the mean curves of this method and of the reference reach it.
     """
 
     method: str
@@ -49,7 +50,9 @@ class MethodResult:
     high: float
     seconds: float
     tokens_per_second: float
-    seconds_to_target: float | None
+    common_loss: float
+    seconds_to_common: float
+    reference_seconds: float
 
 
 def of_method(curves: Sequence[Curve], method: str) -> list[Curve]:
@@ -70,8 +73,8 @@ def mean_of(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
     return seconds, losses
 
 
-def seconds_to(target: float, seconds: Sequence[float], losses: Sequence[float]) -> float | None:
-    """When a curve first reaches `target`, on straight lines between its points; None if it never does.
+def seconds_to(target: float, seconds: Sequence[float], losses: Sequence[float]) -> float:
+    """When a curve first reaches `target`, on straight lines between its points; ValueError if it never does.
 
     >>> seconds_to(3.0, [1.0, 2.0, 3.0], [5.0, 4.0, 2.0])
     2.5
@@ -82,16 +85,18 @@ def seconds_to(target: float, seconds: Sequence[float], losses: Sequence[float])
                 return seconds[at]
             part = (losses[at - 1] - target) / (losses[at - 1] - loss)
             return seconds[at - 1] + part * (seconds[at] - seconds[at - 1])
-    return None
+    raise ValueError(f"the loss never reaches {target}: expected at least {min(losses)}")
 
 
 def summarize(curves: Sequence[Curve], *, reference: str) -> list[MethodResult]:
-    """A result a method, in the order in which they first come; the target is the reference's mean final loss."""
-    target = fmean(curve.final_loss for curve in of_method(curves, reference))
+    """A result a method, in the order in which they first come."""
+    theirs = mean_of(of_method(curves, reference))
     results = []
     for method in dict.fromkeys(curve.method for curve in curves):
         own = of_method(curves, method)
         finals = [curve.final_loss for curve in own]
+        mine = mean_of(own)
+        common = max(mine[1][-1], theirs[1][-1])
         results.append(
             MethodResult(
                 method=method,
@@ -101,7 +106,9 @@ def summarize(curves: Sequence[Curve], *, reference: str) -> list[MethodResult]:
                 high=max(finals),
                 seconds=fmean(curve.seconds[-1] for curve in own),
                 tokens_per_second=fmean(curve.tokens_per_second for curve in own),
-                seconds_to_target=seconds_to(target, *mean_of(own)),
+                common_loss=common,
+                seconds_to_common=seconds_to(common, *mine),
+                reference_seconds=seconds_to(common, *theirs),
             )
         )
     return results

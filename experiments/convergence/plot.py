@@ -11,7 +11,7 @@ _COLOURS = ("#555555", "#1f77b4", "#d62728", "#2ca02c", "#7fb3d9", "#ee8f8f")
 
 
 def draw(curves: Sequence[Curve], path: Path) -> Path:
-    """Thin lines are seeds, thick ones their mean."""
+    """Thin lines are seeds, thick ones their mean (dashed: with learning-rate warm-up), shaded their range."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
@@ -23,7 +23,10 @@ def draw(curves: Sequence[Curve], path: Path) -> Path:
             for curve in own:
                 x = curve.steps if axes is by_steps else curve.seconds
                 axes.plot(x, curve.losses, color=colour, linewidth=0.6, alpha=0.5)
-            axes.plot(mean_x, losses, color=colour, linewidth=2.0, label=method)
+            low, high = ([pick(c) for c in zip(*(o.losses for o in own), strict=True)] for pick in (min, max))
+            axes.fill_between(mean_x, low, high, color=colour, alpha=0.12, linewidth=0)
+            style = "--" if method.endswith("warmup") else "-"
+            axes.plot(mean_x, losses, style, color=colour, linewidth=2.0, label=method)
     worst = max(curve.losses[1] for curve in curves)
     best = min(min(curve.losses) for curve in curves)
     by_steps.set_ylim(best - 0.05 * (worst - best), worst)

@@ -153,7 +153,9 @@ class _Pipelined:
         return fmean(loss for loss in losses if loss is not None)
 
     def drain(self) -> None:
+        """To the last update of every rank."""
         self._pipe.flush()
+        dist.barrier()
 
     def close(self) -> None:
         self._pipe.close()

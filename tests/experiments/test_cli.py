@@ -36,7 +36,7 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
     text = answer(capsys, "--help")
     assert text == answer(capsys)
     for name, command in COMMANDS.items():
-        assert f"  {name:<8}  {command.summary}\n" in text
+        assert f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n" in text
 
 
 @pytest.mark.parametrize("name", COMMANDS)

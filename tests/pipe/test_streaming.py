@@ -298,18 +298,6 @@ def test_a_schedule_of_too_few_batches() -> None:
         stream(build("2bw", num_ranks=2, num_microbatches=4, num_batches=2))
 
 
-def test_replicas_need_an_asynchronous_schedule() -> None:
-    programs = tuple(p for p in build("1f1b", num_ranks=1, num_microbatches=2).programs)
-    half = Schedule(
-        name="halves",
-        placement=((0,), (0,)),
-        programs=(programs[0][:1] + programs[0][1:2], programs[0][2:]),
-        num_microbatches=2,
-    )
-    with pytest.raises(ScheduleError, match=r"'halves' replicates the stages \[0\]: expected one rank a stage"):
-        stream(half)
-
-
 # --- memory ---
 
 

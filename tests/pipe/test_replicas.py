@@ -1,0 +1,81 @@
+"""1F1B with replicated stages against one process, float64: replicas sum their gradients, and their ranks the losses.
+
+The replay of support/async_reference.py runs flush schedules, too; asynchronous replicas are in test_async_numerics.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.async_pipeline import run
+from support.async_reference import UNEVEN, AsyncCase, agree
+from support.pool import Pool
+from support.small import X, Y, make
+from torch import nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import build, check
+
+LAYOUTS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 1, 1), (2, 2)]
+
+
+def case(replicas: tuple[int, ...], **options: Any) -> AsyncCase:
+    settings = {"task": "conv-norm", "optimizer": "momentum", "sizes": UNEVEN[:4], "num_microbatches": 5}
+    return AsyncCase(schedule="1f1b", num_ranks=sum(replicas), replicas=replicas, **(settings | options))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 6], ids="M={}".format)
+@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
+def test_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> None:
+    """M need not be a multiple of the replicas; with M=1 some have nothing to do."""
+    check(build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas))
+    one = case(replicas, num_microbatches=num_microbatches)
+    agree(run(one), one)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": (2, 1)},
+        {"replicas": (1, 3), "num_microbatches": 2},
+        {"replicas": (2, 1, 1), "optimizer": "adamw", "max_grad_norm": 0.5, "decay": True},
+        {"replicas": (3, 1), "task": "masked-stages", "evals": (1,)},
+        {"replicas": (2, 2), "task": "small-tied"},
+        {"replicas": (2, 1), "task": "small-gpt", "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_over_processes(gloo: Pool, options: dict[str, Any]) -> None:
+    one = case(**options)
+    agree(gloo.run(run, ranks=one.num_ranks, args=(one,)), one)
+
+
+def _replicas_that_start_apart() -> list[float]:
+    torch.manual_seed(torch.distributed.get_rank())  # each process makes other weights
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    pipe = make(model=model, schedule=schedule, num_microbatches=None, mesh=None)
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    return [float(value.detach().double().sum()) for value in pipe.state_dict().values()]
+
+
+@pytest.mark.gloo
+def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: Pool) -> None:
+    first, second, _ = gloo.run(_replicas_that_start_apart, ranks=3)
+    assert first == second
+
+
+def test_gradients_of_several_calls_add_up() -> None:
+    schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    pipe: PipelineModule = make(model=model, schedule=schedule, num_microbatches=None, mesh=None)
+    pipe.forward_backward(X, Y)
+    once = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+    pipe.forward_backward(X, Y)
+    for before, parameter in zip(once, pipe.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * before)
