@@ -74,14 +74,14 @@ def make_model(options: TrainOptions) -> GPT:
     return GPT(model_config(options))
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float, beta1: float = 0.9) -> Optimizer:
     """AdamW; decay pulls at matrices only (biases and norms have no scale to lose)."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
+    return AdamW([group for group in groups if group["params"]], lr=lr, betas=(beta1, 0.95))
 
 
 def learning_rate_curve(steps: int, *, warmup_part: float = WARMUP) -> Callable[[int], float]:

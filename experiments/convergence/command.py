@@ -40,6 +40,8 @@ class ConvergenceOptions:
     """Sequences of one batch."""
     lr: float = 2e-3
     """Peak learning rate of AdamW, down along a cosine."""
+    beta1: float = 0.9
+    """AdamW's momentum. A late gradient makes momentum less stable: see docs/convergence.md."""
     evaluate_every: int = 25
     """Steps from one validation to the next."""
     windows: int = 128
@@ -111,6 +113,7 @@ def _run_one(options: ConvergenceOptions, method: str, seed: int, out: Path) -> 
         "length": options.length,
         "batch": options.batch,
         "lr": options.lr,
+        "beta1": options.beta1,
         "evaluate-every": options.evaluate_every,
         "windows": options.windows,
         "out": out,

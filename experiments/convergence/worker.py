@@ -39,6 +39,7 @@ class RunOptions:
     length: int
     batch: int
     lr: float
+    beta1: float
     evaluate_every: int
     windows: int
     out: Path
@@ -91,7 +92,7 @@ def train(options: RunOptions) -> Curve:
 
 
 def _optimizer(options: RunOptions) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda parameters: make_optimizer(parameters, lr=options.lr)
+    return lambda parameters: make_optimizer(parameters, lr=options.lr, beta1=options.beta1)
 
 
 def _scheduler(options: RunOptions, method: Method) -> Callable[[Optimizer], LambdaLR]:
