@@ -1,1 +1,23 @@
-"""Where a model is cut into stages."""
+"""Where a model is cut into stages, and on which ranks the stages stand.
+
+read_pipedream_profile, Profile, Cluster -> partition -> Plan. Pure: only the tracer needs torch.
+"""
+
+from .cluster import Cluster, DeviceKind, Level
+from .pipedream_text import read_pipedream_profile
+from .plans import Plan, PlanStage, RunnerUp
+from .profile import Node, Profile
+from .solve import partition
+
+__all__ = [
+    "Cluster",
+    "DeviceKind",
+    "Level",
+    "Node",
+    "Plan",
+    "PlanStage",
+    "Profile",
+    "RunnerUp",
+    "partition",
+    "read_pipedream_profile",
+]

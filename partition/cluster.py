@@ -1,0 +1,242 @@
+"""What a model is to run on: devices in groups, and the links inside and between the groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from .strict import Fields, count, number, parse_object
+
+_JSON_VERSION = 1
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """A kind of device.
+
+    Arguments:
+        name: unique in the cluster.
+        speed: times the speed of the device of the profile.
+        memory_bytes: of one device [bytes]; None where it does not matter.
+    """
+
+    name: str = "device"
+    speed: float = 1.0
+    memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"device kind {self.name!r}"
+        object.__setattr__(self, "speed", number(f"{where}: speed", self.speed, positive=True))
+        if self.memory_bytes is not None:
+            memory = number(f"{where}: memory_bytes", self.memory_bytes, positive=True)
+            object.__setattr__(self, "memory_bytes", memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of links.
+
+    Arguments:
+        name: for people.
+        size: how many groups of the level below (devices, at the innermost) it joins.
+        bandwidth: of one device across this level, each direction [bytes/s].
+        latency: of a message across it [s].
+    """
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name!r}"
+        object.__setattr__(self, "size", count(f"{where}: size", self.size))
+        object.__setattr__(self, "bandwidth", number(f"{where}: bandwidth", self.bandwidth, positive=True))
+        object.__setattr__(self, "latency", number(f"{where}: latency", self.latency))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices 0..D-1 in groups of equal size, level by level.
+
+    Arguments:
+        levels: innermost first; `levels[0].size` devices make a node.
+        kinds: of devices.
+        nodes: by node, the name of its kind; None: all of the first kind.
+
+    Raises ValueError for no level, an unknown kind, or another number of nodes.
+
+    >>> Cluster.parse("4x8:nvlink=300GB/s,net=12GB/s").num_devices
+    32
+    """
+
+    levels: tuple[Level, ...]
+    kinds: tuple[DeviceKind, ...] = (DeviceKind(),)
+    nodes: tuple[str, ...] | None = None  # never None once made
+
+    def __post_init__(self) -> None:
+        levels, kinds = tuple(self.levels), tuple(self.kinds)
+        if not levels or not kinds:
+            raise ValueError(f"cluster with levels={levels}, kinds={kinds}: expected at least one of each")
+        names = [kind.name for kind in kinds]
+        if len(set(names)) < len(names):
+            raise ValueError(f"device kinds {', '.join(names)}: expected unique names")
+        num_nodes = math.prod(level.size for level in levels[1:])
+        nodes = (names[0],) * num_nodes if self.nodes is None else tuple(self.nodes)
+        if len(nodes) != num_nodes:
+            raise ValueError(f"{len(nodes)} kinds of nodes for {num_nodes} nodes: expected one a node")
+        for i, name in enumerate(nodes):
+            if name not in names:
+                raise ValueError(f"node {i}: unknown device kind {name!r}: expected one of {', '.join(names)}")
+        for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes)):
+            object.__setattr__(self, field, value)
+
+    @property
+    def num_devices(self) -> int:
+        """D."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def used_kinds(self) -> tuple[DeviceKind, ...]:
+        """The kinds that some node has."""
+        return tuple(kind for kind in self.kinds if kind.name in (self.nodes or ()))
+
+    @property
+    def path_bandwidths(self) -> tuple[float, ...]:
+        """By level, the slowest link on the way across it [bytes/s]: the way leads over the levels below, too."""
+        slowest, bandwidths = math.inf, []
+        for level in self.levels:
+            slowest = min(slowest, level.bandwidth)
+            bandwidths.append(slowest)
+        return tuple(bandwidths)
+
+    def level_between(self, first: int, last: int) -> int:
+        """The level over which devices `first` and `last` are joined; 0 for a device and itself."""
+        size = 1
+        for number_, level in enumerate(self.levels):
+            size *= level.size
+            if first // size == last // size:
+                return number_
+        raise ValueError(f"devices {first} and {last} of {self.num_devices}: expected 0 to {self.num_devices - 1}")
+
+    def reordered(self, order: Sequence[int]) -> Cluster:
+        """The same with the nodes in another order: node i is what node `order[i]` was."""
+        nodes = self.nodes or ()
+        return replace(self, nodes=tuple(nodes[at] for at in order))
+
+    @classmethod
+    def from_levels(
+        cls, levels: Sequence[tuple[int, float]], *, speed: float = 1.0, memory_bytes: float | None = None
+    ) -> Cluster:
+        """Equal devices; `levels` as (groups of the level below, bytes/s), innermost first."""
+        names = ("link",) if len(levels) == 1 else tuple(f"level{i}" for i in range(1, len(levels) + 1))
+        made = tuple(
+            Level(name=name, size=size, bandwidth=bandwidth)
+            for name, (size, bandwidth) in zip(names, levels, strict=True)
+        )
+        return cls(levels=made, kinds=(DeviceKind(speed=speed, memory_bytes=memory_bytes),))
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read the short form: sizes, outermost first; links, innermost first, with latency or not; memory or not.
+
+        ValueError for anything else, missing and unknown units included.
+        """
+        sizes, _, rest = text.partition(":")
+        links, _, memory = rest.partition(":")
+        numbers = sizes.split("x")
+        if not all(re.fullmatch(r"[1-9]\d*", each) for each in numbers):
+            raise ValueError(f"cluster {text!r}: sizes {sizes!r}: expected {_FORM}")
+        named = [each.partition("=") for each in links.split(",")] if links else []
+        if len(named) != len(numbers):
+            raise ValueError(
+                f"cluster {text!r}: {len(named)} links for {len(numbers)} sizes: expected one a size, as in {_FORM}"
+            )
+        levels = []
+        for size, (name, _, value) in zip(reversed(numbers), named, strict=True):
+            speed, _, latency = value.partition("@")
+            where = f"cluster {text!r}: link {name!r}"
+            levels.append(
+                Level(
+                    name=name,
+                    size=int(size),
+                    bandwidth=_bytes(f"{where}: bandwidth", speed, "/s"),
+                    latency=_latency(f"{where}: latency", latency) if latency else 0.0,
+                )
+            )
+        held = _bytes(f"cluster {text!r}: memory", memory, "") if memory else None
+        return cls(levels=tuple(levels), kinds=(DeviceKind(memory_bytes=held),))
+
+    def to_json(self) -> str:
+        """One JSON object with a version; `from_json` reads it."""
+        data = {
+            "version": _JSON_VERSION,
+            "levels": [asdict(level) for level in self.levels],
+            "kinds": [asdict(kind) for kind in self.kinds],
+            "nodes": list(self.nodes or ()),
+        }
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "cluster") -> Cluster:
+        """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
+        record = parse_object(text, source=source)
+        record.version(_JSON_VERSION)
+        levels = tuple(_level(each) for each in record.objects("levels"))
+        kinds = tuple(_kind(each) for each in record.objects("kinds"))
+        nodes = record.take("nodes", "a list", default=None)
+        if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
+            raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
+        record.done()
+        try:
+            return cls(levels=levels, kinds=kinds, nodes=None if nodes is None else tuple(nodes))
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+
+
+def _level(record: Fields) -> Level:
+    level = Level(
+        name=record.text("name"),
+        size=record.count("size"),
+        bandwidth=record.number("bandwidth", positive=True),
+        latency=record.number("latency", default=0.0),
+    )
+    record.done()
+    return level
+
+
+def _kind(record: Fields) -> DeviceKind:
+    name, speed = record.text("name"), record.number("speed", positive=True, default=1.0)
+    memory = record.take("memory_bytes", "a number", default=None)
+    if memory is not None:
+        memory = number(record.at("memory_bytes"), memory, positive=True)
+    record.done()
+    return DeviceKind(name=name, speed=speed, memory_bytes=memory)
+
+
+def _bytes(where: str, text: str, per: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d*)?(?:e\d+)?)([KMGT]i?|)(B|bit){per}", text)
+    if match is None or match[2] not in _PREFIXES:
+        raise ValueError(
+            f"{where}: {text!r}: expected a number and a unit, such as 12GB{per}, 16GiB{per}, 100Gbit{per}"
+        )
+    return number(where, float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1), positive=True)
+
+
+def _latency(where: str, text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)(s|ms|us|ns)", text)
+    if match is None:
+        raise ValueError(f"{where}: {text!r}: expected a number and a unit, such as 5us")
+    return float(match[1]) * _SECONDS[match[2]]

@@ -1,0 +1,56 @@
+"""In which order unequal nodes stand along the pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from .cluster import Cluster
+
+MAX_ORDERS = 100
+
+
+def total_speed(cluster: Cluster) -> float:
+    """Of all devices together, in devices of the profile."""
+    speeds = {kind.name: kind.speed for kind in cluster.kinds}
+    return cluster.levels[0].size * sum(speeds[name] for name in cluster.nodes or ())
+
+
+def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
+    """Orders of the nodes that differ in their kinds, and a note where these are not all.
+
+    Nodes are moved only where that moves no link: on two levels, where any node is as near to any other. Where more
+    than MAX_ORDERS differ: as given, the slow ones first, and the slow ones last.
+
+    >>> node_orders(Cluster.from_levels([(8, 1e9), (3, 1e9)]))
+    ([(0, 1, 2)], None)
+    """
+    names = cluster.nodes or ()
+    given = tuple(range(len(names)))
+    counts = Counter(names)
+    if len(counts) == 1:
+        return [given], None
+    if len(cluster.levels) > 2:
+        return [given], "nodes of several kinds on more than two levels of links: only the given order was tried"
+    if math.factorial(len(names)) // math.prod(math.factorial(n) for n in counts.values()) <= MAX_ORDERS:
+        return [_places(names, kinds) for kinds in _arrangements(counts)], None
+    speeds = {kind.name: kind.speed for kind in cluster.kinds}
+    slow_first = tuple(sorted(given, key=lambda at: speeds[names[at]]))
+    tried = list(dict.fromkeys([given, slow_first, slow_first[::-1]]))
+    return tried, f"nodes of several kinds: {len(tried)} of their many orders were tried"
+
+
+def _arrangements(counts: Counter[str]) -> Iterator[tuple[str, ...]]:
+    """All different sequences with so many of each."""
+    if not counts:
+        yield ()
+    for name in sorted(counts):
+        for rest in _arrangements(counts - Counter([name])):
+            yield (name, *rest)
+
+
+def _places(names: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Nodes of these kinds in this order, of equal ones the lower first."""
+    left = {name: [at for at, other in enumerate(names) if other == name] for name in set(names)}
+    return tuple(left[kind].pop(0) for kind in kinds)

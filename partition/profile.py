@@ -1,0 +1,219 @@
+"""What each part of a model costs: the input of the partitioner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+
+from .strict import Fields, number, parse_object
+
+_JSON_VERSION = 1
+ORIGINS = ("measured", "published", "formula")
+_FIGURES = (
+    "forward_seconds",
+    "backward_seconds",
+    "activation_bytes",
+    "parameter_bytes",
+    "buffer_bytes",
+    "stash_bytes",
+    "spread",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One part of a model that is never cut. All figures are of one microbatch on the profile's device.
+
+    Arguments:
+        name: unique in the profile.
+        description: for people.
+        forward_seconds, backward_seconds: F and whole B [s].
+        activation_bytes: of its output, which travels where the output crosses a cut [bytes].
+        parameter_bytes, buffer_bytes: held whatever the batch [bytes].
+        stash_bytes: kept from F to B, counted once where shared [bytes].
+        spread: of the samples of F + B, relative (half the interquartile range over the median); 0 when unknown.
+
+    Raises ValueError for a figure that is no finite number of at least 0.
+    """
+
+    name: str
+    description: str = ""
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    stash_bytes: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"node name {self.name!r}: expected text that is not empty")
+        for figure in _FIGURES:
+            object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
+
+    @property
+    def seconds(self) -> float:
+        """F + B [s]."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A model as a graph of nodes with costs.
+
+    Arguments:
+        nodes: in any order; ties between equal plans follow it.
+        edges: (producer, consumer) by name; None makes a chain of the nodes in their order.
+        device: the kind that it was measured on.
+        dtype: of the computation.
+        origin: "measured", "published" or "formula".
+
+    Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), and a graph in several
+    parts that nothing connects.
+
+    >>> chain = Profile(nodes=[Node(name=n, forward_seconds=1, backward_seconds=2) for n in "ab"])
+    >>> chain.edges, Profile.from_json(chain.to_json()) == chain
+    ((('a', 'b'),), True)
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[str, str], ...] | None = None  # never None once made
+    device: str = "device"
+    dtype: str = "float32"
+    origin: str = "measured"
+
+    def __post_init__(self) -> None:
+        nodes = tuple(self.nodes)
+        names = [node.name for node in nodes]
+        if not nodes:
+            raise ValueError("profile without nodes: expected at least one")
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"node {twice[0]!r} stands twice in the profile: expected unique names")
+        if self.origin not in ORIGINS:
+            raise ValueError(f"origin={self.origin!r}: expected one of {', '.join(ORIGINS)}")
+        pairs: Iterable[tuple[str, str]] = pairwise(names) if self.edges is None else self.edges
+        edges = tuple(dict.fromkeys((src, dst) for src, dst in pairs))
+        known = set(names)
+        for src, dst in edges:
+            for name in (src, dst):
+                if name not in known:
+                    raise ValueError(
+                        f"edge {src} -> {dst}: node {name!r} is not in the profile: expected a node's name"
+                    )
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "edges", edges)
+        self._refuse_cycles()
+        self._refuse_parts()
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The edges as positions in `nodes`."""
+        position = {node.name: i for i, node in enumerate(self.nodes)}
+        return tuple((position[src], position[dst]) for src, dst in self.edges or ())
+
+    def order(self) -> tuple[int, ...]:
+        """Positions in `nodes`, each behind what it needs; of several possible ones always the lowest first."""
+        order = self._possible_order()
+        assert len(order) == len(self.nodes)
+        return order
+
+    def _possible_order(self) -> tuple[int, ...]:
+        successors: list[list[int]] = [[] for _ in self.nodes]
+        missing = [0] * len(self.nodes)
+        for src, dst in self.links:
+            successors[src].append(dst)
+            missing[dst] += 1
+        ready = [i for i, needs in enumerate(missing) if not needs]
+        heapify(ready)
+        order = []
+        while ready:
+            at = heappop(ready)
+            order.append(at)
+            for other in successors[at]:
+                missing[other] -= 1
+                if not missing[other]:
+                    heappush(ready, other)
+        return tuple(order)
+
+    def _refuse_cycles(self) -> None:
+        left = set(range(len(self.nodes))) - set(self._possible_order())
+        if not left:
+            return
+        before = {dst: src for src, dst in self.links if src in left and dst in left}
+        walk = [min(left & set(before))]
+        while walk[-1] not in walk[:-1]:
+            walk.append(before[walk[-1]])
+        cycle = walk[walk.index(walk[-1]) :][::-1]
+        raise ValueError(
+            f"the edges form a cycle: {' -> '.join(self.nodes[i].name for i in cycle)}: expected a graph without one"
+        )
+
+    def _refuse_parts(self) -> None:
+        neighbours: list[list[int]] = [[] for _ in self.nodes]
+        for src, dst in self.links:
+            neighbours[src].append(dst)
+            neighbours[dst].append(src)
+        seen, todo = {0}, [0]
+        while todo:
+            for other in neighbours[todo.pop()]:
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        if len(seen) < len(self.nodes):
+            outside = next(i for i in range(len(self.nodes)) if i not in seen)
+            raise ValueError(
+                f"the profile falls into parts: no edge leads from {self.nodes[0].name!r} and its {len(seen) - 1} "
+                f"relatives to {self.nodes[outside].name!r}: expected one connected graph"
+            )
+
+    def to_json(self) -> str:
+        """One JSON object with a version; `from_json` reads it."""
+        data = {
+            "version": _JSON_VERSION,
+            "device": self.device,
+            "dtype": self.dtype,
+            "origin": self.origin,
+            "nodes": [asdict(node) for node in self.nodes],
+            "edges": [list(edge) for edge in self.edges or ()],
+        }
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "profile") -> Profile:
+        """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
+        record = parse_object(text, source=source)
+        record.version(_JSON_VERSION)
+        device, dtype = record.text("device"), record.text("dtype")
+        origin = record.text("origin", choices=ORIGINS)
+        nodes = tuple(_node(each) for each in record.objects("nodes"))
+        edges = []
+        for i, pair in enumerate(record.items("edges")):
+            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
+                raise ValueError(f"{record.at('edges')}[{i}]: {pair!r}: expected [producer, consumer]")
+            edges.append((pair[0], pair[1]))
+        record.done()
+        try:
+            return cls(nodes=nodes, edges=tuple(edges), device=device, dtype=dtype, origin=origin)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a JSON file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+
+
+def _node(record: Fields) -> Node:
+    values: dict[str, float] = {}
+    name, description = record.text("name"), record.text("description", default="")
+    optional = {each.name for each in fields(Node) if each.default == 0.0}
+    for figure in _FIGURES:
+        values[figure] = record.number(figure, default=0.0) if figure in optional else record.number(figure)
+    record.done()
+    return Node(name=name, description=description, **values)

@@ -1,0 +1,70 @@
+"""Candidates of the dynamic program, simulated: the bottleneck says nothing of warm-up, drain and late messages."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from ..schedules.costs import Costs
+from ..schedules.ir import Schedule
+from ..schedules.registry import BUILDERS, build
+from ..schedules.simulate import simulate
+from .cluster import Cluster
+from .dynamic import Solution
+from .stage_costs import StageCosts
+
+MAX_ACTIONS = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """Seconds from batch to batch, and the bubble."""
+
+    seconds: float
+    bubble: float
+
+
+def simulate_solution(solution: Solution, costs: StageCosts, cluster: Cluster) -> Simulated | str:
+    """One batch of M under the schedule (of a steady state, where it does not flush), or why there is none.
+
+    A message takes the latency and the bytes of the wider of its stage's two cuts. The gradients of replicas are added
+    up behind a flushed batch; without a flush that overlaps with compute. No batch is faster than M bottlenecks.
+    """
+    num_microbatches = costs.num_microbatches
+    if num_microbatches is None:
+        return "not simulated: num_microbatches is not given"
+    pieces = solution.pieces
+    if 2 * len(pieces) * num_microbatches > MAX_ACTIONS:
+        return f"not simulated: more than {MAX_ACTIONS:,} actions a batch"
+    try:
+        schedule = _schedule(costs.schedule, [piece.replicas for piece in pieces], num_microbatches)
+    except ValueError as error:
+        return f"not simulated: {error}"
+    seconds: dict[str, list[float]] = {"forward": [], "backward": [], "latency": [], "update": []}
+    for piece in pieces:
+        shape = costs.shape(piece.replicas, piece.devices)
+        first, last, r, e = piece.first, piece.last, piece.replicas, piece.devices
+        for name, column in (("forward", costs.cuts.forward), ("backward", costs.cuts.backward)):
+            own = max(0.0, float(column[last] - column[first]))
+            seconds[name].append(own * costs.slowness(r, e) / costs.fastest)
+        levels = [int(costs.levels(e - r, min(e, costs.num_devices - 1))), int(costs.levels(max(e - r - 1, 0), e - 1))]
+        crossing = (float(costs.crossing[first] * shape.inward) * r, float(costs.crossing[last] * shape.outward) * r)
+        waits = [cluster.levels[level].latency + each for level, each in zip(levels, crossing, strict=True)]
+        seconds["latency"].append(max(waits) if len(pieces) > 1 else 0.0)
+        weights = float(costs.cuts.parameters[last] - costs.cuts.parameters[first])
+        sync = weights * float(shape.sync) * num_microbatches
+        seconds["update"].append(0.0 if schedule.streams else sync)
+    timeline = simulate(schedule, Costs(**seconds))  # type: ignore[arg-type]
+    # The simulator does not queue messages that share a link; the bottleneck counts them.
+    least = max(timeline.batch_seconds, solution.seconds * num_microbatches)
+    busy = (1 - timeline.bubble) * timeline.batch_seconds
+    return Simulated(seconds=least, bubble=1 - busy / least if least > 0 else 0.0)
+
+
+def _schedule(name: str, replicas: list[int], num_microbatches: int) -> Schedule:
+    """ValueError where the schedule can't have these replicas (yet)."""
+    if max(replicas) == 1:
+        return build(name, num_ranks=len(replicas), num_microbatches=num_microbatches)
+    if "replicas" not in inspect.signature(BUILDERS[name]).parameters:
+        raise ValueError(f"schedule {name!r} takes no replicas yet")
+    return build(name, num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=tuple(replicas))

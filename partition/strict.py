@@ -1,0 +1,105 @@
+"""Strict reading of JSON records: every mistake names the file, the field and what was expected."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import NoReturn
+
+
+def parse_object(text: str, *, source: str) -> Fields:
+    """The one JSON object in `text`; ValueError names source, line and column where it is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{source}, line {error.lineno}, column {error.colno}: {error.msg}: expected one JSON object"
+        ) from None
+    return Fields(value, where=source)
+
+
+def fail(where: str, value: object, expected: str) -> NoReturn:
+    """Raise the ValueError of a field that holds something else."""
+    raise ValueError(f"{where}: {value!r}: expected {expected}")
+
+
+def number(where: str, value: object, *, positive: bool = False) -> float:
+    """A finite number of at least 0 (above 0 where `positive`)."""
+    expected = f"a finite number {'above' if positive else 'of at least'} 0"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fail(where, value, expected)
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        fail(where, value, expected)
+    return float(value)
+
+
+def count(where: str, value: object) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        fail(where, value, "a whole number of at least 1")
+    return value
+
+
+class Fields:
+    """A JSON object whose fields are taken one by one; `done` refuses what nobody took."""
+
+    def __init__(self, value: object, *, where: str) -> None:
+        if not isinstance(value, Mapping):
+            fail(where, value, "a JSON object")
+        self.where = where
+        self._values = dict(value)
+        self._known: list[str] = []
+
+    def at(self, key: str) -> str:
+        """How errors name the field."""
+        return f"{self.where}: {key}"
+
+    def take(self, key: str, expected: str, **default: object) -> object:
+        """The value of a field, or `default=`; ValueError where it is missing."""
+        self._known.append(key)
+        if key in self._values:
+            return self._values.pop(key)
+        if "default" in default:
+            return default["default"]
+        raise ValueError(f"{self.at(key)}: missing: expected {expected}")
+
+    def number(self, key: str, *, positive: bool = False, **default: float) -> float:
+        """A finite number of at least 0."""
+        value = self.take(key, "a finite number", **default)
+        return number(self.at(key), value, positive=positive)
+
+    def count(self, key: str) -> int:
+        """A whole number of at least 1."""
+        return count(self.at(key), self.take(key, "a whole number of at least 1"))
+
+    def text(self, key: str, *, choices: Collection[str] = (), **default: str) -> str:
+        """A string, one of `choices` where given."""
+        expected = f"one of {', '.join(choices)}" if choices else "text"
+        value = self.take(key, expected, **default)
+        if not isinstance(value, str) or (choices and value not in choices):
+            fail(self.at(key), value, expected)
+        return value
+
+    def items(self, key: str, **default: list[object]) -> list[object]:
+        """A list."""
+        value = self.take(key, "a list", **default)
+        if not isinstance(value, list):
+            fail(self.at(key), value, "a list")
+        return value
+
+    def objects(self, key: str) -> list[Fields]:
+        """A list of objects."""
+        return [Fields(value, where=f"{self.at(key)}[{i}]") for i, value in enumerate(self.items(key))]
+
+    def version(self, expected: int) -> None:
+        """The field `version`, which must be the one that is known."""
+        found = self.take("version", str(expected))
+        if found != expected:
+            fail(self.at("version"), found, f"{expected}, the only one that this version of stagewright reads")
+
+    def done(self) -> None:
+        """ValueError for fields that nobody took."""
+        if self._values:
+            unknown, known = ", ".join(sorted(self._values)), ", ".join(self._known)
+            raise ValueError(f"{self.where}: unknown field {unknown}: expected only {known}")

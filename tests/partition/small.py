@@ -1,0 +1,135 @@
+"""Small random profiles, and a partitioner that tries everything: nothing is shared with the code under test."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Node, Profile
+
+TENTHS = st.integers(0, 30).map(lambda n: n / 10)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, *, chain: bool = False, max_nodes: int = 9) -> Profile:
+    """Connected graphs; times, sizes and what is kept are small numbers, so that ties are frequent."""
+    size = draw(st.integers(1, max_nodes))
+    nodes = [
+        Node(
+            name=f"n{i}",
+            forward_seconds=draw(TENTHS),
+            backward_seconds=draw(TENTHS),
+            activation_bytes=draw(TENTHS),
+            parameter_bytes=draw(TENTHS),
+            buffer_bytes=draw(TENTHS),
+            stash_bytes=draw(TENTHS),
+        )
+        for i in range(size)
+    ]
+    names = [node.name for node in nodes]
+    edges = list(pairwise(names))
+    if not chain:
+        edges = [(names[draw(st.integers(max(0, i - 3), i - 1))], names[i]) for i in range(1, size)]
+        for i in range(2, size):
+            if draw(st.booleans()):
+                edges.append((names[draw(st.integers(0, i - 1))], names[i]))
+    return Profile(nodes=tuple(nodes), edges=tuple(edges))
+
+
+CLUSTERS = st.sampled_from(
+    [
+        Cluster.from_levels([(1, 1.0)]),
+        Cluster.from_levels([(3, 0.7)]),
+        Cluster.from_levels([(5, 2.0)]),
+        Cluster.from_levels([(2, 4.0), (2, 0.5)]),
+        Cluster.from_levels([(1, 9.0), (4, 1.0)]),
+        Cluster.from_levels([(2, 0.5), (2, 4.0)]),  # slower inside than outside
+        Cluster.from_levels([(2, 8.0), (1, 2.0), (2, 1.0)]),
+    ]
+)
+
+
+def down_sets(profile: Profile) -> list[frozenset[str]]:
+    """All sets of nodes that hold what their nodes need."""
+    names = [node.name for node in profile.nodes]
+    found = []
+    for bits in range(2 ** len(names)):
+        chosen = frozenset(name for i, name in enumerate(names) if bits >> i & 1)
+        if all(src in chosen for src, dst in profile.edges or () if dst in chosen):
+            found.append(chosen)
+    return found
+
+
+def crossing(profile: Profile, before: frozenset[str]) -> float:
+    """Bytes of the tensors made in `before` that something behind it takes."""
+    leaving = {src for src, dst in profile.edges or () if src in before and dst not in before}
+    return sum(node.activation_bytes for node in profile.nodes if node.name in leaving)
+
+
+def stage_seconds(
+    profile: Profile,
+    cluster: Cluster,
+    cut: tuple[frozenset[str], frozenset[str]],
+    devices: range,
+    *,
+    schedule: str = "1f1b",
+    num_microbatches: int | None = None,
+    limit: float = math.inf,
+    speeds: tuple[float, ...] | None = None,
+) -> float:
+    """The formulas of `stage_costs`, device by device; devices count from the end of the pipeline."""
+    own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
+    r, e, M = len(devices), devices.stop, num_microbatches
+    share = 1 / r if M is None else math.ceil(M / r) / M
+    weights = sum(node.parameter_bytes for node in own)
+
+    def bandwidth(first: int, last: int) -> float:
+        size, slowest = 1, math.inf
+        for level in cluster.levels:
+            size *= level.size
+            slowest = min(slowest, level.bandwidth)
+            if first // size == last // size:
+                return slowest
+        raise AssertionError
+
+    compute = sum(node.forward_seconds + node.backward_seconds for node in own) * share
+    if speeds is not None:
+        compute /= min(speeds[device] for device in devices)
+    talk = 2 * (r - 1) / r * weights / bandwidth(devices[0], devices[-1]) / (r if M is None else M)
+    if cut[0]:
+        if e >= cluster.num_devices:
+            return math.inf
+        talk += crossing(profile, cut[0]) / bandwidth(devices[0], e) / r
+    if len(cut[1]) < len(profile.nodes):
+        talk += crossing(profile, cut[1]) / bandwidth(devices[0] - 1, devices[-1]) / r
+    depth = math.ceil(e / r)
+    if schedule == "1f1b" and M is not None:
+        depth = min(depth, math.ceil(M / r))
+    copies = {"1f1b": 1, "2bw": 2, "pipedream": depth}[schedule] + 1 + 2.0
+    held = weights * copies + sum(node.buffer_bytes + depth * node.stash_bytes for node in own)
+    return max(compute, talk) if held <= limit * (1 + 1e-12) else math.inf
+
+
+def least_bottleneck(profile: Profile, cluster: Cluster, **options: object) -> float:
+    """Over all cuts and all replica counts, from the last stage to the first."""
+    sets = down_sets(profile)
+    everything = frozenset(node.name for node in profile.nodes)
+    best = math.inf
+
+    def extend(rest: frozenset[str], used: int, slowest: float) -> None:
+        nonlocal best
+        if not rest:
+            best = min(best, slowest)
+            return
+        for before in sets:
+            if not before < rest:
+                continue
+            for r in range(1, cluster.num_devices - used + 1):
+                seconds = stage_seconds(profile, cluster, (before, rest), range(used, used + r), **options)  # type: ignore[arg-type]
+                if max(slowest, seconds) < best:
+                    extend(before, used + r, max(slowest, seconds))
+
+    extend(everything, 0, 0.0)
+    return best

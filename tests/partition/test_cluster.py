@@ -1,0 +1,91 @@
+"""Clusters: levels, the short form, JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stagewright.partition import Cluster, DeviceKind, Level
+
+
+def test_short_form() -> None:
+    cluster = Cluster.parse("4x8:nvlink=300GB/s@2us,net=100Gbit/s@1.5ms:80GiB")
+    assert cluster.levels == (
+        Level(name="nvlink", size=8, bandwidth=300e9, latency=2e-6),
+        Level(name="net", size=4, bandwidth=12.5e9, latency=1.5e-3),
+    )
+    assert cluster.num_devices == 32
+    assert cluster.used_kinds[0].memory_bytes == 80 * 2**30
+    assert Cluster.parse("2:net=1e3MB/s").levels[0].bandwidth == 1e9
+
+
+def test_levels_between_devices() -> None:
+    cluster = Cluster.from_levels([(2, 4.0), (2, 8.0), (2, 1.0)])
+    assert [cluster.level_between(0, device) for device in range(8)] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert cluster.path_bandwidths == (4.0, 4.0, 1.0)  # the way over the second level leads over the first
+    with pytest.raises(ValueError, match="devices 0 and 8 of 8: expected 0 to 7"):
+        cluster.level_between(0, 8)
+
+
+def test_json_there_and_back() -> None:
+    cluster = Cluster(
+        levels=(Level(name="a", size=2, bandwidth=1.0), Level(name="b", size=2, bandwidth=0.5, latency=0.1)),
+        kinds=(DeviceKind(name="new", speed=2.0, memory_bytes=5.0), DeviceKind(name="old")),
+        nodes=("new", "old"),
+    )
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert [kind.name for kind in cluster.used_kinds] == ["new", "old"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4x8", r"cluster '4x8': 0 links for 2 sizes: expected one a size"),
+        ("4x8:net=12GB/s", r"1 links for 2 sizes"),
+        ("4x0:a=1GB/s,b=1GB/s", r"sizes '4x0': expected 4x8:nvlink"),
+        ("x:net=1GB/s", r"sizes 'x': expected 4x8:nvlink"),
+        ("4:net=12", r"link 'net': bandwidth: '12': expected a number and a unit, such as 12GB/s"),
+        ("4:net=12GB", r"'12GB': expected a number and a unit, such as 12GB/s"),
+        ("4:net=12Gb/s", r"'12Gb/s': expected a number and a unit"),
+        ("4:net=12XB/s", r"'12XB/s': expected a number and a unit"),
+        ("4:net=0GB/s", r"bandwidth: 0.0: expected a finite number above 0"),
+        ("4:net", r"link 'net': bandwidth: '': expected"),
+        ("4:net=1GB/s@5", r"latency: '5': expected a number and a unit, such as 5us"),
+        ("4:net=1GB/s:80", r"memory: '80': expected a number and a unit, such as 12GB,"),
+    ],
+)
+def test_bad_short_form(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster.parse(text)
+
+
+GOOD = json.loads(Cluster.from_levels([(2, 1.0), (2, 0.5)]).to_json())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"levels": []}, r"c\.json: cluster with levels=\(\)"),
+        ({"levels": [{"name": "a", "size": 2}]}, r"c\.json: levels\[0\]: bandwidth: missing"),
+        ({"levels": [{"name": "a", "size": 2, "bandwidth": 0}]}, r"levels\[0\]: bandwidth: 0: expected .* above 0"),
+        ({"levels": [{"name": "a", "size": 1.5, "bandwidth": 1}]}, r"levels\[0\]: size: 1.5: expected a whole number"),
+        ({"levels": [{"name": "a", "size": 2, "bandwidth": 1, "b": 1}]}, r"levels\[0\]: unknown field b"),
+        ({"kinds": [{"name": "a"}, {"name": "a"}]}, r"device kinds a, a: expected unique names"),
+        ({"kinds": [{"name": "a", "memory_bytes": -1}]}, r"kinds\[0\]: memory_bytes: -1: expected"),
+        ({"nodes": ["device", "tpu"]}, r"c\.json: node 1: unknown device kind 'tpu': expected one of device"),
+        ({"nodes": ["device"]}, r"1 kinds of nodes for 2 nodes"),
+        ({"nodes": "device"}, r"nodes: 'device': expected the name of a kind for each node"),
+        ({"version": 0}, r"c\.json: version: 0: expected 1"),
+    ],
+)
+def test_bad_json(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_json(json.dumps({**GOOD, **fields}), source="c.json")
+
+
+def test_bad_levels() -> None:
+    with pytest.raises(ValueError, match=r"level 'link': bandwidth: 0\.0: expected a finite number above 0"):
+        Cluster.from_levels([(4, 0.0)])
+    with pytest.raises(ValueError, match="level 'link': size: 0: expected a whole number of at least 1"):
+        Cluster.from_levels([(0, 1.0)])

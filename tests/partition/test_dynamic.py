@@ -1,0 +1,130 @@
+"""The default model's dynamic program against all cuts and all replica counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Node, Profile
+from stagewright.partition.antichains import all_cuts
+from stagewright.partition.dynamic import Solution, num_steps, solve
+from stagewright.partition.stage_costs import SCHEDULES, Memory, StageCosts
+
+from .small import CLUSTERS, least_bottleneck, profiles, stage_seconds
+
+steady = settings(max_examples=250, deadline=None, derandomize=True)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "schedule": st.sampled_from(SCHEDULES),
+        "num_microbatches": st.sampled_from([None, 1, 2, 3, 8]),
+        "limit": st.sampled_from([math.inf, 6.0, 12.0, 20.0, 40.0]),
+    }
+)
+
+
+def costs_of(profile: Profile, cluster: Cluster, options: dict) -> StageCosts:
+    limit = None if options["limit"] == math.inf else options["limit"]
+    return StageCosts(
+        all_cuts(profile),
+        cluster,
+        schedule=options["schedule"],
+        num_microbatches=options["num_microbatches"],
+        memory=Memory(limit=limit),
+    )
+
+
+def check_solution(solution: Solution, costs: StageCosts, profile: Profile, cluster: Cluster, options: dict) -> None:
+    """The stages follow each other, and take what is claimed."""
+    pieces = solution.pieces
+    assert (pieces[0].first, pieces[-1].last) == (0, len(costs.cuts) - 1)
+    assert [p.last for p in pieces[:-1]] == [p.first for p in pieces[1:]]
+    assert [p.devices for p in pieces] == [sum(solution.replicas[i:]) for i in range(len(pieces))]
+    sets = [frozenset(n.name for n, held in zip(profile.nodes, row, strict=True) if held) for row in costs.cuts.members]
+    seconds = [
+        stage_seconds(
+            profile, cluster, (sets[p.first], sets[p.last]), range(p.devices - p.replicas, p.devices), **options
+        )
+        for p in pieces
+    ]
+    assert max(seconds) == pytest.approx(solution.seconds, rel=1e-9, abs=1e-12)
+
+
+@steady
+@given(st.booleans().flatmap(lambda chain: profiles(chain=chain)), CLUSTERS, OPTIONS)
+def test_never_worse_than_trying_everything(profile: Profile, cluster: Cluster, options: dict) -> None:
+    costs = costs_of(profile, cluster, options)
+    found = solve(costs, num_candidates=4)
+    best = least_bottleneck(profile, cluster, **options)
+    assert (found[0].seconds if found else math.inf) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for solution in found:
+        check_solution(solution, costs, profile, cluster, options)
+        assert solution.bound == found[0].seconds
+    assert [s.seconds for s in found] == sorted(s.seconds for s in found)
+    assert len({s.replicas for s in found}) == len(found)
+
+
+@steady
+@given(profiles(max_nodes=6), CLUSTERS, OPTIONS)
+def test_straight(profile: Profile, cluster: Cluster, options: dict) -> None:
+    for solution in solve(costs_of(profile, cluster, options), straight=True):
+        assert set(solution.replicas) == {1}
+
+
+def chain(seconds: list[float], parameters: list[float], activations: list[float]) -> Profile:
+    rows = enumerate(zip(seconds, parameters, activations, strict=True))
+    return Profile(
+        nodes=tuple(
+            Node(name=f"n{i}", forward_seconds=s, backward_seconds=0, parameter_bytes=w, activation_bytes=a)
+            for i, (s, w, a) in rows
+        )
+    )
+
+
+def test_fifteen_and_one_on_four_by_four() -> None:
+    """One stage may take three nodes and three quarters of the fourth, which PipeDream's levels can't say."""
+    profile = chain([15.0, 1.0], [0.0, 1e12], [1.0, 1.0])
+    cluster = Cluster.from_levels([(4, 1e9), (4, 1e9)])
+    costs = StageCosts(all_cuts(profile), cluster, schedule="1f1b", num_microbatches=None, memory=Memory())
+    (best,) = solve(costs)
+    assert (best.replicas, best.seconds) == ((15, 1), 1.0)
+
+
+def test_ties_take_the_fewest_devices_then_the_longest_first_stage() -> None:
+    profile = chain([1.0, 1.0, 0.0, 2.0], [0.0] * 4, [0.0] * 4)
+    costs = StageCosts(
+        all_cuts(profile),
+        Cluster.from_levels([(5, 1e9)]),
+        schedule="1f1b",
+        num_microbatches=1,
+        memory=Memory(),
+    )
+    (best,) = solve(costs)
+    assert [(p.first, p.last, p.replicas) for p in best.pieces] == [(0, 3, 1), (3, 4, 1)]
+    assert num_steps(costs, straight=False) == 10 * 15
+
+
+def test_memory_counts_versions_and_microbatches_in_flight() -> None:
+    profile = Profile(
+        nodes=tuple(
+            Node(name=n, forward_seconds=1, backward_seconds=1, parameter_bytes=10, buffer_bytes=1, stash_bytes=3)
+            for n in "ab"
+        )
+    )
+    expected = {"1f1b": (47, 44), "2bw": (57, 54), "pipedream": (57, 44)}
+    for schedule, (first, last) in expected.items():
+        costs = StageCosts(
+            all_cuts(profile),
+            Cluster.from_levels([(2, 1e9)]),
+            schedule=schedule,
+            num_microbatches=8,
+            memory=Memory(limit=first),
+        )
+        shapes = [costs.shape(1, 2), costs.shape(1, 1)]
+        held = [float(costs.bytes(i, i + 1, shape.in_flight)) for i, shape in enumerate(shapes)]
+        assert held == [first, last]
+        assert [s.replicas for s in solve(costs)] == [(1, 1)]
+        costs.memory = Memory(limit=first - 1)
+        assert solve(costs) == []

@@ -1,0 +1,95 @@
+"""Unequal devices, against all orders of them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition
+from stagewright.partition import solve as solve_module
+from stagewright.partition.orders import node_orders, total_speed
+
+from .small import least_bottleneck, profiles
+
+
+def cluster_of(speeds: tuple[float, ...], *, size: int = 1, bandwidth: float = 2.0) -> Cluster:
+    levels = (
+        Level(name="inner", size=size, bandwidth=bandwidth),
+        Level(name="outer", size=len(speeds), bandwidth=bandwidth),
+    )
+    kinds = tuple(DeviceKind(name=f"x{speed}", speed=speed) for speed in sorted(set(speeds)))
+    return Cluster(levels=levels, kinds=kinds, nodes=tuple(f"x{speed}" for speed in speeds))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(profiles(max_nodes=5), st.lists(st.sampled_from([1.0, 2.0, 0.3]), min_size=1, max_size=4), st.booleans())
+def test_best_of_all_orders(profile: Profile, speeds: list[float], limited: bool) -> None:
+    options = {"num_microbatches": 3} if limited else {}
+    best = min(
+        least_bottleneck(profile, cluster_of(order), speeds=order, **options) for order in set(permutations(speeds))
+    )
+    plan = partition(profile, cluster_of(tuple(speeds)))
+    if not limited:
+        assert plan.predicted_step_time == pytest.approx(best, rel=1e-9, abs=1e-12)
+        assert plan.bound <= plan.predicted_step_time
+        return
+    # With M the simulated step decides; the bottleneck is then no smaller than the least.
+    plan = partition(profile, cluster_of(tuple(speeds)), **options)
+    assert plan.predicted_step_time >= best * (1 - 1e-9)
+
+
+def test_a_slow_node_gets_less() -> None:
+    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(9))
+    plan = partition(Profile(nodes=nodes), cluster_of((1.0, 2.0), bandwidth=1e9), straight=True)
+    work = {stage.ranks: len(stage.nodes) for stage in plan.stages}
+    assert work == {(0,): 3, (1,): 6}
+    assert (plan.predicted_step_time, plan.gap) == (9.0, 0.0)
+    assert {stage.ranks: stage.forward_seconds for stage in plan.stages} == {(0,): 3.0, (1,): 3.0}
+
+
+def test_memory_of_each_kind() -> None:
+    kinds = (DeviceKind(name="small", memory_bytes=10.0), DeviceKind(name="big", memory_bytes=100.0))
+    levels = (Level(name="a", size=1, bandwidth=1e9), Level(name="b", size=2, bandwidth=1e9))
+    cluster = Cluster(levels=levels, kinds=kinds, nodes=("small", "big"))
+    nodes = (
+        Node(name="a", forward_seconds=1, backward_seconds=1, parameter_bytes=20),
+        Node(name="b", forward_seconds=1, backward_seconds=1, parameter_bytes=2),
+    )
+    plan = partition(Profile(nodes=nodes), cluster)
+    assert [(stage.nodes, stage.ranks) for stage in plan.stages] == [(("a",), (1,)), (("b",), (0,))]
+    with pytest.raises(ValueError, match=r"node 'a' needs 120 bytes on a device of 100, 20 too many"):
+        partition(Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1, parameter_bytes=30),)), cluster)
+
+
+def test_idle_devices_are_the_slow_ones() -> None:
+    profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=2),))
+    plan = partition(profile, cluster_of((1.0, 2.0, 1.0)), straight=True)
+    assert (plan.stages[0].ranks, plan.predicted_step_time) == ((1,), 1.5)
+    with pytest.raises(ValueError, match=r"device kind 'x1\.0' of speed 1\.0 with cost_model='pipedream': expected"):
+        partition(profile, cluster_of((1.0, 2.0)), cost_model="pipedream")
+
+
+def test_orders() -> None:
+    assert node_orders(cluster_of((1.0, 2.0, 1.0))) == ([(0, 2, 1), (0, 1, 2), (1, 0, 2)], None)
+    assert total_speed(cluster_of((1.0, 2.0, 1.0), size=4)) == 16.0
+    orders, note = node_orders(cluster_of((1.0, 2.0) * 8))
+    assert len(orders) == 3
+    assert note == "nodes of several kinds: 3 of their many orders were tried"
+    nested = Cluster(
+        levels=(*cluster_of((1.0, 2.0)).levels, Level(name="far", size=1, bandwidth=1.0)),
+        kinds=cluster_of((1.0, 2.0)).kinds,
+        nodes=("x1.0", "x2.0"),
+    )
+    orders, note = node_orders(nested)
+    assert orders == [(0, 1)]
+    assert "only the given order was tried" in str(note)
+
+
+def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve_module, "MAX_STEPS", 0)
+    profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1),))
+    with pytest.raises(ValueError, match="2 cuts on 2 devices of several kinds: too large for unequal devices"):
+        partition(profile, cluster_of((1.0, 2.0)))

@@ -1,0 +1,89 @@
+"""Plans: JSON, the table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from stagewright.partition import Plan, PlanStage, RunnerUp
+
+
+def stage(nodes: str, *ranks: int) -> PlanStage:
+    return PlanStage(
+        nodes=tuple(nodes),
+        ranks=ranks,
+        forward_seconds=0.001,
+        backward_seconds=0.002,
+        step_seconds=0.002,
+        memory_bytes=2e9,
+        in_flight=2,
+    )
+
+
+PLAN = Plan(
+    stages=(stage("ab", 0, 1, 2), stage("c", 3)),
+    num_devices=5,
+    cost_model="default",
+    schedule="1f1b",
+    num_microbatches=8,
+    predicted_step_time=0.002,
+    bound=0.001,
+    simulated_step_time=0.03,
+    simulated_bubble=0.25,
+    runners_up=(RunnerUp(replicas=(4, 1), num_nodes=(1, 2), predicted_step_time=0.003, simulated_step_time=0.045),),
+    notes=("a note",),
+)
+
+
+def test_json_there_and_back() -> None:
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    bare = replace(PLAN, schedule=None, num_microbatches=None, simulated_step_time=None, simulated_bubble=None)
+    assert Plan.from_json(bare.to_json()) == bare
+    assert bare.bubble == pytest.approx(1 - 0.006 / 0.008)
+
+
+def test_explain() -> None:
+    assert PLAN.explain().splitlines() == [
+        "3-1 on 5 devices, default model: 2.000 ms a minibatch, at most 100.00% above the best possible",
+        "simulated, 1f1b, 8 microbatches: 30.000 ms a batch, bubble 25.0%",
+        "stage  nodes  ranks       F ms       B ms    step ms  in flight  memory GB",
+        "    0      2  0-2            1.000      2.000      2.000          2      2.000  a .. b",
+        "    1      1  3              1.000      2.000      2.000          2      2.000  c .. c",
+        "runner-up 4-1: 3.000 ms a minibatch; simulated 45.000 ms a batch, +50.00%",
+        "note: a note",
+    ]
+
+
+def test_figures() -> None:
+    assert (PLAN.replicas, PLAN.gap) == ((3, 1), 1.0)
+    assert PLAN.memory_bytes == {0: 2e9, 1: 2e9, 2: 2e9, 3: 2e9}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stages": []}, r"q\.json: plan without stages"),
+        ({"stages": [{"nodes": ["a"]}]}, r"q\.json: stages\[0\]: ranks: missing"),
+        ({"num_devices": 3}, r"q\.json: rank 3 on 3 devices: expected 0 to 2"),
+        ({"cost_model": "mine"}, r"q\.json: cost_model: 'mine': expected one of default, pipedream"),
+        ({"predicted_step_time": None}, r"q\.json: predicted_step_time: None: expected a finite number"),
+        ({"schedule": 3}, r"q\.json: schedule: 3: expected str or null"),
+        ({"notes": "x"}, r"q\.json: notes: 'x': expected a list"),
+        ({"speed": 1}, r"q\.json: unknown field speed"),
+        ({"version": 9}, r"q\.json: version: 9: expected 1"),
+    ],
+)
+def test_bad_json(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(json.dumps({**json.loads(PLAN.to_json()), **fields}), source="q.json")
+
+
+def test_bad_plans() -> None:
+    with pytest.raises(ValueError, match="node 'a' stands twice in the plan"):
+        replace(PLAN, stages=(stage("ab", 0), stage("ca", 1)))
+    with pytest.raises(ValueError, match="rank 0 stands twice in the plan"):
+        replace(PLAN, stages=(stage("ab", 0), stage("c", 0)))
+    with pytest.raises(ValueError, match="expected at least one of each"):
+        stage("", 0)
