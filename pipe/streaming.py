@@ -58,12 +58,19 @@ class Streaming:
         Raises ValueError for changes while batches are under way, and for a stream that an error has ended.
         """
         self._require_whole()
-        for updates in self.updates:
-            for weights in updates.weights.values():
-                name = weights.changed_outside()
-                if name is not None:
-                    self.refuse_changes(f"parameter {name!r} was changed")
-                    weights.adopt()
+        everything = [weights for updates in self.updates for weights in updates.weights.values()]
+        changed: dict[str, torch.Tensor] = {}
+        for weights in everything:
+            name = weights.changed_outside()
+            if name is not None:
+                self.refuse_changes(f"parameter {name!r} was changed")
+                changed.update(zip(weights.names, (own.data for own in weights.own), strict=True))
+        for weights in everything if changed else ():  # other ranks of this process may hold copies
+            if not changed.keys().isdisjoint(weights.names):
+                for name, own in zip(weights.names, weights.own, strict=True):
+                    if name in changed and changed[name].data_ptr() != own.data_ptr():
+                        own.data.copy_(changed[name])
+                weights.adopt()
 
     def step(self, batch: Batch) -> Known | None:
         """Run one call on each local rank; returns what is newest known of any batch."""

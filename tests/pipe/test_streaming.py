@@ -165,6 +165,21 @@ def test_parameters_changed_between_runs_are_taken_over() -> None:
     assert equal(pipe, fresh)
 
 
+def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
+    pipe = stream(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
+    pipe.train_step(X, Y)
+    pipe.flush()
+    with torch.no_grad():
+        pipe.parameters()[0].fill_(0.25)
+    pipe.train_step(X, Y)
+    pipe.flush()
+    first, second, _ = (local.worker.updates for local in pipe._runtime.local_ranks)
+    assert first is not None
+    assert second is not None
+    for one, other in zip(first.weights[0].own, second.weights[0].own, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_load_state_dict_in_flight_is_refused() -> None:
     pipe = stream()
     state = pipe.full_state_dict()
