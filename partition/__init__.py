@@ -4,6 +4,7 @@ read_pipedream_profile, Profile, Cluster -> partition -> Plan. Pure: only the tr
 """
 
 from .cluster import Cluster, DeviceKind, Level
+from .memory_use import MemoryUse
 from .pipedream_text import read_pipedream_profile
 from .plans import Plan, PlanStage, RunnerUp
 from .profile import Node, Profile
@@ -13,6 +14,7 @@ __all__ = [
     "Cluster",
     "DeviceKind",
     "Level",
+    "MemoryUse",
     "Node",
     "Plan",
     "PlanStage",

@@ -231,7 +231,8 @@ def _stages(profile: Profile, costs: StageCosts, solution: Solution) -> tuple[Pl
                 forward_seconds=forward / speed,
                 backward_seconds=backward / speed,
                 step_seconds=float(costs.seconds(piece.first, piece.last, shape)),
-                memory_bytes=float(costs.bytes(piece.first, piece.last, shape.in_flight)),
+                parameter_bytes=_bytes_of(profile, costs.cuts, piece.first, piece.last),
+                memory=costs.memory_use(piece.first, piece.last, int(shape.in_flight)),
                 in_flight=int(shape.in_flight),
             )
         )
@@ -241,6 +242,12 @@ def _stages(profile: Profile, costs: StageCosts, solution: Solution) -> tuple[Pl
 def _names(profile: Profile, cuts: Cuts, first: int, last: int) -> tuple[str, ...]:
     own = cuts.members[last] & ~cuts.members[first]
     return tuple(profile.nodes[at].name for at in profile.order() if own[at])
+
+
+def _bytes_of(profile: Profile, cuts: Cuts, first: int, last: int) -> float:
+    """Parameters of the nodes between two cuts, exactly as the profile adds them up [bytes]."""
+    own = cuts.members[last] & ~cuts.members[first]
+    return sum(node.parameter_bytes for at, node in enumerate(profile.nodes) if own[at])
 
 
 def _own_seconds(cuts: Cuts, first: int, last: int) -> tuple[float, float]:

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from .antichains import Cuts, Floats
 from .cluster import Cluster
+from .memory_use import MemoryUse
 
 SCHEDULES = ("1f1b", "2bw", "pipedream")
 Indices = npt.NDArray[np.intp]
@@ -160,6 +161,21 @@ class StageCosts:
         versions = {"1f1b": 1, "2bw": 2, "pipedream": 0}[self.schedule]
         fixed = weights * (versions + 1 + self.memory.optimizer) + buffers
         return fixed, stash + weights if self.schedule == "pipedream" else stash
+
+    def memory_use(self, first: int, last: int, in_flight: int) -> MemoryUse:
+        """`bytes` of one stage by data structure."""
+        cuts = self.cuts
+        weights, buffers, stash = (
+            max(0.0, float(each[last] - each[first])) for each in (cuts.parameters, cuts.buffers, cuts.stash)
+        )
+        versions = {"1f1b": 1, "2bw": 2, "pipedream": in_flight}[self.schedule]
+        return MemoryUse(
+            parameters=weights * versions,
+            gradients=weights,
+            optimizer=weights * self.memory.optimizer,
+            buffers=buffers,
+            activations=stash * in_flight,
+        )
 
     def bytes(self, first: Index, last: Index, in_flight: Index) -> Floats:
         """On each device of the stage [bytes]."""

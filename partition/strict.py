@@ -69,9 +69,31 @@ class Fields:
         value = self.take(key, "a finite number", **default)
         return number(self.at(key), value, positive=positive)
 
-    def count(self, key: str) -> int:
+    def optional_number(self, key: str) -> float | None:
+        """A finite number of at least 0, or null; null where it is missing."""
+        value = self.take(key, "a finite number or null", default=None)
+        return None if value is None else number(self.at(key), value)
+
+    def count(self, key: str, **default: int) -> int:
         """A whole number of at least 1."""
-        return count(self.at(key), self.take(key, "a whole number of at least 1"))
+        return count(self.at(key), self.take(key, "a whole number of at least 1", **default))
+
+    def optional_count(self, key: str) -> int | None:
+        """A whole number of at least 1, or null; null where it is missing."""
+        value = self.take(key, "a whole number or null", default=None)
+        return None if value is None else count(self.at(key), value)
+
+    def optional_text(self, key: str) -> str | None:
+        """A string or null; null where it is missing."""
+        value = self.take(key, "text or null", default=None)
+        if value is not None and not isinstance(value, str):
+            fail(self.at(key), value, "text or null")
+        return value
+
+    def optional_object(self, key: str) -> Fields | None:
+        """A JSON object or null; null where it is missing."""
+        value = self.take(key, "an object or null", default=None)
+        return None if value is None else Fields(value, where=self.at(key))
 
     def text(self, key: str, *, choices: Collection[str] = (), **default: str) -> str:
         """A string, one of `choices` where given."""

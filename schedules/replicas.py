@@ -1,9 +1,12 @@
-"""Replicated stages: how many ranks each stage has, and how far its replicas run ahead."""
+"""Replicated stages: how many ranks each stage has, how far they run ahead, and any schedule over equal replicas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+from .ir import Action, Op, Schedule, ScheduleError
 
 
 def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
@@ -23,3 +26,63 @@ def plain_warmup(counts: Sequence[int], stage: int) -> int:
     """Forwards of one replica ahead of its backwards, so that all ranks behind it have work (PipeDream's rule,
     Narayanan et al., SOSP 2019): P - 1 - s without replicas."""
     return math.ceil(sum(counts[stage:]) / counts[stage]) - 1
+
+
+def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
+    """D pipelines side by side, each on a share of the batch: data parallelism as one schedule.
+
+        replica 0: rank 0 | 0F0 0F2 ...     Rank r becomes the ranks rD .. rD+D-1, microbatch k of replica q becomes
+        replica 1: rank 1 | 0F1 0F3 ...     kD + q: round-robin, as `Schedule.owner` has it. M becomes MD.
+
+    The updates of a stage's replicas are one: their gradients are summed.
+
+    Raises ValueError for D below 1, ScheduleError for a schedule that has replicas already.
+
+    >>> from stagewright.schedules import build
+    >>> one = build("1f1b", num_ranks=2, num_microbatches=2)
+    >>> replicate(one, 2).programs == build("1f1b", num_ranks=4, num_microbatches=4, replicas=(2, 2)).programs
+    True
+    """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas={num_replicas!r}: expected a whole number, at least 1")
+    if num_replicas == 1:
+        return schedule
+    if any(len(ranks) > 1 for ranks in schedule.owners):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has replicated stages already: expected one rank a stage, or no data replicas"
+        )
+
+    def of_replica(action: Action, q: int) -> Action:
+        return action if action.op is Op.U else action._replace(index=action.index * num_replicas + q)
+
+    replicas = range(num_replicas)
+    return replace(
+        schedule,
+        placement=tuple(stages for stages in schedule.placement for _ in replicas),
+        programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
+        num_microbatches=schedule.num_microbatches * num_replicas,
+        update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
+    )
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Schedule:
+    """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have nothing to do.
+
+    Replicas of a stage take turns by rank, so they must stay in order. Raises ScheduleError where they do not, and for
+    ranks that stand twice, are too few, or are not below `num_ranks`.
+    """
+    if len(ranks) != schedule.num_ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks)):
+        raise ScheduleError(
+            f"ranks {tuple(ranks)} of {num_ranks} for a schedule of {schedule.num_ranks}: expected as many different "
+            f"ones from 0 to {num_ranks - 1}"
+        )
+    for stage, owners in enumerate(schedule.owners):
+        moved = [ranks[rank] for rank in owners]
+        if moved != sorted(moved):
+            raise ScheduleError(f"stage {stage} on ranks {moved}: expected its replicas in ascending order")
+    there = {new: old for old, new in enumerate(ranks)}
+    return replace(
+        schedule,
+        placement=tuple(schedule.placement[there[r]] if r in there else () for r in range(num_ranks)),
+        programs=tuple(schedule.programs[there[r]] if r in there else () for r in range(num_ranks)),
+    )

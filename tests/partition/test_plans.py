@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.partition import Plan, PlanStage, RunnerUp
+from stagewright.partition import MemoryUse, Plan, PlanStage, RunnerUp
 
 
 def stage(nodes: str, *ranks: int) -> PlanStage:
@@ -17,7 +17,7 @@ def stage(nodes: str, *ranks: int) -> PlanStage:
         forward_seconds=0.001,
         backward_seconds=0.002,
         step_seconds=0.002,
-        memory_bytes=2e9,
+        memory=MemoryUse(parameters=0.5e9, gradients=0.5e9, optimizer=1e9),
         in_flight=2,
     )
 
@@ -46,12 +46,17 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices, default model: 2.000 ms a minibatch, at most 100.00% above the best possible",
+        "3-1 on 5 devices, default model: 2.000 ms a microbatch at the slowest stage, at most 100.00% above the best "
+        "possible",
         "simulated, 1f1b, 8 microbatches: 30.000 ms a batch, bubble 25.0%",
-        "stage  nodes  ranks       F ms       B ms    step ms  in flight  memory GB",
-        "    0      2  0-2            1.000      2.000      2.000          2      2.000  a .. b",
-        "    1      1  3              1.000      2.000      2.000          2      2.000  c .. c",
-        "runner-up 4-1: 3.000 ms a minibatch; simulated 45.000 ms a batch, +50.00%",
+        "stage  nodes  ranks       F ms       B ms    step ms  in flight  memory GB  recompute",
+        "    0      2  0-2            1.000      2.000      2.000          2      2.000  none       a .. b",
+        "    1      1  3              1.000      2.000      2.000          2      2.000  none       c .. c",
+        "memory, MB   ranks    "
+        "    parameters     gradients     optimizer       buffers   activations     workspace communication         total",
+        "             0-3      "
+        "       500.000       500.000      1000.000         0.000         0.000         0.000         0.000      2000.000",
+        "runner-up 4-1: 3.000 ms a microbatch; simulated 45.000 ms a batch, +50.00%",
         "note: a note",
     ]
 
@@ -69,7 +74,7 @@ def test_figures() -> None:
         ({"num_devices": 3}, r"q\.json: rank 3 on 3 devices: expected 0 to 2"),
         ({"cost_model": "mine"}, r"q\.json: cost_model: 'mine': expected one of default, pipedream"),
         ({"predicted_step_time": None}, r"q\.json: predicted_step_time: None: expected a finite number"),
-        ({"schedule": 3}, r"q\.json: schedule: 3: expected str or null"),
+        ({"schedule": 3}, r"q\.json: schedule: 3: expected text or null"),
         ({"notes": "x"}, r"q\.json: notes: 'x': expected a list"),
         ({"speed": 1}, r"q\.json: unknown field speed"),
         ({"version": 9}, r"q\.json: version: 9: expected 1"),

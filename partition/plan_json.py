@@ -1,0 +1,100 @@
+"""Plans as JSON, read strictly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
+
+from .memory_use import MemoryUse
+from .strict import Fields, parse_object
+
+if TYPE_CHECKING:
+    from .plans import Plan, PlanStage, RunnerUp
+
+_JSON_VERSION = 1
+_MODELS = ("default", "pipedream")
+
+
+def to_json(plan: Plan) -> str:
+    """One JSON object with a version."""
+    return json.dumps({"version": _JSON_VERSION, **asdict(plan)}, indent=1)
+
+
+def from_json(text: str, *, source: str) -> Plan:
+    """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
+    from .plans import Plan
+
+    record = parse_object(text, source=source)
+    record.version(_JSON_VERSION)
+    try:
+        plan = Plan(
+            stages=tuple(_stage(each) for each in record.objects("stages")),
+            num_devices=record.count("num_devices"),
+            num_chunks=record.count("num_chunks", default=1),
+            cost_model=record.text("cost_model", choices=_MODELS),
+            predicted_step_time=record.number("predicted_step_time"),
+            bound=record.number("bound"),
+            schedule=record.optional_text("schedule"),
+            num_microbatches=record.optional_count("num_microbatches"),
+            microbatch_size=record.optional_count("microbatch_size"),
+            simulated_step_time=record.optional_number("simulated_step_time"),
+            simulated_bubble=record.optional_number("simulated_bubble"),
+            runners_up=tuple(_runner_up(each) for each in record.objects("runners_up")),
+            notes=tuple(str(note) for note in record.items("notes")),
+        )
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
+    record.done()
+    return plan
+
+
+def _stage(record: Fields) -> PlanStage:
+    from .plans import RECOMPUTE, PlanStage
+
+    memory = record.optional_object("memory")
+    stage = PlanStage(
+        nodes=tuple(str(node) for node in record.items("nodes")),
+        ranks=_whole_numbers(record, "ranks", least=0),
+        tensor=record.count("tensor", default=1),
+        forward_seconds=record.number("forward_seconds"),
+        backward_seconds=record.number("backward_seconds"),
+        update_seconds=record.number("update_seconds", default=0.0),
+        step_seconds=record.number("step_seconds"),
+        parameter_bytes=record.optional_number("parameter_bytes"),
+        memory=None if memory is None else _memory(memory),
+        in_flight=record.optional_count("in_flight"),
+        recompute=record.text("recompute", choices=RECOMPUTE, default="none"),
+        optimizer_shards=record.count("optimizer_shards", default=1),
+    )
+    record.done()
+    return stage
+
+
+def _memory(record: Fields) -> MemoryUse:
+    values = {each.name: record.number(each.name, default=0.0) for each in fields(MemoryUse)}
+    record.done()
+    return MemoryUse(**values)
+
+
+def _runner_up(record: Fields) -> RunnerUp:
+    from .plans import RunnerUp
+
+    other = RunnerUp(
+        label=record.text("label", default=""),
+        replicas=_whole_numbers(record, "replicas", least=1),
+        num_nodes=_whole_numbers(record, "num_nodes", least=1),
+        predicted_step_time=record.number("predicted_step_time"),
+        simulated_step_time=record.optional_number("simulated_step_time"),
+        memory_bytes=record.optional_number("memory_bytes"),
+    )
+    record.done()
+    return other
+
+
+def _whole_numbers(record: Fields, key: str, *, least: int) -> tuple[int, ...]:
+    numbers = record.items(key)
+    for i, value in enumerate(numbers):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{record.at(key)}[{i}]: {value!r}: expected a whole number of at least {least}")
+    return tuple(int(str(value)) for value in numbers)
