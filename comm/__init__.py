@@ -3,7 +3,7 @@
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard
-from .groups import World, join_world, link_lanes, pipe_size
+from .groups import Mesh, World, join_world, link_lanes, read_mesh
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
@@ -13,6 +13,7 @@ __all__ = [
     "Guard",
     "InProcessTransport",
     "Mailbox",
+    "Mesh",
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",
@@ -22,5 +23,5 @@ __all__ = [
     "World",
     "join_world",
     "link_lanes",
-    "pipe_size",
+    "read_mesh",
 ]

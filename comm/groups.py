@@ -74,14 +74,30 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def pipe_size(mesh: Mapping[str, int] | None, world: World, *, wanted: int | None) -> int:
-    """P from the mesh, or from the world.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the axes: `pipe` ranks along the pipeline, `data` replicas of it.
+
+    Ranks in a row are the replicas of a stage: rank = position along the pipeline * data + replica.
+    """
+
+    pipe: int
+    data: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return self.pipe * self.data
+
+
+def read_mesh(mesh: Mapping[str, int] | None, world: World, *, wanted: int | None) -> Mesh:
+    """The mesh that was given, or one pipeline over the world.
 
     Arguments:
-        mesh: sizes by axis; the axes left out are 1.
+        mesh: sizes by axis; the axes left out are 1, and pipe is what the processes leave.
         wanted: P of a schedule that was given whole.
 
-    Raises ValueError for an unknown axis, a data or tensor axis above 1, and a size that does not match the processes.
+    Raises ValueError for an unknown axis, a tensor axis above 1, and sizes that do not match the processes.
     """
     if mesh is not None and not isinstance(mesh, Mapping):
         raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {world.size}}}')
@@ -91,25 +107,33 @@ def pipe_size(mesh: Mapping[str, int] | None, world: World, *, wanted: int | Non
             raise ValueError(f"mesh axis {axis!r}: expected one of {', '.join(AXES)}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"mesh axis {axis!r} has size {size!r}: expected a whole number, at least 1")
-        if axis != "pipe" and size > 1:
+        if axis == "tensor" and size > 1:
             raise ValueError(
-                f"mesh axis {axis!r} has size {size}: data and tensor parallel groups are not there yet; "
+                f"mesh axis {axis!r} has size {size}: tensor parallel groups are not there yet; "
                 f'expected 1, as in mesh={{"pipe": {sizes.get("pipe", world.size)}}}'
             )
-    size = sizes.get("pipe", wanted or world.size)
-    if wanted is not None and size != wanted:
+    data = sizes.get("data", 1)
+    if "pipe" not in sizes and wanted is None and world.size % data:
         raise ValueError(
-            f'mesh={{"pipe": {size}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
+            f'mesh={{"data": {data}}} on {world.size} processes: expected a size that divides {world.size}'
         )
-    if world.distributed and size != world.size:
+    found = Mesh(pipe=sizes.get("pipe", wanted or world.size // data), data=data)
+    if wanted is not None and found.pipe != wanted:
+        raise ValueError(
+            f'mesh={{"pipe": {found.pipe}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
+        )
+    if world.distributed and found.num_ranks != world.size:
+        also = f', "data": {data}' if data > 1 and world.size % data == 0 else ""
         asks, fix = (
-            ("mesh", f'mesh={{"pipe": {world.size}}}') if wanted is None else ("schedule", "a schedule of as many")
+            ("mesh", f'mesh={{"pipe": {world.size // data if also else world.size}{also}}}')
+            if wanted is None
+            else ("schedule", "a schedule of as many")
         )
         raise ValueError(
-            f"the {asks} asks for {size} ranks and the process group has {world.size}: expected {fix}, or start "
-            f"{size} processes (torchrun --nproc-per-node {size})"
+            f"the {asks} asks for {found.num_ranks} ranks and the process group has {world.size}: expected {fix}, or "
+            f"start {found.num_ranks} processes (torchrun --nproc-per-node {found.num_ranks})"
         )
-    return size
+    return found
 
 
 def as_one(run: Callable[[], T], *, what: str, world: World, ranks: Sequence[int], timeout: float) -> T:

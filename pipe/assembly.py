@@ -33,6 +33,7 @@ from .build import Parts, cut_model, with_model_inputs
 from .clock import clock_for
 from .engine import Engine, LocalRank
 from .gradients import Gradients
+from .layout import Layout
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
 from .ownership import Ownership
 from .randomness import Seeder
@@ -55,8 +56,6 @@ class Settings:
     optimizer: OptimizerFactory | None
     lr_scheduler: SchedulerFactory | None
     max_grad_norm: float | None
-    split_points: Sequence[str] | None
-    recompute: tuple[str, ...]
     seed: int
     device: torch.device
     timeout: float
@@ -118,31 +117,33 @@ class Assembly:
         *,
         model: nn.Module | None,
         stages: Sequence[nn.Module] | None,
-        schedule: Schedule,
+        layout: Layout,
         world: World,
         settings: Settings,
         guard: Guard,
     ) -> None:
         self._model = model
         self._stage_modules = stages
-        self._schedule = schedule
+        self._layout = layout
+        self._schedule = layout.schedule
         self._world = world
         self._settings = settings
         self._guard = guard
         self._seeder = Seeder(settings.seed, settings.device)
-        self._local = (world.rank,) if world.distributed else tuple(range(schedule.num_ranks))
+        self._local = (world.rank,) if world.distributed else tuple(range(layout.schedule.num_ranks))
 
     def build(self, inputs: Sequence[torch.Tensor]) -> Pipeline:
         """For inputs like these. Collective over the processes."""
         settings, world, schedule = self._settings, self._world, self._schedule
-        example = [split_tensor(x, schedule.num_microbatches)[0] for x in inputs]
+        example = [split_tensor(x, schedule.num_microbatches // self._layout.replica[1])[0] for x in inputs]
         microbatch = signature(example)
         self._parts = parts = cut_model(
             self._model,
             self._stage_modules,
             example_inputs=example,
             num_stages=schedule.num_stages,
-            split_points=settings.split_points,
+            split_points=self._layout.split_points,
+            plan=self._layout.plan,
             seeder=self._seeder,
         )
         with_model_inputs(parts, len(inputs))
@@ -280,7 +281,7 @@ class Assembly:
             train=self._parts.train[index],
             evaluate=self._parts.evaluate[index],
             loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
-            recompute=self._settings.recompute[index],
+            recompute=self._layout.recompute[index],
         )
 
     def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,8 +18,11 @@ from .wiring import OutputSpecs
 class Batch:
     """One batch, cut into M microbatches.
 
+    Where data replicas have batches of their own, each rank has its own replica's microbatches, and takes the others to
+    be of the same sizes; the losses that travel say what they really are.
+
     Arguments:
-        inputs: [num_inputs][M] tensors.
+        inputs: [num_inputs][M] tensors; None for microbatches of other replicas.
         targets: [M], or None without a target.
         specs: [M] output specs of all stages.
         sizes: [M] samples of each microbatch.
@@ -28,7 +31,7 @@ class Batch:
         step: number of this batch, for random numbers and reports.
     """
 
-    inputs: Sequence[Sequence[torch.Tensor]]
+    inputs: Sequence[Sequence[torch.Tensor | None]]
     targets: Sequence[object]
     specs: Sequence[OutputSpecs]
     sizes: Sequence[int]
@@ -146,18 +149,24 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def summarize_losses(losses: Mapping[int, LossValue], weights: Sequence[float], *, step: int) -> torch.Tensor:
-    """[5] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+SUMMARY_SIZE = 7
 
-    (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss), where total is
-    sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
+
+def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
+    """[7] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+
+    (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
+    samples that the weights took for the whole group), where total is sum_k weights[k] loss_k, or sum_k sum_k beside
+    counts = sum_k count_k. Makes no CUDA device wait.
 
     Arguments:
         losses: by microbatch of the batch; of those that ran here.
+        group: number of the update group in the batch.
 
     Raises ValueError where only some losses have a count.
     """
     order = sorted(losses)
+    weights, step = batch.weights, batch.step
     values = torch.stack([losses[k][0].to(torch.float64) for k in order])
     with_count = [losses[k][1] is not None for k in order]
     if any(with_count) != all(with_count):
@@ -174,8 +183,9 @@ def summarize_losses(losses: Mapping[int, LossValue], weights: Sequence[float], 
     bad = ~values.isfinite()
     first_bad = bad.to(torch.int8).argmax()
     microbatch = torch.where(bad.any(), torch.tensor(order).to(first_bad)[first_bad], -1)
-    has_counts = torch.full_like(total, float(with_count[0]))
-    return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad]])
+    known = [float(with_count[0]), float(sum(batch.sizes[k] for k in order)), float(batch.group_samples(group))]
+    has_counts, samples, taken = torch.tensor(known, dtype=torch.float64).to(values)
+    return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], samples, taken])
 
 
 def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -185,22 +195,40 @@ def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = torch.stack(list(summaries)).cpu()
     bad = [part for part in parts if part[3] >= 0]
     first = min(bad, key=lambda part: float(part[3])) if bad else parts[0]
-    return torch.stack([parts[:, 0].cumsum(0)[-1], parts[:, 1].cumsum(0)[-1], parts[0, 2], first[3], first[4]])
+    samples = parts[:, 5].sum()
+    totals = parts[:, 0]
+    if not parts[0, 2] and (parts[:, 6] != samples).any():  # replicas with batches of other sizes
+        totals = totals * parts[:, 6] / samples
+    return torch.stack(
+        [totals.cumsum(0)[-1], parts[:, 1].cumsum(0)[-1], parts[0, 2], first[3], first[4], samples, samples]
+    )
 
 
-def read_loss_summary(summary: torch.Tensor, *, step: int) -> tuple[float, float | None]:
-    """(loss of the batch, sum of counts or None) from `summarize_losses`.
+class GroupLoss(NamedTuple):
+    """What is known of the losses of an update group: the mean, the sum of counts (or None), N."""
+
+    mean: float
+    counts: float | None
+    num_samples: float
+
+    def scale(self, num_samples: int) -> float:
+        """What gradients must be multiplied by that were weighted as of a group of `num_samples`."""
+        return num_samples / (self.num_samples if self.counts is None else self.counts)
+
+
+def read_loss_summary(summary: torch.Tensor, *, step: int) -> GroupLoss:
+    """What `summarize_losses` says of all losses.
 
     Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
     """
-    total, counts, has_counts, first_bad, bad_loss = summary.tolist()
+    total, counts, has_counts, first_bad, bad_loss, samples, _ = summary.tolist()
     if first_bad >= 0:
         raise NonFiniteLossError(
             f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: no update was made. Expected a "
             f"finite number; look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
         )
     if not has_counts:
-        return total, None
+        return GroupLoss(total, None, samples)
     if not 0 < counts < math.inf:
         raise ValueError(f"loss_fn's counts of step {step} add up to {counts}: expected something to average over")
-    return total / counts, counts
+    return GroupLoss(total / counts, counts, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ..partition.cut import cut_evenly
 from ..partition.export import BatchSizes, OutputForm
+from ..partition.plans import Plan
 from ..partition.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
 from .chain import Chain, Unit, sequential_units, stage_units
+from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
 from .stage import Face
 
@@ -63,11 +66,13 @@ def cut_model(
     example_inputs: Sequence[torch.Tensor],
     num_stages: int,
     split_points: Sequence[str] | None,
+    plan: Plan | None,
     seeder: Seeder,
 ) -> Parts:
     """Cut a model, or take the user's stages as they are.
 
-    Raises ValueError for a model that cannot be traced or cut into so many stages, and for wrong split points.
+    Raises ValueError for a model that cannot be traced or cut into so many stages, for wrong split points, and for a
+    plan for another model.
     """
     if split_points is not None and len(split_points) != num_stages - 1:
         raise ValueError(
@@ -85,10 +90,16 @@ def cut_model(
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
         units = sequential_units(model)
-        starts = _chain_starts(units, num_stages, split_points)
+        starts = _chain_starts(units, num_stages, split_points) if plan is None else _planned_starts(units, plan)
         groups = [units[a:b] for a, b in zip(starts, [*starts[1:], len(units)], strict=True)]
-        return _chain_parts(model, groups, seeder, spread=False)
-    return _traced_parts(model, example_inputs, num_stages, split_points, seeder)
+        parts = _chain_parts(model, groups, seeder, spread=False)
+    else:
+        parts = _traced_parts(
+            model, example_inputs, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder
+        )
+    if plan is not None:
+        check_parameters(plan, [face.module for face in parts.train])
+    return parts
 
 
 def _chain_starts(units: Sequence[Unit], num_stages: int, split_points: Sequence[str] | None) -> tuple[int, ...]:
@@ -118,6 +129,18 @@ def _chain_starts(units: Sequence[Unit], num_stages: int, split_points: Sequence
     return tuple(starts)
 
 
+def _planned_starts(units: Sequence[Unit], plan: Plan) -> tuple[int, ...]:
+    stage_of = stage_by_node(plan, [unit.name for unit in units])
+    stages = [stage_of[unit.name] for unit in units]
+    for i, (before, behind) in enumerate(pairwise(stages)):
+        if behind not in (before, before + 1):
+            raise ValueError(
+                f"the plan puts {units[i].name!r} on stage {before} and {units[i + 1].name!r}, which follows it, on "
+                f"stage {behind}: expected stages of an nn.Sequential in order"
+            )
+    return tuple(stages.index(number) for number in range(len(plan.stages)))
+
+
 def _chain_parts(root: nn.Module, groups: Sequence[Sequence[Unit]], seeder: Seeder, *, spread: bool) -> Parts:
     def faces() -> tuple[Face, ...]:
         # The inputs of later stages become known with the first inference.
@@ -139,17 +162,20 @@ def with_model_inputs(parts: Parts, num_inputs: int) -> None:
 def _traced_parts(
     model: nn.Module,
     example_inputs: Sequence[torch.Tensor],
+    *,
     num_stages: int,
     split_points: Sequence[str] | None,
+    plan: Plan | None,
     seeder: Seeder,
 ) -> Parts:
     train = TracedModel(model, example_inputs, enter_unit=seeder.enter)
-    if split_points is None:
+    if plan is not None:
+        stage_of = train.assign_groups(stage_by_node(plan, [group.name for group in train.groups()]))
+    elif split_points is None:
         weights, crossing = train.parameter_weights(), train.crossing_bytes()
-        starts = cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing)
+        stage_of = train.assign(cut_evenly(weights, num_stages=num_stages, crossing_bytes=crossing))
     else:
-        starts = train.starts_at(split_points)
-    stage_of = train.assign(starts)
+        stage_of = train.assign(train.starts_at(split_points))
     flags = [(module, module.training) for module in model.modules()]
     model.eval()  # exported modules refuse eval(): the evaluation is traced by itself, over the same parameters
     try:

@@ -5,22 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..comm import pipe_size
-from ..comm.groups import World, join_world
-from ..schedules import Costs, Schedule, build, canonical_name, check
+from ..comm import World, join_world, read_mesh
+from ..partition.plans import Plan
+from ..schedules import Costs, Schedule, canonical_name
 from .assembly import Settings
+from .layout import (
+    Layout,
+    PlanLike,
+    ScheduleLike,
+    build_schedule,
+    layout_of_options,
+    layout_of_plan,
+    read_plan,
+    read_schedule,
+)
 from .optimizers import OptimizerFactory, SchedulerFactory
 from .results import EvalResult, StepResult
 from .runtime import Runtime
-from .stage import RECOMPUTE
 
-ScheduleLike = str | os.PathLike[str] | Schedule
+if TYPE_CHECKING:
+    from .auto import AutoLayout
+
+AUTO = "auto"
 
 
 class PipelineModule:
@@ -32,15 +43,21 @@ class PipelineModule:
 
     Arguments:
         model: nn.Sequential, or any module that torch.export traces whole.
-        schedule: a name (`stagewright.schedules.BUILDERS`), a Schedule, or a .csv or .json file.
-        num_microbatches: M; 2P by default.
+        schedule: a name (`stagewright.schedules.BUILDERS`), a Schedule, or a .csv or .json file; "1f1b" by default.
+            "auto": the first batch is profiled on this machine, and the planner decides on schedule, cut, replicas
+            and microbatches; `plan` then tells.
+        plan: instead of a schedule: a Plan or its .json file (`stagewright plan`), with stages, ranks, recomputation.
+            All ranks pass the same batch.
+        num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count).
         optimizer: parameters -> torch optimizer; called once a stage. Needed by `train_step`.
         lr_scheduler: optimizer -> learning-rate scheduler; called once a stage, stepped by `train_step`.
         max_grad_norm: `train_step` clips the global gradient norm to it.
         example_inputs: one local batch, dimension 0 is the batch; without it, the first call builds the stages.
-        mesh: {"pipe": P}; the number of processes by default (alone: 1).
+        mesh: {"pipe": P, "data": D}; by default "auto": a pipeline over all processes (alone: over 1). With D > 1
+            each of D replicas passes a batch of its own, and gradients and losses are those of all of them together;
+            ranks in a row are replicas of a stage. In one process the one batch is shared out.
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: "none", "full" (keep a stage's inputs only, run its forward again in the backward), or one a stage.
@@ -55,7 +72,8 @@ class PipelineModule:
         self,
         model: nn.Module | None = None,
         *,
-        schedule: ScheduleLike = "1f1b",
+        schedule: ScheduleLike | None = None,
+        plan: PlanLike | None = None,
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -63,7 +81,7 @@ class PipelineModule:
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         example_inputs: Sequence[torch.Tensor] | None = None,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mapping[str, int] | str | None = None,
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: str | Sequence[str] = "none",
@@ -87,37 +105,76 @@ class PipelineModule:
         if example_inputs is not None and not isinstance(example_inputs, list | tuple):
             shown = type(example_inputs).__name__
             raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")
-        whole = _given_schedule(schedule)
-        if whole is None:
-            canonical_name(str(schedule))  # refuse an unknown name before looking for other ranks
-        self.world: World = join_world(device=run_on, timeout=timeout)
-        num_ranks = pipe_size(mesh, self.world, wanted=None if whole is None else whole.num_ranks)
-        plan = whole or build(
-            str(schedule),
-            num_ranks=num_ranks,
-            num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
-            num_chunks=num_chunks,
+        if isinstance(mesh, str) and mesh != AUTO:
+            raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+        sizes = None if isinstance(mesh, str) else mesh
+        settings = Settings(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            device=run_on,
+            timeout=timeout,
         )
-        _check_given(plan, num_microbatches, num_chunks)
-        self._runtime = Runtime(
-            model=model,
-            stages=stages,
-            schedule=plan,
-            world=self.world,
-            settings=Settings(
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                max_grad_norm=max_grad_norm,
-                split_points=split_points,
-                recompute=_recompute_by_stage(recompute, plan.num_stages),
-                seed=seed,
-                device=run_on,
-                timeout=timeout,
-            ),
+        decided = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
+        decided |= {"recompute": None if recompute == "none" else recompute}
+        self._model, self._stages, self._settings = model, stages, settings
+        self._auto: AutoLayout | None = None
+        self._made: Runtime | None = None
+        if plan is not None:
+            _refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
+            given = read_plan(plan)
+            self.world: World = join_world(device=run_on, timeout=timeout)
+            self._start(layout_of_plan(given, self.world, num_microbatches=num_microbatches), example_inputs)
+        elif schedule == AUTO:
+            _refuse_beside('schedule="auto"', decided)
+            assert model is not None
+            from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
+
+            self.world = join_world(device=run_on, timeout=timeout)
+            num_ranks = read_mesh(sizes, self.world, wanted=None).num_ranks
+            self._auto = AutoLayout(model, self.world, settings, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        else:
+            name = "1f1b" if schedule is None else schedule
+            whole = read_schedule(name)
+            if whole is None:
+                canonical_name(str(name))  # refuse an unknown name before looking for other ranks
+            self.world = join_world(device=run_on, timeout=timeout)
+            axes = read_mesh(sizes, self.world, wanted=None if whole is None else whole.num_ranks)
+            one = build_schedule(
+                str(name), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
+            )
+            layout = layout_of_options(
+                one, self.world, num_data=axes.data, split_points=split_points, recompute=recompute
+            )
+            self._start(layout, example_inputs)
+
+    def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> Runtime:
+        self._made = Runtime(
+            model=self._model, stages=self._stages, layout=layout, world=self.world, settings=self._settings
         )
         if example_inputs is not None:
-            self._runtime.build(tuple(example_inputs))
+            self._made.build(tuple(example_inputs))
+        return self._made
+
+    def _for_batch(self, inputs_and_target: Sequence[Any]) -> Runtime:
+        """The runtime; under schedule="auto" the first batch decides on it."""
+        if self._made is None:
+            assert self._auto is not None
+            return self._start(self._auto.decide(inputs_and_target), None)
+        return self._made
+
+    @property
+    def _runtime(self) -> Runtime:
+        if self._made is None:
+            raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
+        return self._made
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
+        return None if self._made is None else self._made.plan
 
     # Training
 
@@ -133,15 +190,15 @@ class PipelineModule:
         Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
         and PeerLost with who waited for what.
         """
-        return self._runtime.train_step(inputs_and_target)
+        return self._for_batch(inputs_and_target).train_step(inputs_and_target)
 
     def forward_backward(self, *inputs_and_target: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
-        return self._runtime.forward_backward(inputs_and_target)
+        return self._for_batch(inputs_and_target).forward_backward(inputs_and_target)
 
     def eval_step(self, *inputs_and_target: Any) -> EvalResult:
         """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`."""
-        return self._runtime.eval_step(inputs_and_target)
+        return self._for_batch(inputs_and_target).eval_step(inputs_and_target)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
@@ -236,7 +293,8 @@ class PipelineModule:
 
     def close(self) -> None:
         """Wait until all messages are through. Call it before the process group is destroyed."""
-        self._runtime.close()
+        if self._made is not None:
+            self._made.close()
 
 
 def _check_parts(
@@ -255,6 +313,12 @@ def _check_parts(
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
 
 
+def _refuse_beside(what: str, others: Mapping[str, object]) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
+
+
 def _check_numbers(timeout: float, max_grad_norm: float | None, seed: int) -> None:
     if not isinstance(timeout, Real) or not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0")
@@ -270,46 +334,3 @@ def _device_of(root: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
     return devices.pop()
-
-
-def _given_schedule(schedule: ScheduleLike) -> Schedule | None:
-    """A schedule that was given whole: itself, or from a file. None: it is a name."""
-    if isinstance(schedule, Schedule):
-        return schedule
-    if not isinstance(schedule, str | os.PathLike):
-        raise ValueError(f"schedule={schedule!r}: expected a name, a Schedule, or a .csv or .json file")
-    path = Path(schedule)
-    if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
-    try:
-        read = Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
-        check(read)
-    except ValueError as error:
-        raise type(error)(f"{path}: {error}") from None
-    return read
-
-
-def _check_given(schedule: Schedule, num_microbatches: int | None, num_chunks: int | None) -> None:
-    """M and V beside a schedule that already has them must agree."""
-    if num_microbatches is not None and num_microbatches != schedule.num_microbatches:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} for a schedule of {schedule.num_microbatches}: "
-            f"expected {schedule.num_microbatches}, or leave it out"
-        )
-    chunks = max(len(stages) for stages in schedule.placement)
-    if num_chunks is not None and num_chunks != chunks:
-        raise ValueError(f"num_chunks={num_chunks} for a schedule with {chunks} stages a rank: expected {chunks}")
-
-
-def _recompute_by_stage(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    kinds = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
-    if len(kinds) != num_stages:
-        raise ValueError(f"recompute= has {len(kinds)} entries for {num_stages} stages: expected one, or one a stage")
-    for kind in kinds:
-        if kind not in RECOMPUTE:
-            raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}")
-    return kinds

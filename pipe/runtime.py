@@ -20,12 +20,14 @@ from ..comm import (
     World,
 )
 from ..comm.ping_pong import one_way_seconds
+from ..partition.plans import Plan
 from ..schedules import Action, Costs, Op, Schedule, Timeline, check
 from ..schedules.ir import ScheduleError
 from . import checkpoint
 from .assembly import Assembly, Mode, Pipeline, Settings
 from .batches import (
     Batch,
+    GroupLoss,
     check_inputs,
     check_like_example,
     combine_summaries,
@@ -39,6 +41,7 @@ from .batches import (
 from .build import Parts
 from .engine import LocalRank, refuse_what_cannot_run
 from .gradients import Gradients
+from .layout import Layout
 from .measure import gather_costs, gather_records
 from .ownership import Ownership
 from .recorder import RankRecord, assemble_stream, assemble_timeline
@@ -56,14 +59,15 @@ class Runtime:
         *,
         model: nn.Module | None,
         stages: Sequence[nn.Module] | None,
-        schedule: Schedule,
+        layout: Layout,
         world: World,
         settings: Settings,
     ) -> None:
+        schedule = layout.schedule
         refuse_what_cannot_run(schedule)
         self._settings = settings
         self._world = world
-        self._given = schedule
+        self._layout = layout
         self._assembled: Pipeline | None = None
         self._num_steps = 0
         self._latency: float | None = None
@@ -76,19 +80,24 @@ class Runtime:
         store = torch.distributed.distributed_c10d._get_default_store() if world.distributed else None
         self._guard = Guard(None if store is None else FailureBoard(store, rank=world.rank, size=world.size))
         self._assembly = Assembly(
-            model=model, stages=stages, schedule=schedule, world=world, settings=settings, guard=self._guard
+            model=model, stages=stages, layout=layout, world=world, settings=settings, guard=self._guard
         )
 
     def build(self, inputs: Sequence[torch.Tensor]) -> None:
         """Cut and wire the model for inputs like these. Collective over the processes."""
-        check_inputs(inputs, self.schedule.num_microbatches)
+        check_inputs(inputs, len(self._own_microbatches()))
         with self._guard.together():
             self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
 
     @property
     def schedule(self) -> Schedule:
         """As it was given; as it runs, once the stages are built."""
-        return self._given if self._assembled is None else self._assembled.schedule
+        return self._layout.schedule if self._assembled is None else self._assembled.schedule
+
+    @property
+    def plan(self) -> Plan | None:
+        """See PipelineModule.plan."""
+        return self._layout.plan
 
     @property
     def stage_num_parameters(self) -> tuple[int, ...]:
@@ -204,15 +213,14 @@ class Runtime:
         self._flush_gradients.begin()
         try:
             self._run(self._pipeline.train, batch, training=True)
-            total, counts = self._loss(batch)
+            loss = self._loss(batch)
         except BaseException:
             self._flush_gradients.abandon()
             raise
-        scale = 1.0 if counts is None else batch.num_samples / counts
         with self._guard.together():
-            self._flush_gradients.finish(scale=scale)
+            self._flush_gradients.finish(scale=loss.scale(batch.num_samples))
         self._num_steps += 1
-        return total, batch.step
+        return loss.mean, batch.step
 
     def eval_step(self, arguments: Sequence[Any]) -> EvalResult:
         """See PipelineModule.eval_step."""
@@ -229,7 +237,7 @@ class Runtime:
                 part.training = training
         loss = None
         if self._settings.loss_fn is not None:
-            loss, _ = self._loss(batch)
+            loss = self._loss(batch).mean
         output = None
         outputs = {k: v for local in self.local_ranks for k, v in local.worker.outputs.items()}
         if outputs:
@@ -250,30 +258,38 @@ class Runtime:
         has_target = self._settings.loss_fn is not None
         inputs, target = (arguments[:-1], arguments[-1:]) if has_target else (arguments, ())
         num_microbatches = self.schedule.num_microbatches
-        num_samples = check_inputs(inputs, num_microbatches)
+        own = self._own_microbatches()
+        num_samples = check_inputs(inputs, len(own))
         if self._assembled is None:
             self.build(inputs)
         check_like_example(inputs, self._pipeline.input_types, has_target=has_target)
         device = self._settings.device
-        columns = [split_tensor(x.to(device), num_microbatches) for x in inputs]
+        columns = [split_tensor(x.to(device), len(own)) for x in inputs]
         whole_target = to_device(target[0], device) if has_target else None
-        targets = split_target(whole_target, num_microbatches, num_samples)
+        targets = split_target(whole_target, len(own), num_samples)
         inference = (self._pipeline.train if training else self._pipeline.evaluate).inference
-        specs = [inference.outputs(signature([column[k] for column in columns])) for k in range(num_microbatches)]
-        sizes = [len(columns[0][k]) for k in range(num_microbatches)]
+        specs = [inference.outputs(signature(microbatch)) for microbatch in zip(*columns, strict=True)]
+        # Those of other replicas are taken to be as large as one's own.
+        like = [k // own.step for k in range(num_microbatches)]
+        sizes = [len(columns[0][j]) for j in like]
         group_size = self.schedule.group_size if training else num_microbatches
         return Batch(
-            inputs=columns,
-            targets=targets,
-            specs=specs,
+            inputs=[[column[j] if k in own else None for k, j in enumerate(like)] for column in columns],
+            targets=[targets[j] if k in own else None for k, j in enumerate(like)],
+            specs=[specs[j] for j in like],
             sizes=sizes,
             group_size=group_size,
             weights=weigh(sizes, group_size),
             step=self._num_steps,
         )
 
-    def _loss(self, batch: Batch) -> tuple[float, float | None]:
-        """(loss, sum of counts or None) of the batch; over processes it came as a message."""
+    def _own_microbatches(self) -> range:
+        """Those that the batch of a call holds: all, or those of this process's data replica."""
+        replica, count = self._layout.replica
+        return range(replica, self.schedule.num_microbatches, count)
+
+    def _loss(self, batch: Batch) -> GroupLoss:
+        """Of the batch; over processes it came as a message."""
         parts = {rank: part for local in self.local_ranks for rank, part in local.worker.loss_parts.items()}
         return read_loss_summary(combine_summaries([parts[rank] for rank in sorted(parts)]), step=batch.step)
 

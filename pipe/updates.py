@@ -18,7 +18,7 @@ import torch
 from ..comm import TensorSpec
 from ..schedules import Message, MessageKind, Schedule
 from ..schedules.lower import Finish
-from .batches import Batch, combine_summaries, read_loss_summary
+from .batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
 from .optimizers import StageOptimizer, clip_factor, squared_norm
 from .stage import Tensors
 from .versions import WeightVersions
@@ -45,8 +45,6 @@ class _Group:
     """One update group under way."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank of the last stage
-    loss: float = 0.0
-    counts: float | None = None
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
     added: set[int] = field(default_factory=set)  # positions of shared gradients that are whole
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # squared, by rank
@@ -92,7 +90,7 @@ class Updates:
         self._batches = batches
         self._device = device
         self._groups: dict[int, _Group] = {}
-        self._losses: dict[int, list[tuple[int, float, float | None]]] = {}  # by batch: (samples, loss, counts)
+        self._losses: dict[int, list[GroupLoss]] = {}  # by batch
         self._with = {
             peer: [position for position, one in enumerate(self._shared) if peer in one.ranks]
             for peer in {rank for one in self._shared for rank in one.ranks} - {rank}
@@ -104,7 +102,7 @@ class Updates:
         """What to expect of a message."""
         match message.kind:
             case MessageKind.LOSS:
-                return [TensorSpec((5,), (1,), torch.float64, False)]
+                return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
             case MessageKind.SUM:
                 peer = message.src if message.dst == self._rank else message.dst
                 return [TensorSpec((size,), (1,), dtype, False) for dtype, size in self._flat_sizes(peer).items()]
@@ -156,13 +154,13 @@ class Updates:
         batch, within = divmod(step.index, self._per_batch)
         samples = self._batches[batch].group_samples(within)
         summary = combine_summaries([group.losses[rank] for rank in sorted(group.losses)])
-        group.loss, group.counts = read_loss_summary(summary, step=self._batches[batch].step)
-        self._losses.setdefault(batch, []).append((samples, group.loss, group.counts))
-        if group.counts is not None:
+        loss = read_loss_summary(summary, step=self._batches[batch].step)
+        self._losses.setdefault(batch, []).append(loss)
+        if loss.scale(samples) != 1.0:
             for weights in self.weights.values():
                 own = [g for g in weights.gradients(step.index) if g is not None]
                 if own:
-                    torch._foreach_mul_(own, samples / group.counts)
+                    torch._foreach_mul_(own, loss.scale(samples))
 
     def update(self, stage: int, index: int) -> None:
         """The optimizer step of a stage: it makes the stage's next weight version."""
@@ -193,11 +191,9 @@ class Updates:
     def _complete(self, batch: int, grad_norm: float | None) -> None:
         step = self._batches.pop(batch).step
         parts = self._losses.pop(batch)
-        if parts[0][2] is None:
-            loss = sum(samples * loss for samples, loss, _ in parts) / sum(samples for samples, _, _ in parts)
-        else:  # losses given as (sum, count): a mean over what was counted
-            loss = sum(loss * (n or 0.0) for _, loss, n in parts) / sum(n or 0.0 for _, _, n in parts)
-        self.known.append(Known(step, parts[0][1] if len(parts) == 1 else loss, grad_norm))
+        shares = [part.num_samples if part.counts is None else part.counts for part in parts]
+        loss = sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)
+        self.known.append(Known(step, parts[0].mean if len(parts) == 1 else loss, grad_norm))
 
     # Shared gradients
 

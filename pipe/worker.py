@@ -16,7 +16,7 @@ from ..comm import TensorSpec
 from ..partition.trace import MODEL_INPUT
 from ..schedules import Action, Message, MessageKind, Op, Schedule
 from ..schedules.lower import STAGE_KINDS, Finish
-from .batches import Batch, summarize_losses
+from .batches import SUMMARY_SIZE, Batch, summarize_losses
 from .randomness import Seeder
 from .stage import LossValue, Stage, Tensors
 from .updates import Updates
@@ -72,7 +72,7 @@ class Worker:
             return self._wiring.message_specs(message, batch.specs[k])
         if self.updates is not None and self._training:
             return self.updates.specs(message)
-        return [TensorSpec((5,), (1,), torch.float64, False)]
+        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
@@ -131,6 +131,7 @@ class Worker:
         for ref in face.inputs:
             if ref.producer == MODEL_INPUT:
                 x = batch.inputs[ref.slot][k]
+                assert x is not None, f"microbatch {k} belongs to another data replica"
                 inputs.append(x)
                 wants_grad.append(False)
             else:
@@ -161,7 +162,7 @@ class Worker:
         owners = self._loss_owners
         if len(losses) < sum(1 for j in range(first, first + batch.group_size) if owners[j % len(owners)] == self.rank):
             return
-        summary = summarize_losses(losses, batch.weights, step=batch.step)
+        summary = summarize_losses(losses, batch, group=k // batch.group_size)
         if self.updates is not None and self._training:
             self.updates.put_loss(group, summary)
         else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.pool import Pool
 
-from stagewright.comm import Collectives, PeerLost, PipelineTimeout, World, join_world, pipe_size
+from stagewright.comm import Collectives, PeerLost, PipelineTimeout, World, join_world, read_mesh
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1)
@@ -30,7 +30,7 @@ FOUR = World(rank=2, size=4)
     ],
 )
 def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, size: int) -> None:
-    assert pipe_size(mesh, world, wanted=wanted) == size
+    assert read_mesh(mesh, world, wanted=wanted).num_ranks == size
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,9 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
             r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many, or start 3",
         ),
         ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
-        ({"pipe": 2, "data": 2}, FOUR, None, r"mesh axis 'data' has size 2: data and tensor .* expected 1"),
+        ({"tensor": 2}, FOUR, None, r"mesh axis 'tensor' has size 2: tensor parallel .* expected 1"),
+        ({"data": 3}, FOUR, None, r'mesh=\{"data": 3\} on 4 processes: expected a size that divides 4'),
+        ({"pipe": 4, "data": 2}, FOUR, None, r'asks for 8 ranks .* has 4: expected mesh=\{"pipe": 2, "data": 2\}'),
         ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
         ({"pip": 2}, ALONE, None, r"mesh axis 'pip': expected one of pipe, data, tensor"),
         ([2], ALONE, None, r'mesh=\[2\]: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
@@ -58,7 +60,7 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
 )
 def test_a_mesh_that_does_not_fit(mesh: Any, world: World, wanted: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pipe_size(mesh, world, wanted=wanted)
+        read_mesh(mesh, world, wanted=wanted)
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": Tower(), "mesh": {"pipe": 6}},
         r"num_stages=6 for a model of 5 units .*: expected 1 to 5; take fewer ranks or chunks",
     ),
-    "data axis": (
-        {"mesh": {"pipe": 2, "data": 2}},
-        r'mesh axis \'data\' has size 2: .* expected 1, as in mesh=\{"pipe": 2\}',
-    ),
+    "mesh": ({"mesh": "automatic"}, r'mesh=\'automatic\': expected "auto", or sizes by axis'),
     "tensor axis": ({"mesh": {"pipe": 2, "tensor": 4}}, r"mesh axis 'tensor' has size 4: .* expected 1"),
     "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
     "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 1\}'),

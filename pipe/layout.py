@@ -1,0 +1,154 @@
+"""What is to run and where: from the options of PipelineModule, or from a plan.
+
+options  name or Schedule, mesh, split points, recompute -+
+                                                           +-> Layout -> assembly
+plan     stages by node, ranks, schedule, recompute ------+
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..comm import World
+from ..partition.plans import Plan
+from ..schedules import Schedule, build, check
+from ..schedules.replicas import replicate
+from .stage import RECOMPUTE
+
+ScheduleLike = str | os.PathLike[str] | Schedule
+PlanLike = Plan | str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A schedule, and how the model is cut for it.
+
+    Arguments:
+        schedule: over all replicas.
+        split_points: of the user; None: even weights, or the plan's nodes.
+        plan: where it came from, if from one.
+        recompute: [S].
+        replica: (number, count): which data replica this process is part of, where each passes a batch of its own.
+    """
+
+    schedule: Schedule
+    split_points: Sequence[str] | None
+    plan: Plan | None
+    recompute: tuple[str, ...]
+    replica: tuple[int, int] = (0, 1)
+
+
+def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
+    """What a plan says. All ranks pass the same batch, whatever replicas there are.
+
+    Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
+    """
+    if world.distributed and plan.num_devices != world.size:
+        raise ValueError(
+            f"the plan is for {plan.num_devices} ranks and the process group has {world.size}: expected a plan for "
+            f"{world.size} (stagewright plan --cluster ...), or start {plan.num_devices} processes "
+            f"(torchrun --nproc-per-node {plan.num_devices})"
+        )
+    sharded = [number for number, stage in enumerate(plan.stages) if stage.optimizer_shards > 1]
+    if sharded:
+        raise ValueError(
+            f"the plan divides the optimizer state of stage {sharded[0]} over "
+            f"{plan.stages[sharded[0]].optimizer_shards} ranks: expected optimizer_shards=1; sharded optimizers are "
+            f"planned, but not yet run"
+        )
+    return Layout(
+        schedule=plan.build_schedule(num_microbatches=num_microbatches),
+        split_points=None,
+        plan=plan,
+        recompute=tuple(stage.recompute for stage in plan.stages),
+    )
+
+
+def layout_of_options(
+    schedule: Schedule,
+    world: World,
+    *,
+    num_data: int,
+    split_points: Sequence[str] | None,
+    recompute: str | Sequence[str],
+) -> Layout:
+    """What the options say: a schedule of one pipeline, and `num_data` replicas of it side by side.
+
+    Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
+    """
+    replica = (world.rank % num_data, num_data) if world.distributed else (0, 1)
+    return Layout(
+        schedule=replicate(schedule, num_data),
+        split_points=split_points,
+        plan=None,
+        recompute=_recompute_by_stage(recompute, schedule.num_stages),
+        replica=replica,
+    )
+
+
+def read_plan(plan: PlanLike) -> Plan:
+    """A plan that was given whole, or from a file."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | os.PathLike):
+        raise ValueError(f"plan={plan!r:.60}: expected a Plan, or the name of a .json file")
+    try:
+        return Plan.load(plan)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
+
+
+def read_schedule(schedule: ScheduleLike) -> Schedule | None:
+    """A schedule that was given whole: itself, or from a file. None: it is a name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if not isinstance(schedule, str | os.PathLike):
+        raise ValueError(f"schedule={schedule!r}: expected a name, a Schedule, or a .csv or .json file")
+    path = Path(schedule)
+    if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
+    try:
+        read = Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
+        check(read)
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+    return read
+
+
+def build_schedule(
+    name: str, whole: Schedule | None, *, num_ranks: int, num_microbatches: int | None, num_chunks: int | None
+) -> Schedule:
+    """The schedule of one pipeline; M and V beside a schedule that already has them must agree."""
+    if whole is None:
+        return build(
+            name,
+            num_ranks=num_ranks,
+            num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
+            num_chunks=num_chunks,
+        )
+    if num_microbatches is not None and num_microbatches != whole.num_microbatches:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} for a schedule of {whole.num_microbatches}: "
+            f"expected {whole.num_microbatches}, or leave it out"
+        )
+    chunks = max(len(stages) for stages in whole.placement)
+    if num_chunks is not None and num_chunks != chunks:
+        raise ValueError(f"num_chunks={num_chunks} for a schedule with {chunks} stages a rank: expected {chunks}")
+    return whole
+
+
+def _recompute_by_stage(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    kinds = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
+    if len(kinds) != num_stages:
+        raise ValueError(f"recompute= has {len(kinds)} entries for {num_stages} stages: expected one, or one a stage")
+    for kind in kinds:
+        if kind not in RECOMPUTE:
+            raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}")
+    return kinds

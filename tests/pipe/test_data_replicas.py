@@ -1,0 +1,210 @@
+"""mesh={"pipe": P, "data": D}: replicas of the whole pipeline, against one process in float64.
+
+Over processes each replica passes a batch of its own; in one process the one batch is shared out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import ScheduleError, build, check
+from stagewright.schedules.replicas import on_ranks, replicate
+
+WIDTH = 6
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]).double()
+
+
+def make_batch(seed: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over the targets above -0.5."""
+    mask = target > -0.5
+    return F.mse_loss(output, target, reduction="none")[mask].sum(), mask.sum()
+
+
+def mean_of(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
+    loss = loss_fn(output, target)
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+
+def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "num_microbatches": 3,
+        "mesh": {"pipe": 2, "data": num_data},
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "timeout": 30.0,
+    }
+    return PipelineModule(model, **(settings | options))
+
+
+def trained_alone(batches: list[tuple[Tensor, Tensor]], loss_fn: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training in one process, each batch whole."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = mean_of(loss_fn, model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model.state_dict(), losses
+
+
+def assert_equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, masked], ids=["mean", "sum-and-count"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_one_process_the_batch_is_shared_out(name: str, loss_fn: Any) -> None:
+    batches = [make_batch(seed, 13) for seed in range(3)]
+    pipe = make_pipe(make_model(), schedule=name, loss_fn=loss_fn)
+    losses = [pipe.train_step(*batch).loss for batch in batches]
+    state, wanted = trained_alone(batches, loss_fn)
+    assert losses == pytest.approx(wanted, abs=1e-12)
+    assert_equal_states(pipe.full_state_dict(), state)
+    assert pipe.num_ranks == 4
+    assert pipe.schedule.num_microbatches == 6
+
+
+def own_batches(rank: int, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Three batches of the data replica that a rank is part of."""
+    replica = rank % len(sizes)
+    return [make_batch(10 * replica + step, sizes[replica]) for step in range(3)]
+
+
+def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[str, Tensor], Any, Any]:
+    """A rank that passes its own replica's batches: losses, weights, and an evaluation's loss and output."""
+    rank = torch.distributed.get_rank()
+    pipe = make_pipe(make_model(), num_data=len(sizes), **options)
+    results = [pipe.train_step(*batch) for batch in own_batches(rank, sizes)]
+    results += pipe.flush()
+    losses = {r.loss_step: r.loss for r in results if r.loss is not None}
+    evaluation = pipe.eval_step(*own_batches(rank, sizes)[0])
+    state = pipe.full_state_dict()
+    pipe.close()
+    return [losses[step] for step in range(3)], state, evaluation.loss, evaluation.output
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"schedule": "1f1b"}, [6, 6]),
+        ({"schedule": "1f1b", "mesh": {"pipe": 1, "data": 3}}, [6, 6, 6]),
+        ({"schedule": "gpipe", "loss_fn": masked}, [6, 6]),
+        ({"schedule": "interleaved", "num_microbatches": 4, "max_grad_norm": 0.2}, [6, 6]),
+    ],
+    ids=str,
+)
+def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str, Any], sizes: list[int]) -> None:
+    answers = gloo.run(run_own, ranks=options.get("mesh", {"pipe": 2})["pipe"] * len(sizes), args=(options, sizes))
+    whole = [
+        tuple(torch.cat(parts) for parts in zip(*(own_batches(q, sizes)[step] for q in range(len(sizes))), strict=True))
+        for step in range(3)
+    ]
+    loss_fn = options.get("loss_fn", F.mse_loss)
+    clipped = "max_grad_norm" in options
+    state, wanted = trained_alone(whole, loss_fn) if not clipped else ({}, [])
+    for rank, (losses, found, eval_loss, output) in enumerate(answers):
+        if not clipped:
+            assert losses == pytest.approx(wanted, abs=1e-12)
+            assert_equal_states(found, state)
+        assert losses == answers[0][0]
+        model = make_model()
+        model.load_state_dict(found)
+        predicted = model(whole[0][0])
+        assert eval_loss == pytest.approx(float(mean_of(loss_fn, predicted, whole[0][1]).detach()), abs=1e-12)
+        if rank >= len(answers) - len(sizes):  # the last stage
+            own = model(own_batches(rank, sizes)[0][0])
+            torch.testing.assert_close(output, own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gloo
+def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool) -> None:
+    """After a first batch of equal sizes; the first one tells all ranks the shapes."""
+    answers = gloo.run(run_uneven, ranks=4)
+    batches = []
+    for step, sizes in enumerate(UNEVEN):
+        parts = [make_batch(10 * q + step, size) for q, size in enumerate(sizes)]
+        batches.append(tuple(torch.cat(column) for column in zip(*parts, strict=True)))
+    state, wanted = trained_alone(batches, F.mse_loss)
+    for losses, found in answers:
+        assert losses == pytest.approx(wanted, abs=1e-12)
+        assert_equal_states(found, state)
+
+
+UNEVEN = ((6, 6), (7, 4), (3, 9))
+
+
+def run_uneven() -> tuple[list[float | None], dict[str, Tensor]]:
+    replica = torch.distributed.get_rank() % 2
+    pipe = make_pipe(make_model(), schedule="1f1b")
+    losses = [pipe.train_step(*make_batch(10 * replica + i, sizes[replica])).loss for i, sizes in enumerate(UNEVEN)]
+    state = pipe.full_state_dict()
+    pipe.close()
+    return losses, state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["2bw", "pipedream"])
+def test_asynchronous_replicas_equal_one_process_that_shares_out(gloo: Pool, name: str) -> None:
+    """Microbatch j of replica q is microbatch 2j + q of all of them."""
+    options = {"schedule": name}
+    answers = gloo.run(run_own, ranks=4, args=(options, [6, 6]))
+    pipe = make_pipe(make_model(), **options)
+    results = []
+    for step in range(3):
+        columns = zip(*(own_batches(q, [6, 6])[step] for q in range(2)), strict=True)
+        mixed = [
+            torch.cat([part for pair in zip(*(x.tensor_split(3) for x in c), strict=True) for part in pair])
+            for c in columns
+        ]
+        results.append(pipe.train_step(*mixed))
+    results += pipe.flush()
+    wanted = {r.loss_step: r.loss for r in results if r.loss is not None}
+    for losses, found, _, _ in answers:
+        assert losses == pytest.approx([wanted[step] for step in range(3)], abs=1e-12)
+        assert_equal_states(found, pipe.full_state_dict())
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", [*SCHEDULES, "2bw", "pipedream"])
+def test_replicated_schedules_are_sound(name: str, num_replicas: int) -> None:
+    one = build(name, num_ranks=3, num_microbatches=6)
+    many = replicate(one, num_replicas)
+    check(many)
+    assert many.num_ranks == 3 * num_replicas
+    with pytest.raises(ScheduleError, match="has replicated stages already"):
+        replicate(many, 2)
+
+
+def test_a_schedule_on_other_ranks() -> None:
+    one = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(2, 1))
+    moved = on_ranks(one, [1, 3, 0], num_ranks=4)
+    check(moved)
+    assert moved.owners == ((1, 3), (0,))
+    assert moved.programs[2] == ()
+    with pytest.raises(ScheduleError, match=r"stage 0 on ranks \[3, 1\]: expected its replicas in ascending order"):
+        on_ranks(one, [3, 1, 0], num_ranks=4)
+    with pytest.raises(ScheduleError, match=r"expected as many different ones from 0 to 1"):
+        on_ranks(one, [0, 1, 2], num_ranks=2)

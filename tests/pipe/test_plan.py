@@ -1,0 +1,201 @@
+"""PipelineModule(plan=...): cuts, ranks, replicas and recomputation as planned, against one process in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.partition import Plan, PlanStage
+from stagewright.pipe import PipelineModule
+
+WIDTH = 5
+
+
+class Towers(nn.Module):
+    """Two towers side by side and a head: a graph, not a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.left(x), self.right(x)], dim=1)
+        out: Tensor = self.head(both)
+        return out
+
+
+def make_chain() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]).double()
+
+
+def make_towers() -> nn.Module:
+    torch.manual_seed(1)
+    return Towers().double()
+
+
+MODELS = {"chain": make_chain, "towers": make_towers}
+X, Y = (torch.randn(11, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+def stage(nodes: str, *ranks: int, **fields: Any) -> PlanStage:
+    return PlanStage(
+        nodes=tuple(nodes.split()), ranks=ranks, forward_seconds=1, backward_seconds=2, step_seconds=3, **fields
+    )
+
+
+def plan_of(*stages: PlanStage, num_devices: int, **fields: Any) -> Plan:
+    settings: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 5, "cost_model": "default"}
+    return Plan(stages=stages, num_devices=num_devices, predicted_step_time=3, bound=3, **(settings | fields))
+
+
+PLANS = {
+    "3-1": ("chain", plan_of(stage("0 1 2", 0, 1, 2), stage("3", 3), num_devices=4)),
+    "1-3": ("chain", plan_of(stage("0", 0), stage("1 2 3", 1, 2, 3), num_devices=4, num_microbatches=2)),
+    "2-1-1": ("chain", plan_of(stage("0 1", 0, 1), stage("2", 2), stage("3", 3), num_devices=4)),
+    "backwards": ("chain", plan_of(stage("0", 3), stage("1 2", 1, 2), stage("3", 0), num_devices=4)),
+    "idle rank": ("chain", plan_of(stage("0 1", 0), stage("2 3", 2), num_devices=4)),
+    "chunks": (
+        "chain",
+        plan_of(
+            *[stage(f"{i}", i % 2) for i in range(4)],
+            num_devices=2,
+            num_chunks=2,
+            schedule="interleaved",
+            num_microbatches=4,
+        ),
+    ),
+    "recompute": ("chain", plan_of(stage("0 1", 0, recompute="full"), stage("2 3", 1), num_devices=2)),
+    "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2), num_devices=3)),
+}
+
+
+def run(name: str, optimizer: str = "sgd") -> dict[str, Tensor]:
+    """Two steps of training as planned; the whole state, and the last loss under ""."""
+    kind, plan = PLANS[name]
+    makers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    pipe = PipelineModule(
+        MODELS[kind](),
+        plan=plan,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: makers[optimizer](parameters, lr=0.05),
+        timeout=30.0,
+    )
+    loss = [pipe.train_step(X, Y).loss for _ in range(2)][-1]
+    state = pipe.full_state_dict()
+    pipe.close()
+    return {**state, "": torch.tensor(loss, dtype=torch.float64)}
+
+
+def run_alone(name: str) -> dict[str, Tensor]:
+    model = MODELS[PLANS[name][0]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(X), Y)
+        loss.backward()
+        optimizer.step()
+    return {**model.state_dict(), "": loss.detach()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_in_one_process(name: str) -> None:
+    assert_same(run(name), run_alone(name))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", PLANS)
+def test_over_processes(gloo: Pool, name: str) -> None:
+    wanted = run_alone(name)
+    for found in gloo.run(run, ranks=PLANS[name][1].num_devices, args=(name,)):
+        assert_same(found, wanted)
+
+
+def test_the_stages_are_the_planned_ones(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(PLANS["3-1"][1].to_json())
+    pipe = PipelineModule(make_chain(), plan=path, loss_fn=F.mse_loss, example_inputs=(X,))
+    assert pipe.stage_names == ("0 .. 2", "3")
+    assert pipe.schedule.owners == ((0, 1, 2), (3,))
+    assert pipe.plan == PLANS["3-1"][1]
+
+
+GOOD = plan_of(stage("0 1", 0), stage("2 3", 1), num_devices=2)
+BAD = {
+    "unknown node": (
+        {"plan": plan_of(stage("0 1", 0), stage("2 3 4", 1), num_devices=2)},
+        r"for another model \(5 nodes, the model has 4\): its node '4' is not in the model",
+    ),
+    "missing node": (
+        {"plan": plan_of(stage("0 1", 0), stage("2", 1), num_devices=2)},
+        r"the model's '3' is in no stage of it\. Expected a plan that was made from a profile of this model",
+    ),
+    "other sizes": (
+        {"plan": replace(GOOD, stages=(stage("0 1", 0, parameter_bytes=100.0), GOOD.stages[1]))},
+        r"stage 0 \(0 \.\. 1\) has 100 bytes of parameters in the plan and 480 in the model",
+    ),
+    "out of order": (
+        {"plan": plan_of(stage("0 2", 0), stage("1 3", 1), num_devices=2)},
+        r"puts '1' on stage 1 and '2', which follows it, on stage 0: expected stages of an nn.Sequential in order",
+    ),
+    "sharded": (
+        {"plan": plan_of(stage("0 1", 0, 1, optimizer_shards=2), stage("2 3", 2), num_devices=3)},
+        r"divides the optimizer state of stage 0 over 2 ranks: expected optimizer_shards=1",
+    ),
+    "tensor": (
+        {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
+        r"splits tensors over 2 ranks: expected tensor=1",
+    ),
+    "unequal replicas": (
+        {"plan": plan_of(stage("0 1", 0, 1), stage("2 3", 2), num_devices=3, schedule="gpipe")},
+        r"stages on 2-1 ranks under schedule 'gpipe': expected as many ranks for each stage",
+    ),
+    "microbatches": ({"plan": GOOD, "num_microbatches": 3}, r"num_microbatches=3 for a plan of 5: expected 5"),
+    "open": ({"plan": replace(GOOD, num_microbatches=None)}, r"expected num_microbatches= beside it"),
+    "schedule beside it": ({"plan": GOOD, "schedule": "gpipe"}, r"schedule= beside plan=: expected one of them"),
+    "mesh beside it": ({"plan": GOOD, "mesh": {"pipe": 2}}, r"mesh= beside plan=: expected one of them"),
+    "recompute beside it": ({"plan": GOOD, "recompute": "full"}, r"recompute= beside plan="),
+    "no file": ({"plan": "nowhere.json"}, r"plan file 'nowhere.json' cannot be read"),
+    "no plan": ({"plan": 3}, r"plan=3: expected a Plan, or the name of a .json file"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_plans(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineModule(make_chain(), loss_fn=F.mse_loss, example_inputs=(X,), **options)
+
+
+def _for_another_number_of_ranks() -> str:
+    try:
+        PipelineModule(make_chain(), plan=GOOD, loss_fn=F.mse_loss)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.gloo
+def test_a_plan_for_another_number_of_ranks(gloo: Pool) -> None:
+    for answer in gloo.run(_for_another_number_of_ranks, ranks=3):
+        assert answer.startswith("the plan is for 2 ranks and the process group has 3: expected a plan for 3")
+
+
+def test_the_plan_of_a_graph_goes_with_the_graph() -> None:
+    plan = plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1), num_devices=2)
+    with pytest.raises(ValueError, match=r"needs 'right.0' of the later stage 1"):
+        PipelineModule(make_towers(), plan=plan, loss_fn=F.mse_loss, example_inputs=(X,))
