@@ -1,0 +1,192 @@
+"""The profile of a GPT from formulas: for models that do not fit on the machine at hand.
+
+The shape of the model is here, and what it says alone: parameters and FLOPs. What its parts cost stands in
+`transformer_parts.py`. Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
+s sequence length, B batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from .cluster import Cluster
+from .device_model import DeviceModel
+from .profile import Profile
+from .strict import count, fail, number
+from .transformer_parts import VALUE_BYTES, Parts
+
+Head = Literal["tied", "untied"]
+Split = Literal["tensor", "sequence"]
+Attention = Literal["stored", "flash"]
+Gradients = Literal["16-bit", "float32"]
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The shape of a GPT, trained in mixed precision.
+
+    Arguments:
+        layers, hidden, heads, vocabulary: l, h, a, V.
+        length: of a sequence, s; positions are learned.
+        mlp_ratio: width of the MLP over h.
+        head: "tied": the projection's weights are the embedding's. Where head and embedding lie in different
+            stages each holds a copy, so the profile counts V h bytes in both.
+        split: what tensor parallelism divides, see `transformer_parts.py`.
+        attention: "stored": the scores are written to memory; "flash": they are not.
+        gradients: of what type they are added up.
+
+    Raises ValueError for sizes that are no whole numbers of at least 1 or do not divide.
+
+    >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, vocabulary=51200, length=2048)
+    >>> round(gpt3.num_parameters / 1e9, 1), gpt3.bytes_per_parameter
+    (174.6, 16)
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    mlp_ratio: float = 4
+    head: Head = "tied"
+    split: Split = "tensor"
+    attention: Attention = "stored"
+    gradients: Gradients = "16-bit"
+
+    def __post_init__(self) -> None:
+        for size in ("layers", "hidden", "heads", "vocabulary", "length"):
+            count(f"transformer: {size}", getattr(self, size))
+        if self.hidden % self.heads:
+            fail("transformer: hidden", self.hidden, f"a multiple of heads={self.heads}")
+        ratio = number("transformer: mlp_ratio", self.mlp_ratio, positive=True)
+        if self.mlp_width < 1 or abs(ratio * self.hidden - self.mlp_width) > 1e-6 * self.hidden:
+            fail("transformer: mlp_ratio", self.mlp_ratio, f"a multiple of 1/{self.hidden} (the MLP's width is whole)")
+        for name, choices in (("head", Head), ("split", Split), ("attention", Attention), ("gradients", Gradients)):
+            if getattr(self, name) not in get_args(choices):
+                fail(f"transformer: {name}", getattr(self, name), f"one of {', '.join(get_args(choices))}")
+
+    @property
+    def mlp_width(self) -> int:
+        """r h."""
+        return round(self.mlp_ratio * self.hidden)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, tied weights counted once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4."""
+        embeddings = (self.vocabulary * (2 if self.head == "untied" else 1) + self.length) * self.hidden
+        return embeddings + self.layers * self.layer_parameters(1) + 2 * self.hidden
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Weight (2), gradient (2 or 4), float32 master weight and Adam's two moments (12) [bytes]."""
+        return VALUE_BYTES + (2 if self.gradients == "16-bit" else 4) + 12
+
+    @property
+    def optimizer_ratio(self) -> float:
+        """Bytes of optimizer state a byte of weights, beside a gradient as large as the weights: 6 or, in float32, 7.
+
+        Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12 = 16 bytes a parameter.
+        """
+        return (self.bytes_per_parameter - 2 * VALUE_BYTES) / VALUE_BYTES
+
+    def flops(self, *, batch_size: int, recompute: Recompute = "none") -> float:
+        """Of the matrix products of one step [FLOP]; "full": each layer's forward runs again in front of its backward.
+
+        72 B s l h^2 (1 + s / (6h) + V / (12 l h)) for r = 4, with "full" 96 B s l h^2 (1 + s / (6h) + V / (16 l h))
+        (Narayanan et al. 2021, section 5.1).
+        """
+        if recompute not in get_args(Recompute):
+            fail("recompute", recompute, f"one of {', '.join(get_args(Recompute))}")
+        tokens = count("batch_size", batch_size) * self.length
+        layers = self.layers * (self.weight_flops(tokens) + self.score_flops(tokens))
+        return (4 if recompute == "full" else 3) * layers + 3 * self.head_flops(tokens)
+
+    def profile(
+        self, *, microbatch_size: int, tensor: int = 1, device: DeviceModel, cluster: Cluster | None = None
+    ) -> Profile:
+        """What each part costs one of `tensor` devices that compute a microbatch together.
+
+        Arguments:
+            microbatch_size: b [sequences].
+            tensor: t; divides the heads.
+            device: how fast it computes.
+            cluster: whose innermost levels the tensor ranks fill; None: one node of t devices, `device.link_bandwidth`.
+
+        The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
+        1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
+        the caller divides by t. Point-to-point messages and data parallelism are not in it.
+
+        Raises ValueError for sizes that do not divide or fit.
+        """
+        self.refuse_tensor(tensor)
+        parts = Parts(self, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
+        return Profile(
+            nodes=parts.nodes(),
+            device=device.name,
+            dtype="bfloat16",
+            origin="formula",
+            microbatch_size=microbatch_size,
+            optimizer_ratio=self.optimizer_ratio,
+        )
+
+    def refuse_tensor(self, tensor: int) -> None:
+        """ValueError for a tensor size that does not divide the heads and the MLP."""
+        for name, size in (("heads", self.heads), ("mlp_width", self.mlp_width)):
+            if size % count("tensor", tensor):
+                fail("tensor", tensor, f"a divisor of {name}={size}")
+
+    def layer_parameters(self, tensor: int) -> int:
+        """Of one layer on one device: matrices and the biases of their columns are divided, 6h of others are not."""
+        h = self.hidden
+        return (4 * h * h + 2 * self.mlp_width * h + 3 * h + self.mlp_width) // tensor + 6 * h
+
+    def weight_flops(self, tokens: int) -> float:
+        """Of one layer's forward with its weights: 24 n h^2 for r = 4 [FLOP]."""
+        return 2.0 * tokens * (4 * self.hidden + 2 * self.mlp_width) * self.hidden
+
+    def score_flops(self, tokens: int) -> float:
+        """Q K^T and its product with V, not causal: what the kernels of 2021 computed, and what papers count [FLOP]."""
+        return 4.0 * tokens * self.length * self.hidden
+
+    def head_flops(self, tokens: int) -> float:
+        """Of the projection's forward [FLOP]."""
+        return 2.0 * tokens * self.hidden * self.vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSource:
+    """Profiles of one model on one kind of device, by microbatch and tensor size; each is made once.
+
+    Arguments:
+        transformer, device, cluster: as for `Transformer.profile`.
+    """
+
+    transformer: Transformer
+    device: DeviceModel
+    cluster: Cluster | None = None
+    _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
+        """`Transformer.profile`; what it needs beside the sizes is known."""
+        key = (microbatch_size, tensor)
+        if key not in self._made:
+            self._made[key] = self.transformer.profile(
+                microbatch_size=microbatch_size, tensor=tensor, device=self.device, cluster=self.cluster
+            )
+        return self._made[key]
+
+    def tensor_sizes(self, limit: int | None = None) -> tuple[int, ...]:
+        """The tensor sizes worth trying: those that divide heads and MLP and stay within a node (and `limit`).
+
+        >>> model = Transformer(layers=2, hidden=96, heads=6, vocabulary=100, length=8)
+        >>> cluster = Cluster.parse("2x4:nvlink=300GB/s,net=25GB/s")
+        >>> TransformerSource(transformer=model, device=DeviceModel.preset("A100-80GB"), cluster=cluster).tensor_sizes()
+        (1, 2, 3)
+        """
+        most = self.transformer.heads if limit is None else count("limit", limit)
+        if self.cluster is not None:
+            most = min(most, self.cluster.levels[0].size)
+        sizes = range(1, min(most, self.transformer.heads) + 1)
+        return tuple(t for t in sizes if not self.transformer.heads % t and not self.transformer.mlp_width % t)

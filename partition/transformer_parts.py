@@ -1,0 +1,141 @@
+"""What each part of a GPT costs one of the t devices that compute a microbatch together.
+
+Symbols as in Megatron-LM: b microbatch size, s sequence length, h hidden size, a heads, r MLP ratio, V vocabulary,
+n = b s tokens. Values take 2 bytes, dropout masks 1.
+
+    embedding -> layer0 -> layer1 -> ... -> head (norm, projection to the vocabulary, loss)
+
+A layer, forward (backward):
+
+    matrix products   (8 + 4r) n h^2 + 4 n s h         over t     (twice that: half I, half W; but the scores, 8 n s h,
+                                                                  have no weights: all I)
+    memory traffic    22 n h                                      (34 n h)      norms, dropout, residuals
+                    + 4r n h + 13 n a s                over t     (6r n h + 19 n a s)      GeLU; scores
+    tensor links      2 sums of 2 n h bytes                       (2 sums)
+    kept until B      10 n h  +  ((8 + 4r) n h + 5 n a s) over t  Korthikanti et al. 2022, section 4
+
+Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
+norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
+terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). The update reads and writes all that
+is held of a parameter once. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .cluster import Cluster, Level
+from .collectives import all_reduce_seconds
+from .device_model import DeviceModel
+from .profile import Node
+from .strict import count, fail
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+VALUE_BYTES = 2  # of a weight or an activation
+
+
+class Parts:
+    """The nodes of one profile."""
+
+    def __init__(
+        self, model: Transformer, *, microbatch_size: int, tensor: int, device: DeviceModel, cluster: Cluster | None
+    ) -> None:
+        self.model, self.tensor, self.device = model, tensor, device
+        if cluster is None:
+            cluster = Cluster(levels=(Level(name="link", size=tensor, bandwidth=device.link_bandwidth),))
+        if tensor > cluster.num_devices:
+            fail("tensor", tensor, f"at most the {cluster.num_devices} devices of the cluster")
+        self.tokens = count("microbatch_size", microbatch_size) * model.length
+        self.wide = self.tokens * model.hidden  # values in one activation
+        self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
+        self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
+        self.vocabulary = -(-model.vocabulary // tensor)
+        self.sum_seconds = all_reduce_seconds(
+            VALUE_BYTES * self.wide / device.link_efficiency, members=tensor, cluster=cluster
+        )
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All of them; equal layers differ by name only."""
+        layer = self._layer()
+        layers = [replace(layer, name=f"layer{i}") for i in range(self.model.layers)]
+        return (self._embedding(), *layers, self._head())
+
+    def _layer(self) -> Node:
+        model, t, mlp = self.model, self.tensor, self.tokens * self.model.mlp_width / self.tensor
+        weights, scores = model.weight_flops(self.tokens) / t, model.score_flops(self.tokens) / t
+        again = scores / 2 if model.attention == "flash" else 0.0
+        return self._node(
+            "layer",
+            forward=self._seconds(weights + scores, 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2),
+            input_grad=self._seconds(
+                weights + 2 * scores + again, 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
+            ),
+            weight_grad=self._seconds(weights, 0),
+            parameters=model.layer_parameters(t),
+            stash=10 * self.whole + 8 * self.wide / t + 4 * mlp + 5 * self.scores,
+            workspace=max(4 * mlp, 4 * self.scores),  # gradients in front of and behind GeLU or softmax
+            output=VALUE_BYTES * self.wide,
+        )
+
+    def _embedding(self) -> Node:
+        """Row, position and dropout; the vocabulary is divided, so the rows of all devices are added. No I."""
+        return self._node(
+            "embedding",
+            forward=self._seconds(0, 15 * self.whole, sums=1),
+            input_grad=0.0,
+            weight_grad=self._seconds(0, 13 * self.whole),
+            parameters=(self.vocabulary + self.model.length) * self.model.hidden,
+            stash=self.whole,  # the dropout's mask
+            workspace=VALUE_BYTES * self.whole,
+            output=VALUE_BYTES * self.wide,
+        )
+
+    def _head(self) -> Node:
+        """Norm, projection, and the loss in float32 over the device's part of the vocabulary."""
+        flops, logits = self.model.head_flops(self.tokens) / self.tensor, self.tokens * self.vocabulary
+        return self._node(
+            "head",
+            forward=self._seconds(flops, 4 * self.whole + 18 * logits),
+            input_grad=self._seconds(flops, 6 * self.whole + 14 * logits, sums=1),
+            weight_grad=self._seconds(flops, 0),
+            parameters=(self.vocabulary + 2) * self.model.hidden,
+            stash=4 * self.whole + 4 * logits,
+            workspace=6 * logits,  # their gradient in float32 and in 16 bits
+            output=0.0,
+        )
+
+    def _seconds(self, flops: float, num_bytes: float, *, sums: int = 0) -> float:
+        """Products, then memory traffic, then sums over the tensor ranks: nothing overlaps."""
+        return (
+            self.device.matrix_seconds(flops, hidden=self.model.hidden)
+            + self.device.memory_seconds(num_bytes)
+            + sums * self.sum_seconds
+        )
+
+    def _node(
+        self,
+        name: str,
+        *,
+        forward: float,
+        input_grad: float,
+        weight_grad: float,
+        parameters: int,
+        stash: float,
+        workspace: float,
+        output: float,
+    ) -> Node:
+        return Node(
+            name=name,
+            forward_seconds=forward,
+            backward_seconds=input_grad + weight_grad,
+            activation_bytes=output,
+            parameter_bytes=VALUE_BYTES * parameters,
+            stash_bytes=stash,
+            input_grad_seconds=input_grad,
+            weight_grad_seconds=weight_grad,
+            update_seconds=self.device.memory_seconds(2 * self.model.bytes_per_parameter * parameters),
+            workspace_bytes=workspace,
+        )

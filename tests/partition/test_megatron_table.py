@@ -1,0 +1,189 @@
+"""Megatron-LM's Table 1: a device model that was fitted on half of the runs predicts the other half.
+
+Ten trainings of 1.7 billion to 1 trillion parameters on 32 to 3072 GPUs. What is predicted is one step: the simulated
+schedule with full recompute (each layer's forward again in front of its backward), then the data-parallel sum
+of the gradients, then the optimizer. Nothing in the prediction knows which run it is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from stagewright.partition.cluster import Cluster
+from stagewright.partition.collectives import all_reduce_seconds
+from stagewright.partition.device_model import DeviceModel
+from stagewright.partition.transformer import Transformer, TransformerSource
+from stagewright.schedules import Costs, Schedule, build, simulate
+
+TABLE = Path(__file__).parents[1] / "data" / "megatron" / "table1.json"
+EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
+ALL_CONSTANTS = ("matrix_efficiency", "half_hidden", "link_efficiency")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One line of the table. Pipeline P, chunks V, microbatches M of one replica; `seconds` a step."""
+
+    billion_parameters: float
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    chunks: int
+    data: int
+    microbatch_size: int
+    num_microbatches: int
+    batch_size: int
+    num_devices: int
+    teraflops: int
+    seconds: float
+
+    @property
+    def model(self) -> Transformer:
+        return Transformer(layers=self.layers, hidden=self.hidden, heads=self.heads, vocabulary=51200, length=2048)
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster.parse(f"{self.num_devices // 8}x8:nvlink=300GB/s,net=25GB/s")
+
+
+@cache
+def table() -> tuple[Run, ...]:
+    runs = json.loads(TABLE.read_text(encoding="utf-8"))["runs"]
+    assert [set(run) for run in runs] == [{each.name for each in fields(Run)}] * 10
+    return tuple(Run(**run) for run in runs)
+
+
+def step_costs(run: Run, device: DeviceModel) -> Costs:
+    """P * V stages of equally many layers, the embedding before and the head behind them."""
+    source = TransformerSource(transformer=run.model, device=device, cluster=run.cluster)
+    embedding, *layers, head = source.profile(microbatch_size=run.microbatch_size, tensor=run.tensor).nodes
+    num_stages = run.pipeline * run.chunks
+    assert len(layers) % num_stages == 0
+    size = len(layers) // num_stages
+    stages = [layers[first : first + size] for first in range(0, len(layers), size)]
+    recompute = [sum(node.forward_seconds for node in stage) for stage in stages]
+    stages[0], stages[-1] = [embedding, *stages[0]], [*stages[-1], head]
+    return Costs(
+        forward=[sum(node.forward_seconds for node in stage) for stage in stages],
+        backward=[
+            again + sum(node.backward_seconds for node in stage) for again, stage in zip(recompute, stages, strict=True)
+        ],
+        latency=layers[0].activation_bytes / run.tensor / run.cluster.levels[1].bandwidth,  # scatter/gather
+        update=[
+            sum(node.update_seconds for node in stage)
+            + all_reduce_seconds(
+                sum(node.parameter_bytes for node in stage),  # gradients of 16 bits
+                members=run.data,
+                stride=run.tensor,
+                cluster=run.cluster,
+            )
+            for stage in stages
+        ],
+    )
+
+
+@cache
+def schedule_of(run: Run) -> Schedule:
+    if run.chunks == 1:
+        return build("1f1b", num_ranks=run.pipeline, num_microbatches=run.num_microbatches)
+    return build("interleaved", num_ranks=run.pipeline, num_microbatches=run.num_microbatches, num_chunks=run.chunks)
+
+
+def simulated(run: Run, device: DeviceModel) -> float:
+    """Seconds of one step."""
+    return simulate(schedule_of(run), step_costs(run, device)).makespan
+
+
+def estimated(run: Run, device: DeviceModel) -> float:
+    """The same without the simulator, for the fit: all work of the busiest rank, and a fill and drain of the others.
+
+    Latency as in the closed forms of 1F1B, 2 ((P-1) + floor((M-1) (P-1) / P)), and of its interleaved form, 2 (PV-1).
+    """
+    P, V, M = run.pipeline, run.chunks, run.num_microbatches
+    costs = step_costs(run, device)
+    table = costs.table(num_stages=P * V)
+    chunks = [f + b for f, b in zip(table.forward, table.backward, strict=True)]
+    busiest = max(sum(chunks[rank::P]) for rank in range(P))
+    fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
+    messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
+    return M * busiest + fill + messages * table.latency[0] + sum(table.update[::P])
+
+
+@cache
+def fitted(indices: range, constants: tuple[str, ...]) -> DeviceModel:
+    runs = [table()[i] for i in indices]
+    return DeviceModel.preset("A100-80GB").fit(
+        [run.seconds for run in runs], lambda device: [estimated(run, device) for run in runs], constants=constants
+    )
+
+
+def errors(predict: Callable[[Run, DeviceModel], float], runs: range, device: DeviceModel) -> list[float]:
+    """predicted / measured - 1."""
+    return [predict(table()[i], device) / table()[i].seconds - 1 for i in runs]
+
+
+@pytest.mark.parametrize("constants", [ALL_CONSTANTS[:1], ALL_CONSTANTS], ids=["one constant", "three constants"])
+@pytest.mark.parametrize(("known", "held_out"), [(EVEN, ODD), (ODD, EVEN)], ids=["even to odd", "odd to even"])
+def test_half_of_the_runs_predicts_the_other_half(constants: tuple[str, ...], known: range, held_out: range) -> None:
+    device = fitted(known, constants)
+    off = errors(simulated, held_out, device)
+    assert max(map(abs, off)) < 0.08, [f"{each:+.1%}" for each in off]  # the requirement is 0.10
+
+
+def test_the_preset_is_the_fit_to_all_runs() -> None:
+    assert fitted(range(10), ALL_CONSTANTS[:1]).matrix_efficiency == pytest.approx(
+        DeviceModel.preset("A100-80GB").matrix_efficiency, abs=0.005
+    )
+    off = errors(simulated, range(10), DeviceModel.preset("A100-80GB"))
+    assert [round(100 * each) for each in off] == [-1, -1, 1, -1, 1, -6, -1, -2, 0, 6]
+
+
+def test_the_model_says_more_than_one_rate_for_all() -> None:
+    """The published rates differ by 20% only: seconds = FLOPs / (devices * one rate) is off by half of that."""
+    flops = [run.model.flops(batch_size=run.batch_size, recompute="full") / run.num_devices for run in table()]
+    rates = [each / run.seconds for each, run in zip(flops, table(), strict=True)]
+    one_rate = sum(rates) / len(rates)
+    naive = [rate / one_rate - 1 for rate in rates]
+    modelled = errors(simulated, range(10), DeviceModel.preset("A100-80GB"))
+
+    def root_mean_square(numbers: list[float]) -> float:
+        return (sum(each * each for each in numbers) / len(numbers)) ** 0.5
+
+    assert max(naive) > 0.1
+    assert max(map(abs, modelled)) < 0.07
+    assert root_mean_square(modelled) < root_mean_square(naive) / 2
+
+
+def test_what_the_fit_uses_is_what_the_simulator_says() -> None:
+    device = DeviceModel.preset("A100-80GB")
+    for run in table():
+        assert estimated(run, device) == pytest.approx(simulated(run, device), rel=0.006)
+
+
+def test_parameters_and_flops_are_the_published_ones() -> None:
+    for run in table():
+        # Within 2%, but for the first: 1.652 billion, printed as 1.7.
+        assert run.model.num_parameters / 1e9 == pytest.approx(run.billion_parameters, rel=0.02, abs=0.05)
+        rate = run.model.flops(batch_size=run.batch_size, recompute="full") / run.num_devices / run.seconds
+        assert rate / 1e12 == pytest.approx(run.teraflops, rel=2e-3)
+
+
+def test_the_published_runs_fit_their_devices() -> None:
+    """Full recompute: of each layer only the input is kept, and of the layer at work everything."""
+    device = DeviceModel.preset("A100-80GB")
+    for run in table():
+        source = TransformerSource(transformer=run.model, device=device, cluster=run.cluster)
+        layer = source.profile(microbatch_size=run.microbatch_size, tensor=run.tensor).nodes[1]
+        held = run.model.num_parameters / run.tensor / run.pipeline * run.model.bytes_per_parameter
+        layers = run.layers // run.pipeline // run.chunks  # of one chunk
+        in_flight = max(simulate(schedule_of(run), Costs()).peak_activations)
+        held += in_flight * layers * layer.activation_bytes + layer.stash_bytes + layer.workspace_bytes
+        assert 0.2 * device.memory_bytes < held < device.memory_bytes

@@ -1,0 +1,384 @@
+"""Profiles from formulas: shapes, device models, sums over rings, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Level, Profile
+from stagewright.partition.collectives import all_reduce_seconds, ring_sizes
+from stagewright.partition.device_model import PRESETS, DeviceModel
+from stagewright.partition.transformer import Transformer, TransformerSource
+
+A100 = DeviceModel.preset("A100-80GB")
+SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
+NODES = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
+
+# Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
+COUNTER = DeviceModel(
+    name="counter",
+    peak_flops=1.0,
+    memory_bandwidth=1e30,
+    memory_bytes=1e30,
+    link_bandwidth=1e30,
+    matrix_efficiency=1.0,
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Transformer:
+    heads = 2 ** draw(st.integers(2, 5))
+    return Transformer(
+        layers=draw(st.integers(1, 4)),
+        hidden=heads * draw(st.sampled_from([16, 64, 96, 128])),
+        heads=heads,
+        vocabulary=draw(st.integers(1, 60000)),
+        length=draw(st.sampled_from([128, 1024, 2048])),
+        mlp_ratio=draw(st.sampled_from([1, 2.5, 4])),
+        head=draw(st.sampled_from(["tied", "untied"])),
+        split=draw(st.sampled_from(["tensor", "sequence"])),
+        attention=draw(st.sampled_from(["stored", "flash"])),
+    )
+
+
+def profile_of(model: Transformer, *, b: int = 1, t: int = 1, device: DeviceModel = A100) -> Profile:
+    return model.profile(microbatch_size=b, tensor=t, device=device)
+
+
+def total(profile: Profile, figure: str) -> float:
+    return sum(float(getattr(node, figure)) for node in profile.nodes)
+
+
+# Closed forms.
+
+
+def test_megatrons_formula_for_flops() -> None:
+    model = Transformer(layers=96, hidden=12288, heads=96, vocabulary=51200, length=2048)
+    B, s, l, h, V = 1536, model.length, model.layers, model.hidden, model.vocabulary
+    published = 96 * B * s * l * h**2 * (1 + s / (6 * h) + V / (16 * l * h))
+    assert model.flops(batch_size=B, recompute="full") == pytest.approx(published, rel=1e-12)
+    assert model.flops(batch_size=B) == pytest.approx(72 * B * s * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h)))
+
+
+def test_parameters_of_gpt2() -> None:
+    gpt2 = Transformer(layers=12, hidden=768, heads=12, vocabulary=50257, length=1024)
+    assert gpt2.num_parameters == 124_439_808  # as torch counts it
+    assert replace(gpt2, head="untied").num_parameters == 124_439_808 + 50257 * 768
+
+
+def test_a_profile_computes_what_the_formula_counts() -> None:
+    for t in (1, 2, 8):
+        profile = profile_of(SMALL, b=2, t=t, device=COUNTER)
+        seconds = total(profile, "forward_seconds") + total(profile, "backward_seconds")
+        assert seconds * t == pytest.approx(SMALL.flops(batch_size=2))
+
+
+def test_kept_activations_are_those_of_korthikanti() -> None:
+    s, b, h, a = SMALL.length, 2, SMALL.hidden, SMALL.heads
+
+    def kept(t: int, **changes: str) -> float:
+        return profile_of(replace(SMALL, **changes), b=b, t=t).nodes[1].stash_bytes  # type: ignore[arg-type]
+
+    assert kept(1) == s * b * h * (34 + 5 * a * s / h)
+    assert kept(4) == s * b * h * (10 + 24 / 4 + 5 * a * s / h / 4)
+    assert kept(4, split="sequence") == s * b * h * (34 / 4 + 5 * a * s / h / 4)
+    assert kept(4, split="sequence", attention="flash") == s * b * h * 34 / 4
+
+
+def test_a_layer_on_a_device_of_round_figures() -> None:
+    device = DeviceModel(
+        name="round",
+        peak_flops=2e9,
+        memory_bandwidth=1e6,
+        memory_bytes=1.0,
+        link_bandwidth=1e3,
+        matrix_efficiency=0.5,
+        link_efficiency=0.5,
+    )
+    b, t, s, h, a = 2, 4, SMALL.length, SMALL.hidden, SMALL.heads
+    n = b * s
+    layer = profile_of(SMALL, b=b, t=t, device=device).nodes[1]
+    sums = 2 * 2 * (t - 1) / t * 2 * n * h / 500
+    weights = 24 * n * h**2 / t / 1e9
+    scores = 4 * n * s * h / t / 1e9
+    forward = (22 * n * h + 16 * n * h / t + 13 * n * a * s / t) / 1e6
+    backward = (34 * n * h + 24 * n * h / t + 19 * n * a * s / t) / 1e6
+    assert layer.forward_seconds == pytest.approx(weights + scores + forward + sums)
+    assert layer.input_grad_seconds == pytest.approx(weights + 2 * scores + backward + sums)
+    assert layer.weight_grad_seconds == pytest.approx(weights)
+    assert layer.backward_seconds == layer.input_grad_seconds + layer.weight_grad_seconds
+    assert layer.activation_bytes == 2 * n * h
+    assert layer.parameter_bytes == 2 * (12 * h**2 // t + 7 * h // t + 6 * h)
+    assert layer.update_seconds == pytest.approx(layer.parameter_bytes / 2 * 32 / 1e6)
+
+
+def test_flash_attention_multiplies_the_scores_again() -> None:
+    stored, flash = (profile_of(replace(SMALL, attention=each), device=COUNTER) for each in ("stored", "flash"))
+    again = SMALL.layers * 2 * SMALL.length**2 * SMALL.hidden
+    assert total(flash, "backward_seconds") - total(stored, "backward_seconds") == pytest.approx(again)
+    assert total(flash, "forward_seconds") == total(stored, "forward_seconds")
+
+
+def test_efficiency_grows_with_the_hidden_size() -> None:
+    device = replace(A100, matrix_efficiency=0.8, half_hidden=1000.0)
+    assert device.efficiency(1000) == pytest.approx(0.4)
+    assert device.efficiency(1e9) == pytest.approx(0.8, rel=1e-5)
+
+
+def test_what_the_profile_says_of_itself() -> None:
+    profile = profile_of(SMALL, b=3, t=2)
+    assert [node.name for node in profile.nodes] == ["embedding", "layer0", "layer1", "layer2", "head"]
+    assert profile.edges == (
+        ("embedding", "layer0"),
+        ("layer0", "layer1"),
+        ("layer1", "layer2"),
+        ("layer2", "head"),
+    )
+    assert (profile.origin, profile.device, profile.dtype) == ("formula", "A100-80GB", "bfloat16")
+    assert (profile.microbatch_size, profile.optimizer_ratio) == (3, 6.0)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_sixteen_bytes_a_parameter_or_eighteen() -> None:
+    assert (SMALL.bytes_per_parameter, SMALL.optimizer_ratio) == (16, 6.0)
+    wide = replace(SMALL, gradients="float32")
+    assert (wide.bytes_per_parameter, wide.optimizer_ratio) == (18, 7.0)
+    profile = profile_of(SMALL)
+    tied_twice = SMALL.vocabulary * SMALL.hidden
+    assert total(profile, "parameter_bytes") == 2 * (SMALL.num_parameters + tied_twice)
+    assert total(profile_of(replace(SMALL, head="untied")), "parameter_bytes") == total(profile, "parameter_bytes")
+
+
+# Monotonicity.
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(model=shapes(), b=st.integers(1, 4), t=st.sampled_from([1, 2]))
+def test_a_larger_tensor_size_leaves_each_device_less(model: Transformer, b: int, t: int) -> None:
+    few, many = profile_of(model, b=b, t=t, device=COUNTER), profile_of(model, b=b, t=2 * t, device=COUNTER)
+    for less, more in zip(many.nodes, few.nodes, strict=True):
+        for figure in ("parameter_bytes", "stash_bytes", "workspace_bytes", "update_seconds"):
+            assert getattr(less, figure) <= getattr(more, figure)
+        assert less.activation_bytes == more.activation_bytes
+        if more.name != "embedding":  # which computes nothing, and adds up what the devices looked up
+            assert less.forward_seconds < more.forward_seconds
+            assert less.backward_seconds < more.backward_seconds
+    assert total(many, "forward_seconds") >= total(few, "forward_seconds") / 2 * (1 - 1e-9)
+    assert total(many, "parameter_bytes") >= total(few, "parameter_bytes") / 2
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(model=shapes(), b=st.integers(1, 4), t=st.sampled_from([1, 4]))
+def test_a_larger_microbatch_costs_in_proportion(model: Transformer, b: int, t: int) -> None:
+    one, several = profile_of(model, t=t), profile_of(model, b=b, t=t)
+    for single, each in zip(one.nodes, several.nodes, strict=True):
+        for figure in ("forward_seconds", "backward_seconds", "activation_bytes", "stash_bytes", "workspace_bytes"):
+            assert getattr(each, figure) == pytest.approx(b * getattr(single, figure))
+        assert each.parameter_bytes == single.parameter_bytes
+        assert each.update_seconds == single.update_seconds
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    model=shapes(),
+    figure=st.sampled_from(
+        ["peak_flops", "memory_bandwidth", "link_bandwidth", "matrix_efficiency", "link_efficiency"]
+    ),
+    factor=st.floats(0.1, 1.0),
+)
+def test_a_slower_device_is_never_faster(model: Transformer, figure: str, factor: float) -> None:
+    slower = replace(A100, **{figure: getattr(A100, figure) * factor})
+    for before, after in zip(profile_of(model, t=4).nodes, profile_of(model, t=4, device=slower).nodes, strict=True):
+        for seconds in ("forward_seconds", "backward_seconds", "update_seconds"):
+            assert getattr(after, seconds) >= getattr(before, seconds)
+
+
+# Rings.
+
+
+@pytest.mark.parametrize(
+    ("members", "stride", "sizes"),
+    [
+        (1, 1, (1, 1)),
+        (8, 1, (8, 1)),
+        (32, 1, (8, 4)),
+        (4, 8, (1, 4)),
+        (2, 16, (1, 2)),
+        (8, 4, (2, 4)),
+        (2, 4, (2, 1)),
+        (12, 1, (1, 12)),  # one and a half nodes: one ring over the net
+        (3, 3, (3, 1)),  # devices 0, 3, 6
+        (4, 3, (1, 4)),  # devices 0, 3, 6 and 9
+    ],
+)
+def test_which_levels_a_group_uses(members: int, stride: int, sizes: tuple[int, ...]) -> None:
+    assert ring_sizes(members=members, stride=stride, cluster=NODES) == sizes
+
+
+def test_seconds_of_a_sum_over_two_levels() -> None:
+    cluster = Cluster(
+        levels=(
+            Level(name="in", size=8, bandwidth=100.0, latency=0.5),
+            Level(name="out", size=4, bandwidth=10.0, latency=2.0),
+        )
+    )
+    inside = 2 * 7 * (0.5 + 800 / 8 / 100)
+    outside = 2 * 3 * (2.0 + 100 / 4 / 10)
+    assert all_reduce_seconds(800.0, members=32, cluster=cluster) == pytest.approx(inside + outside)
+    assert all_reduce_seconds(800.0, members=1, cluster=cluster) == 0
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(members=st.integers(1, 32), num_bytes=st.floats(0, 1e9), more=st.floats(0, 1e9))
+def test_more_bytes_take_longer(members: int, num_bytes: float, more: float) -> None:
+    seconds = [all_reduce_seconds(each, members=members, cluster=NODES) for each in (num_bytes, num_bytes + more)]
+    assert 0 <= seconds[0] <= seconds[1]
+
+
+def test_a_cluster_replaces_the_devices_own_link() -> None:
+    same = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
+    slow = Cluster.parse("4x8:nvlink=30GB/s,net=25GB/s")
+    sizes = {"microbatch_size": 1, "tensor": 8, "device": A100}
+    assert SMALL.profile(**sizes, cluster=same) == SMALL.profile(**sizes)  # type: ignore[arg-type]
+    assert SMALL.profile(**sizes, cluster=slow).parts_seconds > SMALL.profile(**sizes).parts_seconds  # type: ignore[arg-type]
+
+
+# Sources for the planner.
+
+
+def test_a_source_makes_each_profile_once() -> None:
+    source = TransformerSource(transformer=SMALL, device=A100, cluster=NODES)
+    assert source.profile(microbatch_size=2, tensor=4) is source.profile(microbatch_size=2, tensor=4)
+    assert source.profile(microbatch_size=2) == profile_of(SMALL, b=2)
+    assert source == TransformerSource(transformer=SMALL, device=A100, cluster=NODES)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cluster", "limit", "sizes"),
+    [
+        (8, NODES, None, (1, 2, 4, 8)),
+        (12, NODES, None, (1, 2, 3, 4, 6)),
+        (12, None, None, (1, 2, 3, 4, 6, 12)),
+        (12, NODES, 3, (1, 2, 3)),
+        (12, NODES, 1, (1,)),
+    ],
+)
+def test_tensor_sizes(heads: int, cluster: Cluster | None, limit: int | None, sizes: tuple[int, ...]) -> None:
+    model = Transformer(layers=1, hidden=heads * 16, heads=heads, vocabulary=10, length=4)
+    assert TransformerSource(transformer=model, device=A100, cluster=cluster).tensor_sizes(limit) == sizes
+
+
+# Fits.
+
+
+def test_a_fit_finds_the_constants_that_made_the_times() -> None:
+    true = replace(A100, matrix_efficiency=0.7, half_hidden=300.0, link_efficiency=0.6)
+    sizes = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 8)]
+
+    def seconds(device: DeviceModel) -> list[float]:
+        models = [Transformer(layers=1, hidden=h, heads=8, vocabulary=1000, length=512) for h, _ in sizes]
+        return [profile_of(m, t=t, device=device).parts_seconds for m, (_, t) in zip(models, sizes, strict=True)]
+
+    found = A100.fit(seconds(true), seconds, constants=("matrix_efficiency", "half_hidden", "link_efficiency"))
+    assert found.matrix_efficiency == pytest.approx(0.7, rel=1e-4)
+    assert found.half_hidden == pytest.approx(300.0, rel=1e-3)
+    assert found.link_efficiency == pytest.approx(0.6, rel=1e-3)
+    assert replace(found, matrix_efficiency=0.5, half_hidden=0.0, link_efficiency=1.0) == replace(
+        A100, matrix_efficiency=0.5
+    )
+
+
+# Bad input.
+
+
+def test_presets_are_named_once_and_found_in_any_case() -> None:
+    assert len({each.name.lower() for each in PRESETS}) == len(PRESETS)
+    assert DeviceModel.preset("v100-32gb").memory_bytes == 32e9
+    with pytest.raises(ValueError, match=r"unknown device 'A100-80G': expected one of V100-16GB, .*'A100-80GB'\?"):
+        DeviceModel.preset("A100-80G")
+    with pytest.raises(ValueError, match=r"unknown device 'abacus': expected one of .* of your own$"):
+        DeviceModel.preset("abacus")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, r"transformer: layers: 0: expected a whole number of at least 1"),
+        ({"hidden": -64}, r"transformer: hidden: -64: expected a whole number"),
+        ({"vocabulary": 1.5}, r"transformer: vocabulary: 1\.5: expected a whole number"),
+        ({"heads": 7}, r"transformer: hidden: 64: expected a multiple of heads=7"),
+        ({"mlp_ratio": -1}, r"transformer: mlp_ratio: -1: expected a finite number above 0"),
+        ({"mlp_ratio": 1e-9}, r"transformer: mlp_ratio: 1e-09: expected a multiple of 1/64"),
+        ({"mlp_ratio": 0.01}, r"transformer: mlp_ratio: 0\.01: expected a multiple of 1/64"),
+        ({"mlp_ratio": math.nan}, r"transformer: mlp_ratio: nan: expected a finite number"),
+        ({"head": "shared"}, r"transformer: head: 'shared': expected one of tied, untied"),
+        ({"split": "rows"}, r"transformer: split: 'rows': expected one of tensor, sequence"),
+        ({"attention": "fast"}, r"transformer: attention: 'fast': expected one of stored, flash"),
+        ({"gradients": "float64"}, r"transformer: gradients: 'float64': expected one of 16-bit, float32"),
+    ],
+)
+def test_bad_shapes(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 3}, r"tensor: 3: expected a divisor of heads=8"),
+        ({"tensor": 0}, r"tensor: 0: expected a whole number of at least 1"),
+        ({"microbatch_size": 0}, r"microbatch_size: 0: expected a whole number of at least 1"),
+        ({"microbatch_size": 1.0}, r"microbatch_size: 1\.0: expected a whole number"),
+        (
+            {"tensor": 8, "cluster": Cluster.parse("4:net=1GB/s")},
+            r"tensor: 8: expected at most the 4 devices of the cluster",
+        ),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SMALL.profile(**{"microbatch_size": 1, "device": A100, **sizes})  # type: ignore[arg-type]
+
+
+def test_a_tensor_size_that_does_not_divide_the_mlp() -> None:
+    with pytest.raises(ValueError, match=r"tensor: 8: expected a divisor of mlp_width=100"):
+        replace(SMALL, mlp_ratio=100 / 64).profile(microbatch_size=1, tensor=8, device=A100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_flops": 0}, r"device 'A100-80GB': peak_flops: 0: expected a finite number above 0"),
+        ({"memory_bandwidth": -1.0}, r"memory_bandwidth: -1\.0: expected a finite number above 0"),
+        ({"half_hidden": -1}, r"half_hidden: -1: expected a finite number of at least 0"),
+        ({"matrix_efficiency": 64}, r"matrix_efficiency: 64\.0: expected a number above 0 and at most 1"),
+        ({"link_efficiency": 0}, r"link_efficiency: 0: expected a finite number above 0"),
+    ],
+)
+def test_bad_devices(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(A100, **changes)
+
+
+def test_bad_fits() -> None:
+    with pytest.raises(ValueError, match=r"constants: \('speed',\): expected some of matrix_efficiency, half_hidden"):
+        A100.fit([1.0], lambda _: [1.0], constants=("speed",))
+    with pytest.raises(ValueError, match=r"measured: \(1\.0,\): expected at least 2 runs for 2 constants"):
+        A100.fit([1.0], lambda _: [1.0], constants=("matrix_efficiency", "half_hidden"))
+    with pytest.raises(ValueError, match=r"measured\[0\]: 0: expected a finite number above 0"):
+        A100.fit([0], lambda _: [1.0])
+    with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
+        A100.fit([1.0], lambda _: [1.0, 2.0])
+
+
+def test_bad_groups() -> None:
+    with pytest.raises(ValueError, match=r"a group of 5 devices, 8 apart, on 32 devices: expected at most 4 members"):
+        all_reduce_seconds(1.0, members=5, stride=8, cluster=NODES)
+    with pytest.raises(ValueError, match=r"members: 0: expected a whole number"):
+        all_reduce_seconds(1.0, members=0, cluster=NODES)
+    with pytest.raises(ValueError, match=r"num_bytes: -1\.0: expected a finite number"):
+        all_reduce_seconds(-1.0, members=2, cluster=NODES)
