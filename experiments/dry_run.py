@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..partition.plans import Plan
 from ..schedules import Costs, Schedule, lower_bound, simulate
 from .corpus import loss_fn
 from .gpt import GPT
@@ -117,14 +118,26 @@ def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -
     return sum(kept.values())
 
 
-def show(options: TrainOptions, schedule: Schedule) -> int:
-    """Print the prediction, for people or as one JSON object."""
+def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
+    """Print the prediction, for people or as one JSON object; a plan is a prediction already."""
+    assert what is not None
+    if isinstance(what, Plan):
+        print(what.to_json() if options.json else _plan_text(what))
+        return 0
+    schedule = what
     answer = predict(options, schedule, make_model(options))
     if options.json:
         print(json.dumps(asdict(answer)))
     else:
         print(_text(answer, schedule))
     return 0
+
+
+def _plan_text(plan: Plan) -> str:
+    grid = plan.build_schedule().grid()
+    return "\n".join(
+        [plan.explain(), "", *(_shortened(line) for line in grid.splitlines()), "", "(nothing is trained)"]
+    )
 
 
 def _text(answer: DryRun, schedule: Schedule) -> str:

@@ -94,6 +94,7 @@ class Summary:
         step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
         bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
         peak_memory_bytes: by rank; on the CPU the largest resident memory less what stood at the start.
+        planned_step_seconds, planned_memory_bytes: what the plan predicted, by rank; None without a plan.
     """
 
     schedule: str
@@ -112,6 +113,8 @@ class Summary:
     bubble: float
     predicted_bubble: float
     peak_memory_bytes: tuple[int, ...]
+    planned_step_seconds: float | None = None
+    planned_memory_bytes: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,10 @@ class RunFolder:
         """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def write_plan(self, text: str) -> None:
+        """Write plan.json."""
+        (self.path / "plan.json").write_text(text)
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ..partition.plans import Plan
 from ..schedules import Schedule, build, check
 from .run_folder import RunFolder
 from .schedule_command import read_schedule
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 DEFAULT_MICROBATCHES = 8
+DEFAULT_SCHEDULE = "interleaved"
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,11 @@ class TrainOptions:
     The defaults train 5.1 million parameters on 698,368 bytes of the Python standard library's source.
     """
 
-    schedule: Annotated[str, tyro.conf.arg(help=f"{NAMES}, or a file (.csv or .json).")] = "interleaved"
+    schedule: Annotated[
+        str | None, tyro.conf.arg(help=f"{NAMES}, or a file (.csv or .json) (default: interleaved).")
+    ] = None
+    plan: str | None = None
+    """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
     ranks: int | None = None
     """P, pipeline ranks: processes on this machine (default 2; under torchrun, its number of processes)."""
     chunks: int | None = None
@@ -83,22 +90,32 @@ class TrainOptions:
             value = getattr(self, option)
             if value < least or (isinstance(least, float) and value == 0):
                 raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if self.plan is None:
+            return
+        decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
+        if self.plan != AUTO:
+            decided["microbatches"] = self.microbatches
+        for option, value in decided.items():
+            if value not in (None, "none"):
+                raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
+        if self.plan == AUTO and self.dry_run:
+            raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
 
 
 def run(argv: Sequence[str]) -> int:
     """Check the options; then show, launch, or be one rank."""
     options = resolve(tyro.cli(TrainOptions, args=argv, prog="stagewright train"))
-    schedule = make_schedule(options)
+    what = make_schedule(options) if options.plan is None else read_plan(options)
     if options.dry_run:
         if "WORLD_SIZE" in os.environ:
             raise ValueError("--dry-run needs one process only: type `stagewright train --dry-run` without torchrun")
         from .dry_run import show
 
-        return show(options, schedule)
+        return show(options, what)
     if "WORLD_SIZE" in os.environ or options.ranks == 1:
         from .training import train
 
-        return train(options, schedule)
+        return train(options, what)
     _check_before_launch(options)
     return _launch([*argv, "--name", str(options.name)] if "--name" not in argv else argv, options)
 
@@ -107,7 +124,8 @@ def resolve(options: TrainOptions) -> TrainOptions:
     """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
     options.check()
     world = os.environ.get("WORLD_SIZE")
-    ranks = options.ranks if options.ranks is not None else int(world or DEFAULT_RANKS)
+    planned = None if options.plan in (None, AUTO) else Plan.load(_file(str(options.plan))).num_devices
+    ranks = options.ranks if options.ranks is not None else int(world or planned or DEFAULT_RANKS)
     if world is not None and int(world) != ranks:
         raise ValueError(
             f"--ranks {ranks} in one of {world} processes (WORLD_SIZE={world}): leave --ranks away under "
@@ -117,33 +135,63 @@ def resolve(options: TrainOptions) -> TrainOptions:
     return replace(options, ranks=ranks, name=name)
 
 
+def read_plan(options: TrainOptions) -> Plan | None:
+    """The plan's file, checked against the options; None: it is still to be made (auto)."""
+    if options.plan == AUTO:
+        return None
+    plan = Plan.load(_file(str(options.plan)))
+    if plan.num_devices != options.ranks:
+        raise ValueError(
+            f"{options.plan} is for {plan.num_devices} ranks: expected --ranks {plan.num_devices}, not {options.ranks}"
+        )
+    schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
+    _check_batch(options, schedule)
+    if plan.microbatch_size is not None and plan.microbatch_size * schedule.num_microbatches != options.batch:
+        raise ValueError(
+            f"{options.plan} is for {schedule.num_microbatches} microbatches of {plan.microbatch_size} sequences: "
+            f"expected --batch {schedule.num_microbatches * plan.microbatch_size}, not {options.batch}"
+        )
+    return plan
+
+
+def _file(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--plan {name}: no such file: expected one that `stagewright plan --out FILE` wrote, or auto")
+    return path
+
+
 def make_schedule(options: TrainOptions) -> Schedule:
     """The schedule that the options mean, checked."""
     assert options.ranks is not None
-    if options.schedule.endswith((".csv", ".json")):
-        schedule = read_schedule(Path(options.schedule))
+    name = options.schedule or DEFAULT_SCHEDULE
+    if name.endswith((".csv", ".json")):
+        schedule = read_schedule(Path(name))
         for option in ("chunks", "microbatches"):
             if getattr(options, option) is not None:
-                raise ValueError(f"--{option} beside {options.schedule}: the file says it; leave --{option} away")
+                raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
         if schedule.num_ranks != options.ranks:
             raise ValueError(
-                f"{options.schedule} is for {schedule.num_ranks} ranks: "
-                f"expected --ranks {schedule.num_ranks}, not {options.ranks}"
+                f"{name} is for {schedule.num_ranks} ranks: expected --ranks {schedule.num_ranks}, not {options.ranks}"
             )
     else:
         schedule = build(
-            options.schedule,
+            name,
             num_ranks=options.ranks,
             num_microbatches=DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
             num_chunks=options.chunks,
         )
     check(schedule)
+    _check_batch(options, schedule)
+    return schedule
+
+
+def _check_batch(options: TrainOptions, schedule: Schedule) -> None:
     if options.batch < schedule.num_microbatches:
         raise ValueError(
             f"--batch {options.batch} for {schedule.num_microbatches} microbatches: one would be empty; "
             f"expected --batch {schedule.num_microbatches} or more, or fewer --microbatches"
         )
-    return schedule
 
 
 def model_config(options: TrainOptions) -> GPTConfig:

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..partition.plans import Plan
 from ..pipe import PipelineModule, StepResult
 from ..schedules import Schedule, simulate
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
@@ -25,7 +28,7 @@ from .launcher import report_to_launcher
 from .progress import Progress, make_progress
 from .run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary
 from .timeline_command import Traces
-from .train import TrainOptions, model_config
+from .train import DEFAULT_MICROBATCHES, TrainOptions, model_config
 
 WARMUP = 0.1  # of the steps
 FINAL_RATE = 0.05  # of the peak learning rate
@@ -38,31 +41,43 @@ SAMPLE_PROMPT = b"import "
 SAMPLE_BYTES = 240
 
 
-def train(options: TrainOptions, schedule: Schedule) -> int:
-    """Run this process's part of the training; exit status."""
+def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
+    """Run this process's part of the training; exit status.
+
+    Arguments:
+        what: to run; None: to be decided by measuring the first batch.
+    """
     with report_to_launcher():
         rank = int(os.environ.get("RANK", "0"))
         corpus = load_corpus(options.text)
         corpus.check_length(options.length)
         folder = _make_folder(options, corpus) if rank == 0 else None
-        _Training(options, schedule, corpus, folder).run()
+        _Training(options, what, corpus, folder).run()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
-def make_pipe(options: TrainOptions, schedule: Schedule, model: nn.Module, tokens: torch.Tensor) -> PipelineModule:
+def make_pipe(
+    options: TrainOptions, what: Schedule | Plan | None, model: nn.Module, tokens: torch.Tensor
+) -> PipelineModule:
     """The pipeline that the options describe; tokens: one batch [B, T]."""
+    choice: dict[str, Any]
+    if isinstance(what, Plan):
+        choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
+    elif what is None:
+        mesh = {"pipe": options.ranks} if options.ranks else None
+        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches}
+    else:
+        choice = {"schedule": what, "mesh": {"pipe": what.num_ranks}, "recompute": options.recompute}
     return PipelineModule(
         model,
-        schedule=schedule,
+        **choice,
         loss_fn=loss_fn,
         optimizer=lambda parameters: make_optimizer(parameters, lr=options.lr),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
         max_grad_norm=MAX_GRAD_NORM,
         example_inputs=(tokens,),
-        mesh={"pipe": schedule.num_ranks},
-        recompute=options.recompute,
         seed=options.seed,
         timeout=options.timeout,
     )
@@ -137,7 +152,9 @@ def _metrics(
 class _Training:
     """One rank's run; the collective calls stand in the same order on all ranks."""
 
-    def __init__(self, options: TrainOptions, schedule: Schedule, corpus: Corpus, folder: RunFolder | None) -> None:
+    def __init__(
+        self, options: TrainOptions, what: Schedule | Plan | None, corpus: Corpus, folder: RunFolder | None
+    ) -> None:
         self.options = options
         self.corpus = corpus
         self.folder = folder
@@ -146,12 +163,18 @@ class _Training:
         self.config = model.config
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         first = self._batch(0)
-        self.pipe = make_pipe(options, schedule, model, first[0])
+        self.pipe = make_pipe(options, what, model, first[0])
+        if what is None:
+            if self.pipe.rank == 0 and not options.json:
+                print("profiling the model and the links, and planning ...", file=sys.stderr, flush=True)
+            self.pipe.build(*first)
         self.record = _Record()
 
     def run(self) -> None:
         with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
+            if self.pipe.plan is not None:
+                progress.note(self.pipe.plan.explain())
             self._train(progress)
         val_bits = bits_per_byte(self._validate())
         weights = self.pipe.full_state_dict()
@@ -236,7 +259,7 @@ class _Training:
     def _leave_behind(
         self, folder: RunFolder, *, val_bits: float, peaks: tuple[int, ...], weights: dict[str, torch.Tensor]
     ) -> None:
-        record, schedule = self.record, self.pipe.schedule
+        record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
         assert record.traces is not None
         tokens = self.options.steps * self.options.batch * self.options.length
         summary = Summary(
@@ -256,7 +279,13 @@ class _Training:
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
             peak_memory_bytes=peaks,
+            planned_step_seconds=None if plan is None else plan.simulated_step_time,
+            planned_memory_bytes=None
+            if plan is None
+            else tuple(plan.memory_bytes.get(r, 0.0) for r in range(len(peaks))),
         )
+        if plan is not None:
+            folder.write_plan(plan.to_json())
         folder.write_summary(summary)
         record.traces.write(folder.path)
         picture, _ = record.traces.draw(folder.path)
@@ -297,12 +326,20 @@ def report(summary: Summary) -> str:
     """The summary for people."""
     bits, predicted = summary.val_bits_per_byte, summary.predicted_step_seconds
     peaks = ", ".join(f"{peak / 1e6:.0f} MB" for peak in summary.peak_memory_bytes)
+    planned = ""
+    if summary.planned_step_seconds is not None and summary.planned_memory_bytes is not None:
+        step = summary.planned_step_seconds
+        memory = ", ".join(f"{each / 1e6:.0f} MB" for each in summary.planned_memory_bytes)
+        planned = (
+            f"\nplan         step {step * 1e3:.1f} ms, {step / summary.step_seconds - 1:+.1%} beside the measured one; "
+            f"memory {memory}, by rank"
+        )
     return f"""
 validation   {bits:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})
 speed        {summary.tokens_per_s:,.0f} tokens/s ({summary.tokens:,} tokens in {summary.seconds:.0f} s)
 step         {summary.step_seconds * 1e3:.1f} ms measured, {predicted * 1e3:.1f} ms predicted without clipping
 bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted
-peak memory  {peaks}, by process, above what stood at its start"""
+peak memory  {peaks}, by process, above what stood at its start{planned}"""
 
 
 def _make_folder(options: TrainOptions, corpus: Corpus) -> RunFolder:

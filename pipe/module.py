@@ -176,6 +176,14 @@ class PipelineModule:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
         return None if self._made is None else self._made.plan
 
+    def build(self, *inputs_and_target: Any) -> None:
+        """Cut the model and connect the ranks for batches like this one, without running it.
+
+        Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
+        Nothing where it is done. Collective over the processes.
+        """
+        self._for_batch(inputs_and_target).ready(inputs_and_target)
+
     # Training
 
     def train_step(self, *inputs_and_target: Any) -> StepResult:

@@ -89,6 +89,14 @@ class Runtime:
         with self._guard.together():
             self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
 
+    def ready(self, arguments: Sequence[Any]) -> None:
+        """Build the stages for such arguments, unless they are built."""
+        if self._assembled is None:
+            self.build(self._inputs(arguments))
+
+    def _inputs(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        return arguments[:-1] if self._settings.loss_fn is not None else arguments
+
     @property
     def schedule(self) -> Schedule:
         """As it was given; as it runs, once the stages are built."""
@@ -256,12 +264,11 @@ class Runtime:
     def _cut(self, arguments: Sequence[Any], *, training: bool) -> Batch:
         """The batch as microbatches; the stages are built by the first one if they are not yet."""
         has_target = self._settings.loss_fn is not None
-        inputs, target = (arguments[:-1], arguments[-1:]) if has_target else (arguments, ())
+        inputs, target = self._inputs(arguments), arguments[-1:]
         num_microbatches = self.schedule.num_microbatches
         own = self._own_microbatches()
         num_samples = check_inputs(inputs, len(own))
-        if self._assembled is None:
-            self.build(inputs)
+        self.ready(arguments)
         check_like_example(inputs, self._pipeline.input_types, has_target=has_target)
         device = self._settings.device
         columns = [split_tensor(x.to(device), len(own)) for x in inputs]

@@ -1,0 +1,193 @@
+"""schedule="auto": the first batch is profiled where it will run, the links are measured, and the planner decides.
+
+every rank   profiles microbatches of a few sizes, all ranks at once, as they will compute
+together     latency and bandwidth of the links
+rank 0       the median profile of all ranks -> plan -> the same plan on every rank
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..comm import Collectives, World
+from ..comm.links import measure_links
+from ..partition.cluster import Cluster, DeviceKind, Level
+from ..partition.planner import plan
+from ..partition.plans import Plan
+from ..partition.profile import Node, Profile
+from ..partition.profiler import profile_model
+from .assembly import Settings
+from .batches import check_inputs, split_target, split_tensor, to_device
+from .layout import Layout, layout_of_plan
+from .optimizers import clip_factor, scale_gradients, squared_norm
+
+T = TypeVar("T")
+
+PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
+MAX_SIZES = 4
+_FREE = 1e15  # [bytes/s] between ranks in one process
+_log = logging.getLogger("stagewright")
+
+
+class AutoLayout:
+    """Decides on a layout by measuring.
+
+    Arguments:
+        num_ranks: to plan for.
+        num_microbatches: M of the whole batch; None: the planner decides.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, settings: Settings, *, num_ranks: int, num_microbatches: int | None
+    ) -> None:
+        self._model = model
+        self._world = world
+        self._settings = settings
+        self._num_ranks = num_ranks
+        self._num_microbatches = num_microbatches
+        self._collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
+
+    def decide(self, inputs_and_target: Sequence[Any]) -> Layout:
+        """The layout for batches like this one. Collective over the processes."""
+        return layout_of_plan(self.plan(inputs_and_target), self._world, num_microbatches=None)
+
+    def plan(self, inputs_and_target: Sequence[Any], **restrictions: Any) -> Plan:
+        """The plan for batches like this one, the same on every rank. Collective over the processes.
+
+        Arguments:
+            restrictions: of the planner's search, see `stagewright.partition.plan`.
+
+        Raises ValueError, on every rank alike, for a batch without a target and where nothing fits.
+        """
+        has_target = self._settings.loss_fn is not None
+        inputs = inputs_and_target[:-1] if has_target else inputs_and_target
+        num_samples = check_inputs(inputs, self._num_microbatches or 1)
+        sizes = self._microbatch_sizes(num_samples)
+        profiles = {size: self._profile(inputs_and_target, size, PROFILE_SECONDS / len(sizes)) for size in sizes}
+        cluster = self._cluster()
+        wanted = self._num_microbatches
+        batch = num_samples if wanted is None else sizes[0] * wanted
+        settings = {"runnable": True, **restrictions}
+
+        def search() -> str:
+            return plan(profiles, cluster, global_batch=batch, **settings).to_json()
+
+        found = Plan.from_json(self._together(search if self._world.rank == 0 else lambda: "", what="planning")[0])
+        if self._world.rank == 0:
+            _log.info("%s", found.explain())
+        return found
+
+    def _microbatch_sizes(self, num_samples: int) -> tuple[int, ...]:
+        """What to profile: the size that M means, or a few that divide the batch into enough microbatches."""
+        if self._num_microbatches is not None:
+            return (-(-num_samples // self._num_microbatches),)
+        counts = [m for m in range(1, num_samples + 1) if num_samples % m == 0]
+        enough = [m for m in counts if m >= self._num_ranks] or counts[-1:]
+        return tuple(num_samples // m for m in enough[:MAX_SIZES])
+
+    def _profile(self, inputs_and_target: Sequence[Any], size: int, seconds: float) -> Profile:
+        """Of the first `size` samples: the median of all ranks, which measure at once."""
+        settings = self._settings
+        has_target = settings.loss_fn is not None
+        inputs = inputs_and_target[:-1] if has_target else inputs_and_target
+        num_samples = len(inputs[0])
+        parts = max(1, num_samples // size)
+        target = split_target(inputs_and_target[-1], parts, num_samples)[0] if has_target else None
+        if self._world.rank == 0:
+            _log.info("profiling microbatches of %d samples", size)
+
+        def measure() -> str:
+            return profile_model(
+                self._model.to(settings.device),
+                [split_tensor(x.to(settings.device), parts)[0] for x in inputs],
+                target=to_device(target, settings.device),
+                loss_fn=settings.loss_fn,
+                optimizer=self._optimizer if settings.optimizer is not None else None,
+                autocast=torch.get_autocast_dtype(settings.device.type) if torch.is_autocast_enabled() else None,
+                seconds=seconds,
+                split_backward=False,
+            ).to_json()
+
+        self._collectives.gather(None, what="profiling together")  # all begin at once
+        texts = self._together(measure, what="profiling the model")
+        return replace(median_profile([Profile.from_json(text) for text in texts]), microbatch_size=size)
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        assert self._settings.optimizer is not None
+        optimizer = self._settings.optimizer(parameters)
+        limit = self._settings.max_grad_norm
+        return optimizer if limit is None else _clipping(optimizer, limit)
+
+    def _cluster(self) -> Cluster:
+        """The ranks, their links and memory."""
+        device, world = self._settings.device, self._world
+        if not world.distributed:
+            level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
+            return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=_memory_bytes(device, sharing=1)),))
+        hosts = self._collectives.gather(socket.gethostname(), what="counting the ranks of each host")
+        memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
+        smallest = min(self._collectives.gather(memory, what="comparing the memory of all ranks"))
+        measured = measure_links(world, device=device, timeout=self._settings.timeout)
+        levels = tuple(
+            Level(name=each.name, size=each.size, bandwidth=each.bandwidth, latency=each.latency)
+            for each in measured.levels
+        )
+        return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=smallest),))
+
+    def _together(self, run: Callable[[], T], *, what: str) -> list[T]:
+        """By rank what `run` returns there; where it fails on one rank, ValueError on all."""
+        mine: T | None = None
+        story = ""
+        try:
+            mine = run()
+        except (ValueError, RuntimeError) as error:
+            if not self._world.distributed:
+                raise
+            story = str(error) or type(error).__name__
+        answers = self._collectives.gather((mine, story), what=what)
+        failed = next((rank for rank, (_, its) in enumerate(answers) if its), None)
+        if failed is not None:
+            raise ValueError(f"{what} failed on rank {failed}: {answers[failed][1]}")
+        return [answer for answer, _ in answers]  # type: ignore[misc]
+
+
+def median_profile(profiles: Sequence[Profile]) -> Profile:
+    """Each figure's median over profiles of the same model, measured on different ranks."""
+    first = profiles[0]
+    figures = [each.name for each in fields(Node) if isinstance(getattr(first.nodes[0], each.name), float)]
+    nodes = tuple(
+        replace(same[0], **{name: statistics.median(getattr(node, name) for node in same) for name in figures})
+        for same in zip(*(profile.nodes for profile in profiles), strict=True)
+    )
+    wholes = [profile.step_seconds for profile in profiles if profile.step_seconds is not None]
+    return replace(first, nodes=nodes, step_seconds=statistics.median(wholes) if wholes else None)
+
+
+def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Optimizer:
+    """The optimizer with the clipping in front of its step, which is a part of the update's cost."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    step = optimizer.step
+
+    def clip_and_step(*arguments: Any, **options: Any) -> Any:
+        norm = float(squared_norm([p.grad for p in parameters], device=parameters[0].device).sqrt())
+        scale_gradients(parameters, clip_factor(norm, limit))
+        return step(*arguments, **options)
+
+    optimizer.step = clip_and_step  # type: ignore[method-assign]
+    return optimizer
+
+
+def _memory_bytes(device: torch.device, *, sharing: int) -> float:
+    """Of a rank: its device's, or its share of the host's [bytes]."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)
