@@ -1,34 +1,19 @@
-"""Asynchronous schedules from the user's side: results, changes from outside, checkpoints, errors, memory, mistakes."""
+"""Asynchronous schedules from the user's side: results, changes from outside, checkpoints, errors."""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.async_pipeline import run
-from support.async_reference import AsyncCase, agree
 from support.pool import Pool
-from support.small import WIDTH, X, Y, layers, make
+from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
-from stagewright.pipe.batches import Batch
-from stagewright.pipe.versions import WeightVersions
-from stagewright.pipe.worker import Worker
-from stagewright.schedules import Schedule, ScheduleError, build
-
-
-def stream(schedule: str | Schedule = "2bw", **options: Any) -> PipelineModule:
-    torch.manual_seed(0)
-    if isinstance(schedule, Schedule):
-        options = {"num_microbatches": None, "mesh": None, **options}
-    return make(schedule=schedule, **options)
+from stagewright.schedules import ScheduleError, build
 
 
 def equal(one: PipelineModule, other: PipelineModule) -> bool:
@@ -311,166 +296,6 @@ def test_pipedream_with_what_each_stage_cannot_do_alone() -> None:
 def test_a_schedule_of_too_few_batches() -> None:
     with pytest.raises(ScheduleError, match="schedule '2bw' spans 2 batches: expected at least 3"):
         stream(build("2bw", num_ranks=2, num_microbatches=4, num_batches=2))
-
-
-# --- memory ---
-
-
-class _Storages(TorchDispatchMode):
-    """Counts the live storages of each size that were made within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: Counter[int] = Counter()
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.note(value)
-        return out
-
-    def note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
-            return
-        size, key = storage.nbytes(), storage._cdata
-        self._seen.add(key)
-        self.live[size] += 1
-
-        def gone() -> None:
-            self.live[size] -= 1
-            self._seen.discard(key)
-
-        weakref.finalize(storage, gone)
-
-
-class Bulge(nn.Module):
-    """[B, d] -> [B, d] through a hidden width of its own, so that its storages are told by their sizes."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden, bias=False)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Live storages between actions: weight versions with gradient sets, and activations of microbatches."""
-    if schedule == "pipedream" and max_grad_norm is not None:
-        return
-    P, M = 3, 5
-    hidden = [11, 13, 17]
-    stages = [Bulge(width) for width in hidden]
-    pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
-    storages = _Storages()
-    weights, activations = [0] * P, [0] * P
-    work = Worker.run
-
-    def watched(self: Worker, action: Any) -> None:
-        work(self, action)
-        for stage, width in enumerate(hidden):
-            # up and down have as many elements; the versions that stood there before are not seen being made
-            seen = storages.live[width * WIDTH * 4] / 2
-            weights[stage] = max(weights[stage], int(seen))
-            activations[stage] = max(activations[stage], storages.live[2 * width * 4])
-
-    monkeypatch.setattr(Worker, "run", watched)
-    x = torch.randn(2 * M, WIDTH)
-    with storages:
-        for one in pipe.parameters():
-            storages.note(one)
-        for _ in range(8):
-            pipe.train_step(x, x)
-    if schedule == "2bw":
-        gradient_sets = 1 if max_grad_norm is None else 2
-        assert weights == [2 + gradient_sets] * P
-    else:
-        assert weights == [P - stage + 1 for stage in range(P)]  # P - r versions, one gradient set
-    assert activations == [P - stage for stage in range(P)]
-
-
-# --- mistakes of the engine that the exactness tests must see ---
-
-CONV = AsyncCase(task="conv-norm", num_ranks=2)
-RECOMPUTED = AsyncCase(task="small-gpt", num_ranks=2, recompute="full")
-
-
-def seen(case: AsyncCase) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        agree(run(case), case)
-
-
-@pytest.mark.parametrize("case", [CONV, RECOMPUTED], ids=lambda case: case.task)
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_a_version_off_by_one_is_seen(case: AsyncCase, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = Worker.enter
-
-    def wrong(self: Worker, number: int, batch: Batch, *, version: Any = None) -> None:
-        off = None if version is None else lambda stage, index: version(stage, index) + shift
-        enter(self, number, batch, version=off)
-
-    def nearest(self: WeightVersions, version: int) -> list[nn.Parameter]:
-        return leaves(self, min(max(version, self.newest - self._count + 1, 0), self.newest))
-
-    leaves = WeightVersions._leaves
-    agree(run(case), case)
-    monkeypatch.setattr(Worker, "enter", wrong)
-    monkeypatch.setattr(WeightVersions, "_leaves", nearest)
-    seen(case)
-
-
-def test_a_backward_on_the_newest_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputation runs the forward again: on what is bound then."""
-    begin = WeightVersions.begin_backward
-
-    def wrong(self: WeightVersions, version: int, group: int) -> None:
-        begin(self, version, group)
-        self.bind(self.newest)
-
-    monkeypatch.setattr(WeightVersions, "begin_backward", wrong)
-    seen(RECOMPUTED)
-
-
-@pytest.mark.parametrize("case", [CONV, AsyncCase(task="lstm", num_ranks=2)], ids=lambda case: case.task)
-def test_one_storage_for_all_versions_is_seen(case: AsyncCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = WeightVersions.__init__
-
-    def wrong(self: WeightVersions, **arguments: Any) -> None:
-        init(self, **{**arguments, "count": 1})
-
-    monkeypatch.setattr(WeightVersions, "__init__", wrong)
-    monkeypatch.setattr(WeightVersions, "_leaves", lambda self, version: self._sets[0])
-    seen(case)
-
-
-def test_storage_rebound_and_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module keeps its Parameters, and a forward points them at a version's storage: the backward finds another."""
-
-    def wrong(self: WeightVersions, version: int) -> None:
-        for original, leaf in zip(self._originals, self._leaves(version), strict=True):
-            original.data = leaf.data
-
-    monkeypatch.setattr(WeightVersions, "bind", wrong)
-    monkeypatch.setattr(WeightVersions, "release", lambda self: None)
-    monkeypatch.setattr(WeightVersions, "changed_outside", lambda self: None)
-    seen(CONV)
-
-
-def test_gradients_of_another_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = WeightVersions.end_backward
-    monkeypatch.setattr(
-        WeightVersions, "end_backward", lambda self, version, group: end(self, version, max(0, group - 1))
-    )
-    seen(CONV)
-
-
-# --- real processes ---
 
 
 def _nan_in_one_batch() -> str:

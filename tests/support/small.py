@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stagewright.pipe import PipelineModule
+from stagewright.schedules import Schedule
 
 WIDTH = 6
 X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
@@ -36,3 +37,11 @@ def make(**options: Any) -> PipelineModule:
     if "stages" not in options:
         settings["model"] = layers()
     return PipelineModule(**(settings | options))
+
+
+def stream(schedule: str | Schedule = "2bw", **options: Any) -> PipelineModule:
+    """The small pipeline under an asynchronous schedule, from the same weights each time."""
+    torch.manual_seed(0)
+    if isinstance(schedule, Schedule):
+        options = {"num_microbatches": None, "mesh": None, **options}
+    return make(schedule=schedule, **options)

@@ -1,0 +1,94 @@
+"""What a rank holds under an asynchronous schedule: live storages, counted."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.small import WIDTH, stream
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stagewright.pipe.worker import Worker
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the live storages of each size that were made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[int] = Counter()
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.note(value)
+        return out
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return
+        size, key = storage.nbytes(), storage._cdata
+        self._seen.add(key)
+        self.live[size] += 1
+
+        def gone() -> None:
+            self.live[size] -= 1
+            self._seen.discard(key)
+
+        weakref.finalize(storage, gone)
+
+
+class Bulge(nn.Module):
+    """[B, d] -> [B, d] through a hidden width of its own, so that its storages are told by their sizes."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live storages between actions: weight versions with gradient sets, and activations of microbatches."""
+    if schedule == "pipedream" and max_grad_norm is not None:
+        return
+    P, M = 3, 5
+    hidden = [11, 13, 17]
+    stages = [Bulge(width) for width in hidden]
+    pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
+    storages = _Storages()
+    weights, activations = [0] * P, [0] * P
+    work = Worker.run
+
+    def watched(self: Worker, action: Any) -> None:
+        work(self, action)
+        for stage, width in enumerate(hidden):
+            # up and down have as many elements; the versions that stood there before are not seen being made
+            seen = storages.live[width * WIDTH * 4] / 2
+            weights[stage] = max(weights[stage], int(seen))
+            activations[stage] = max(activations[stage], storages.live[2 * width * 4])
+
+    monkeypatch.setattr(Worker, "run", watched)
+    x = torch.randn(2 * M, WIDTH)
+    with storages:
+        for one in pipe.parameters():
+            storages.note(one)
+        for _ in range(8):
+            pipe.train_step(x, x)
+    if schedule == "2bw":
+        gradient_sets = 1 if max_grad_norm is None else 2
+        assert weights == [2 + gradient_sets] * P
+    else:
+        assert weights == [P - stage + 1 for stage in range(P)]  # P - r versions, one gradient set
+    assert activations == [P - stage for stage in range(P)]
