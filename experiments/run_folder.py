@@ -94,7 +94,8 @@ class Summary:
         step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
         bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
         peak_memory_bytes: by rank; on the CPU the largest resident memory less what stood at the start.
-        planned_step_seconds, planned_memory_bytes: what the plan predicted, by rank; None without a plan.
+        peak_tensor_bytes: by rank; what tensors took at the peak of one watched step, of what the plan predicted as
+            planned_memory_bytes; with planned_step_seconds, None without a plan.
     """
 
     schedule: str
@@ -113,6 +114,7 @@ class Summary:
     bubble: float
     predicted_bubble: float
     peak_memory_bytes: tuple[int, ...]
+    peak_tensor_bytes: tuple[int, ...] | None = None
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
 

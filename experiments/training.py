@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..partition.plans import Plan
+from ..partition.profiler_memory import peaks
 from ..pipe import PipelineModule, StepResult
 from ..schedules import Schedule, simulate
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
@@ -36,6 +37,7 @@ WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
 VALIDATION_WINDOWS = 512
 TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
+WATCHED_STEP = 2  # when all memory has been in use once
 FIRST_TRACE = 3  # the steps before warm up caches and allocators
 SAMPLE_PROMPT = b"import "
 SAMPLE_BYTES = 240
@@ -122,6 +124,7 @@ class _Record:
     predicted_bubbles: list[float] = field(default_factory=list)
     traces: Traces | None = None
     seconds: float = 0.0
+    tensor_bytes: int = 0  # of this process at the peak of the watched step
 
 
 def _metrics(
@@ -178,10 +181,10 @@ class _Training:
             self._train(progress)
         val_bits = bits_per_byte(self._validate())
         weights = self.pipe.full_state_dict()
-        peaks = gather(self.meter.peak())
+        resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
         self.pipe.close()
         if self.folder is not None:
-            self._leave_behind(self.folder, val_bits=val_bits, peaks=peaks, weights=weights)
+            self._leave_behind(self.folder, val_bits=val_bits, resident=resident, tensors=tensors, weights=weights)
 
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         options = self.options
@@ -207,7 +210,7 @@ class _Training:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way
             tokens, targets = self._batch(step)
             before = time.perf_counter()
-            result = self.pipe.train_step(tokens, targets)
+            result = self._step(step, tokens, targets)
             seconds = time.perf_counter() - before
             self.record.step_seconds.append(seconds)
             if self._is_traced(step):
@@ -225,6 +228,16 @@ class _Training:
         for result in self.pipe.flush():
             known(result)
         self.record.seconds = time.perf_counter() - started
+
+    def _step(self, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> StepResult:
+        """One batch; one of the first steps of a plan is watched for what it allocates."""
+        if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
+            return self.pipe.train_step(tokens, targets)
+        results: list[StepResult] = []
+        held = self.pipe.held_bytes()
+        watched = [lambda: results.append(self.pipe.train_step(tokens, targets))]
+        self.record.tensor_bytes = held + peaks(watched, self.pipe.device)[0][0]
+        return results[0]
 
     def _trace(self, result: StepResult) -> None:
         measured = result.timeline()
@@ -257,7 +270,13 @@ class _Training:
         )
 
     def _leave_behind(
-        self, folder: RunFolder, *, val_bits: float, peaks: tuple[int, ...], weights: dict[str, torch.Tensor]
+        self,
+        folder: RunFolder,
+        *,
+        val_bits: float,
+        resident: tuple[int, ...],
+        tensors: tuple[int, ...],
+        weights: dict[str, torch.Tensor],
     ) -> None:
         record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
         assert record.traces is not None
@@ -278,11 +297,10 @@ class _Training:
             predicted_step_seconds=record.traces.predicted.batch_seconds,
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
-            peak_memory_bytes=peaks,
+            peak_memory_bytes=resident,
+            peak_tensor_bytes=None if plan is None else tensors,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
-            planned_memory_bytes=None
-            if plan is None
-            else tuple(plan.memory_bytes.get(r, 0.0) for r in range(len(peaks))),
+            planned_memory_bytes=None if plan is None else _by_process(plan, len(resident)),
         )
         if plan is not None:
             folder.write_plan(plan.to_json())
@@ -303,6 +321,14 @@ class _Training:
         fresh.load_state_dict(weights)
         text = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed)
         return printable(SAMPLE_PROMPT + text)
+
+
+def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:
+    """Predicted bytes of each process: of its rank, or of all ranks where one process has them all."""
+    by_rank = plan.memory_bytes
+    if num_processes == 1:
+        return (sum(by_rank.values()),)
+    return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))
 
 
 def printable(text: bytes) -> str:
@@ -327,12 +353,15 @@ def report(summary: Summary) -> str:
     bits, predicted = summary.val_bits_per_byte, summary.predicted_step_seconds
     peaks = ", ".join(f"{peak / 1e6:.0f} MB" for peak in summary.peak_memory_bytes)
     planned = ""
-    if summary.planned_step_seconds is not None and summary.planned_memory_bytes is not None:
-        step = summary.planned_step_seconds
-        memory = ", ".join(f"{each / 1e6:.0f} MB" for each in summary.planned_memory_bytes)
+    step, held, expected = summary.planned_step_seconds, summary.peak_tensor_bytes, summary.planned_memory_bytes
+    if step is not None and held is not None and expected is not None:
+        memory = ", ".join(
+            f"{each / 1e6:.1f} / {there / 1e6:.1f} MB ({each / max(there, 1) - 1:+.1%})"
+            for each, there in zip(expected, held, strict=True)
+        )
         planned = (
-            f"\nplan         step {step * 1e3:.1f} ms, {step / summary.step_seconds - 1:+.1%} beside the measured one; "
-            f"memory {memory}, by rank"
+            f"\nplan         step {step * 1e3:.1f} / {summary.step_seconds * 1e3:.1f} ms "
+            f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
     return f"""
 validation   {bits:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})

@@ -264,6 +264,11 @@ class PipelineModule:
         return self._runtime.schedule
 
     @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._settings.device
+
+    @property
     def rank(self) -> int:
         """This process's rank (0 where all are in one process)."""
         return self.world.rank
@@ -287,6 +292,10 @@ class PipelineModule:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Of this process's stages, in order."""
         return self._runtime.optimizers
+
+    def held_bytes(self) -> int:
+        """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
+        return self._runtime.held_bytes()
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, and the link's latency.

@@ -394,6 +394,20 @@ class Runtime:
         self._built("optimizers")
         return [o.optimizer for o in self._pipeline.optimizers.values() if o.optimizer is not None]
 
+    def held_bytes(self) -> int:
+        """See PipelineModule.held_bytes."""
+        ownership = self.ownership
+        tensors = list(ownership.state_dict().values())
+        tensors += [p.grad for _, p in ownership.named_parameters() if p.grad is not None]
+        updates = [] if self._streaming is None else self._streaming.updates
+        tensors += [leaf for one in updates for weights in one.weights.values() for leaf in weights.tensors()]
+        steppers = [o for one in updates for o in one.optimizers.values()] or list(self._pipeline.optimizers.values())
+        for stepper in steppers:
+            states = stepper.optimizer.state.values() if stepper.optimizer is not None else ()
+            tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
     def measured_costs(self) -> Costs:
         """See PipelineModule.measured_costs."""
         self._built("measured_costs")

@@ -97,6 +97,11 @@ class WeightVersions:
         for leaf in leaves:
             leaf.grad = None
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All versions, and the gradients of the update groups under way."""
+        leaves: list[torch.Tensor] = [leaf for version in self._sets for leaf in version or ()]
+        return leaves + [g for gradients in self._gradients.values() for g in gradients if g is not None]
+
     # Gradients of an update group, in the order of the parameters
 
     def gradients(self, group: int) -> Gradients:

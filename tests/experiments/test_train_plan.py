@@ -1,0 +1,144 @@
+"""`stagewright train --plan`: a plan's file, or measured and planned on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.partition import Plan, PlanStage
+
+TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    return str(path)
+
+
+def nodes_of_the_model() -> tuple[str, ...]:
+    import torch
+
+    from stagewright.experiments.gpt import GPT, GPTConfig
+    from stagewright.partition.trace import TracedModel
+
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
+    traced = TracedModel(model, (torch.zeros((2, 16), dtype=torch.int64),), enter_unit=None)
+    return tuple(group.name for group in traced.groups())
+
+
+def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
+    def stage(number: int, part: tuple[str, ...]) -> PlanStage:
+        return PlanStage(nodes=part, ranks=(number,), forward_seconds=0.01, backward_seconds=0.02, step_seconds=0.03)
+
+    half = len(nodes) // 2
+    settings: dict[str, Any] = {
+        "stages": (stage(0, nodes[:half]), stage(1, nodes[half:])),
+        "num_devices": 2,
+        "cost_model": "default",
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "microbatch_size": 2,
+        "predicted_step_time": 0.03,
+        "bound": 0.03,
+        "simulated_step_time": 0.15,
+        "simulated_bubble": 0.2,
+    }
+    path = folder / "plan.json"
+    path.write_text(Plan(**(settings | fields)).to_json())
+    return path
+
+
+def train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "stagewright", "train", *TINY, *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+@pytest.mark.gloo
+def test_a_plan_from_a_file(tmp_path: Path, text: str) -> None:
+    path = write_plan(tmp_path, nodes_of_the_model())
+    done = train(tmp_path, "--plan", str(path), "--text", text, "--name", "one", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["schedule"], summary["num_ranks"], summary["planned_step_seconds"]) == ("1f1b", 2, 0.15)
+    assert len(summary["peak_tensor_bytes"]) == 2
+    assert min(summary["peak_tensor_bytes"]) > 10_000
+    assert Plan.load(tmp_path / "runs" / "one" / "plan.json") == Plan.load(path)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_measured_and_planned_on_the_spot(tmp_path: Path, text: str) -> None:
+    done = train(tmp_path, "--plan", "auto", "--text", text, "--name", "one")
+    assert done.returncode == 0, done.stderr
+    assert "plan         step" in done.stdout
+    assert "predicted / measured" in done.stdout
+    plan = Plan.load(tmp_path / "runs" / "one" / "plan.json")
+    assert plan.num_devices == 2
+    summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
+    assert summary["planned_step_seconds"] == plan.simulated_step_time
+    # The same plan runs again from its file.
+    again = train(tmp_path, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")
+    assert json.loads(again.stdout)["num_microbatches"] == plan.num_microbatches
+
+
+@pytest.mark.gloo
+def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(tmp_path: Path, text: str) -> None:
+    path = write_plan(tmp_path, ("embedding", "blocks.0", "blocks.1", "head"))
+    done = train(tmp_path, "--plan", str(path), "--text", text, "--name", "one")
+    assert done.returncode == 2
+    assert "the plan is for another model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_plan(tmp_path, ("a", "b"))
+    assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "1-1 on 2 devices, microbatches of 2" in shown
+    assert "rank 0 | F0 F1" in shown
+    assert main(["train", *TINY, "--plan", str(path), "--dry-run", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--plan", "nowhere.json"), "--plan nowhere.json: no such file: expected one that `stagewright plan --out"),
+        (("--plan", "auto", "--schedule", "1f1b"), "--schedule 1f1b beside --plan auto: leave it away"),
+        (("--plan", "auto", "--dry-run"), "--dry-run measures nothing"),
+        (("--plan", "PLAN", "--microbatches", "4"), "--microbatches 4 beside --plan"),
+        (("--plan", "PLAN", "--ranks", "3"), "is for 2 ranks: expected --ranks 2, not 3"),
+        (("--plan", "PLAN", "--batch", "12"), "is for 4 microbatches of 2 sequences: expected --batch 8, not 12"),
+        (("--plan", "PLAN", "--batch", "3"), "--batch 3 for 4 microbatches: one would be empty"),
+    ],
+)
+def test_bad_options(
+    options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_plan(tmp_path, ("a", "b")))
+    words = [path if word == "PLAN" else word for word in options]
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"version": 1, "stages": []}')
+    assert main(["train", "--plan", str(path)]) == 2
+    assert f"{path}: num_devices: missing: expected a whole number" in capsys.readouterr().err

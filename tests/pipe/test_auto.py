@@ -1,0 +1,173 @@
+"""schedule="auto": measured, planned and run; one plan on every rank, and the training of one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.partition import Node, Plan, Profile
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.auto import AutoLayout, median_profile
+
+WIDTH = 6
+X, Y = (torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+class Slow(nn.Module):
+    """A linear layer that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def make_model() -> nn.Module:
+    """The first layer takes as long as all others together."""
+    torch.manual_seed(2)
+    return nn.Sequential(*[Slow(seconds) for seconds in (0.012, 0.003, 0.003, 0.003, 0.003)]).double()
+
+
+def make_pipe(**options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "schedule": "auto",
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "timeout": 60.0,
+    }
+    return PipelineModule(make_model(), **(settings | options))
+
+
+def trained_alone(steps: int) -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(X), Y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def run_auto(options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    pipe = make_pipe(**options)
+    for _ in range(2):
+        pipe.train_step(X, Y)
+    assert pipe.plan is not None
+    state = pipe.full_state_dict()
+    pipe.close()
+    return pipe.plan.to_json(), state
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_in_one_process_for_two_ranks() -> None:
+    text, state = run_auto({"mesh": {"pipe": 2}, "num_microbatches": 4})
+    plan = Plan.from_json(text)
+    assert (plan.num_devices, plan.num_microbatches, plan.microbatch_size) == (2, 4, 2)
+    assert_same(state, trained_alone(2))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mesh": "auto", "num_microbatches": 4}, {"max_grad_norm": 1e9}],
+    ids=["all", "microbatches", "clip"],
+)
+def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> None:
+    answers = gloo.run(run_auto, ranks=2, args=(options,))
+    assert answers[0][0] == answers[1][0]
+    for _, state in answers:
+        assert_same(state, trained_alone(2))
+
+
+def _restricted() -> Plan:
+    """The planner's search may be narrowed: here to a pipeline."""
+    pipe = make_pipe(num_microbatches=4)
+    assert isinstance(pipe._auto, AutoLayout)
+    plan = pipe._auto.plan((X, Y), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
+    pipe.close()
+    return plan
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_cut_follows_what_was_measured(gloo: Pool) -> None:
+    for plan in gloo.run(_restricted, ranks=2):
+        assert [stage.nodes for stage in plan.stages] == [("0",), ("1", "2", "3", "4")]
+
+
+def test_nothing_is_known_before_the_first_batch() -> None:
+    pipe = make_pipe()
+    assert pipe.plan is None
+    with pytest.raises(ValueError, match='schedule="auto" is not decided yet: expected a first train_step'):
+        pipe.state_dict()
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_chunks": 2}, 'num_chunks= beside schedule="auto": expected one of them, since the plan decides on it'),
+        ({"split_points": ["1"]}, 'split_points= beside schedule="auto"'),
+        ({"recompute": "full"}, 'recompute= beside schedule="auto"'),
+    ],
+)
+def test_what_the_plan_decides_on_is_not_given(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_pipe(**options)
+
+
+def test_a_bad_batch_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ValueError, match="input 0 is str: expected a tensor with the batch in dimension 0"):
+        make_pipe().train_step("text", Y)
+    with pytest.raises(ValueError, match="a batch of 8 samples for 9 microbatches"):
+        make_pipe(num_microbatches=9).train_step(X, Y)
+
+
+def _fails_on_one_rank() -> str:
+    rank = torch.distributed.get_rank()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if rank == 1:
+            raise ValueError("no loss here")
+        return F.mse_loss(output, target)
+
+    try:
+        make_pipe(loss_fn=loss_fn).train_step(X, Y)
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.gloo
+def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
+    for answer in gloo.run(_fails_on_one_rank, ranks=2):
+        assert answer == "profiling the model failed on rank 1: no loss here"
+
+
+def test_the_median_of_several_ranks() -> None:
+    def profile(seconds: float) -> Profile:
+        return Profile(
+            nodes=[Node(name="a", forward_seconds=seconds, backward_seconds=2 * seconds)], step_seconds=seconds
+        )
+
+    merged = median_profile([profile(1.0), profile(5.0), profile(2.0)])
+    assert merged.nodes[0] == replace(profile(2.0).nodes[0])
+    assert merged.step_seconds == 2.0
