@@ -28,6 +28,8 @@ COMMANDS: dict[str, Command] = {
     "timeline": Command(
         "timeline_command", "draw a run's timeline, predicted above measured, and export it for Perfetto"
     ),
+    "profile": Command("profile_command", "measure what each part of the GPT costs, or the links between processes"),
+    "plan": Command("plan_command", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
     "experiment": Command("experiment_command", "run a scripted experiment: convergence"),
     "bench": Command("bench", "measure this runtime beside torch.distributed.pipelining"),
 }

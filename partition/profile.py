@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, fields
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from .strict import Fields, number, parse_object
+from .strict import Fields, count, number, parse_object
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
@@ -21,7 +21,13 @@ _FIGURES = (
     "buffer_bytes",
     "stash_bytes",
     "spread",
+    "input_grad_seconds",
+    "weight_grad_seconds",
+    "update_seconds",
+    "workspace_bytes",
 )
+_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread")
+_OPTIONAL = ("microbatch_size", *_PROFILE_FIGURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,10 @@ class Node:
         parameter_bytes, buffer_bytes: held whatever the batch [bytes].
         stash_bytes: kept from F to B, counted once where shared [bytes].
         spread: of the samples of F + B, relative (half the interquartile range over the median); 0 when unknown.
+        input_grad_seconds, weight_grad_seconds: I and W, each by itself [s]; their sum may exceed B, since both walk
+            the same graph. 0 when not measured.
+        update_seconds: of the optimizer's step on its parameters, once a batch [s]; 0 when not measured.
+        workspace_bytes: the most that F or B holds for a while beyond inputs, outputs and stash [bytes].
 
     Raises ValueError for a figure that is no finite number of at least 0.
     """
@@ -49,6 +59,10 @@ class Node:
     buffer_bytes: float = 0.0
     stash_bytes: float = 0.0
     spread: float = 0.0
+    input_grad_seconds: float = 0.0
+    weight_grad_seconds: float = 0.0
+    update_seconds: float = 0.0
+    workspace_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -63,6 +77,29 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Memory by data structure [bytes].
+
+    Arguments:
+        activations: kept from F to B by all microbatches in flight.
+        workspace: of the node that needs most: nodes run one after the other.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    workspace: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of it [bytes]."""
+        kept = self.parameters + self.gradients + self.optimizer_state + self.buffers
+        return kept + self.activations + self.workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A model as a graph of nodes with costs.
 
@@ -72,6 +109,10 @@ class Profile:
         device: the kind that it was measured on.
         dtype: of the computation.
         origin: "measured", "published" or "formula".
+        microbatch_size: samples that the figures are of; None when unknown.
+        optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
+        step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
+        step_spread: of its samples, relative.
 
     Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), and a graph in several
     parts that nothing connects.
@@ -86,8 +127,18 @@ class Profile:
     device: str = "device"
     dtype: str = "float32"
     origin: str = "measured"
+    microbatch_size: int | None = None
+    optimizer_ratio: float | None = None
+    step_seconds: float | None = None
+    step_spread: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.microbatch_size is not None:
+            count("microbatch_size", self.microbatch_size)
+        for figure in _PROFILE_FIGURES:
+            value = getattr(self, figure)
+            if value is not None:
+                object.__setattr__(self, figure, number(figure, value, positive=figure == "step_seconds"))
         nodes = tuple(self.nodes)
         names = [node.name for node in nodes]
         if not nodes:
@@ -116,6 +167,40 @@ class Profile:
         """The edges as positions in `nodes`."""
         position = {node.name: i for i, node in enumerate(self.nodes)}
         return tuple((position[src], position[dst]) for src, dst in self.edges or ())
+
+    @property
+    def parts_seconds(self) -> float:
+        """F + B of all nodes, added up [s]."""
+        return sum(node.seconds for node in self.nodes)
+
+    @property
+    def parts_over_step(self) -> float | None:
+        """The sum of the parts over the step that was measured at once, less one; None where it was not measured."""
+        return None if self.step_seconds is None else self.parts_seconds / self.step_seconds - 1
+
+    def holdings(self, names: Collection[str] | None = None, *, in_flight: int = 1) -> Holdings:
+        """What these nodes hold on a device that runs them.
+
+        Arguments:
+            names: of nodes; None: of all.
+            in_flight: microbatches between their F and their B.
+
+        Gradients take as much as parameters; optimizer state is left out where it was not measured. Raises
+        ValueError for a name that no node has.
+        """
+        unknown = sorted(set(names or ()) - {node.name for node in self.nodes})
+        if unknown:
+            raise ValueError(f"node {unknown[0]!r} is not in the profile: expected names of its nodes")
+        own = [node for node in self.nodes if names is None or node.name in names]
+        parameters = sum(node.parameter_bytes for node in own)
+        return Holdings(
+            parameters=parameters,
+            gradients=parameters,
+            optimizer_state=parameters * (self.optimizer_ratio or 0.0),
+            activations=in_flight * sum(node.stash_bytes for node in own),
+            workspace=max((node.workspace_bytes for node in own), default=0.0),
+            buffers=sum(node.buffer_bytes for node in own),
+        )
 
     def order(self) -> tuple[int, ...]:
         """Positions in `nodes`, each behind what it needs; of several possible ones always the lowest first."""
@@ -179,6 +264,7 @@ class Profile:
             "device": self.device,
             "dtype": self.dtype,
             "origin": self.origin,
+            **{field: value for field in _OPTIONAL if (value := getattr(self, field)) is not None},
             "nodes": [asdict(node) for node in self.nodes],
             "edges": [list(edge) for edge in self.edges or ()],
         }
@@ -191,6 +277,13 @@ class Profile:
         record.version(_JSON_VERSION)
         device, dtype = record.text("device"), record.text("dtype")
         origin = record.text("origin", choices=ORIGINS)
+        size = record.take("microbatch_size", "a whole number", default=None)
+        step = record.take("step_seconds", "a number", default=None)
+        ratio = record.take("optimizer_ratio", "a number", default=None)
+        microbatch_size = None if size is None else count(record.at("microbatch_size"), size)
+        step_seconds = None if step is None else number(record.at("step_seconds"), step, positive=True)
+        optimizer_ratio = None if ratio is None else number(record.at("optimizer_ratio"), ratio)
+        step_spread = record.number("step_spread", default=0.0)
         nodes = tuple(_node(each) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
@@ -199,7 +292,17 @@ class Profile:
             edges.append((pair[0], pair[1]))
         record.done()
         try:
-            return cls(nodes=nodes, edges=tuple(edges), device=device, dtype=dtype, origin=origin)
+            return cls(
+                nodes=nodes,
+                edges=tuple(edges),
+                device=device,
+                dtype=dtype,
+                origin=origin,
+                microbatch_size=microbatch_size,
+                optimizer_ratio=optimizer_ratio,
+                step_seconds=step_seconds,
+                step_spread=step_spread,
+            )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .aliases import changed_views
 from .export import OutputForm, batch_sizes, export_model
+from .groups import Group, assign_groups, make_groups, unit_paths
 
 MODEL_INPUT = -1
 
@@ -61,6 +63,7 @@ class TracedModel:
         enter_unit: Callable[[int], None] | None,
     ) -> None:
         exported = export_model(model, tuple(example_inputs))
+        self._units = unit_paths(model)
         self._root = exported.module(check_guards=False)
         self._enter_unit = enter_unit
         nodes = list(self._root.graph.nodes)
@@ -107,25 +110,63 @@ class TracedModel:
 
     def crossing_bytes(self) -> list[float]:
         """[n] bytes of the values that cross a cut before node i; infinite where no cut may be made."""
+        crossing = self._crossing(_bytes)
+        for first, second in self._together:
+            for between in range(self._number[first] + 1, self._number[second] + 1):
+                crossing[between] = math.inf
+        return crossing
+
+    def crossing_values(self) -> list[float]:
+        """[n] how many values cross a cut before node i, model inputs apart."""
+        return self._crossing(lambda node: 1.0)
+
+    def _crossing(self, size_of: Callable[[fx.Node], float]) -> list[float]:
+        """[n] what the values that cross a cut before node i add up to."""
         n = len(self.nodes)
         change = [0.0] * (n + 1)
         for i, node in enumerate(self.nodes):
             if node in self._shape_nodes:
                 continue
             last = max((self._number.get(user, n - 1) for user in node.users), default=i)
-            size = _bytes(node)
+            size = size_of(node)
             change[i + 1] += size
             if last + 1 <= n:
                 change[last + 1] -= size
-        total = 0.0
-        crossing = []
-        for i in range(n):
-            total += change[i]
-            crossing.append(total)
-        for first, second in self._together:
-            for between in range(self._number[first] + 1, self._number[second] + 1):
-                crossing[between] = math.inf
-        return crossing
+        return list(accumulate(change[:n]))
+
+    def groups(self) -> tuple[Group, ...]:
+        """The model's cut units (module `groups`): a function of the model and its graph alone."""
+        return make_groups(
+            [[] if node in self._shape_nodes else _module_paths(node) for node in self.nodes],
+            self._units,
+            crossing_bytes=self.crossing_bytes(),
+            crossing_values=self.crossing_values(),
+            has_parameters=[self._uses_parameters(node) for node in self.nodes],
+        )
+
+    def _uses_parameters(self, node: fx.Node) -> bool:
+        return any(isinstance(_get(self._root, str(each.target)), nn.Parameter) for each in _attributes(node))
+
+    def assign_groups(self, stage_by_group: Mapping[str, int]) -> dict[fx.Node, int]:
+        """Node -> stage, from a stage for each of `groups()`; for `split`.
+
+        Stages need not be contiguous in the graph, but a group never stands on an earlier stage than what it needs.
+        Raises ValueError for a group that is missing or unknown, a stage without groups, and a wrong order.
+        """
+        return assign_groups(self.nodes, self.groups(), stage_by_group, {n: self._sources(n) for n in self.nodes})
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose values a node takes; numbers derived from shapes are computed wherever they are needed."""
+        if node in self._shape_nodes:
+            return []
+        found, todo = [], list(node.all_input_nodes)
+        while todo:
+            source = todo.pop()
+            if source in self._shape_nodes:
+                todo += source.all_input_nodes
+            elif source in self._number:
+                found.append(source)
+        return found
 
     def starts_at(self, split_points: Sequence[str]) -> tuple[int, ...]:
         """The node at which each named module begins, 0 in front; ValueError with near matches for a wrong name."""

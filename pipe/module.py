@@ -65,6 +65,9 @@ class PipelineModule:
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
 
+    BatchNorm normalises each microbatch by itself; under replicas its running statistics see only the microbatches of
+    their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank.
+
     Raises ValueError, on every rank alike, for anything that does not fit together.
     """
 

@@ -60,6 +60,15 @@ def bad_node(**fields: object) -> str:
         (bad_node(stash_bytes="4 GB"), r"p\.json: nodes\[0\]: stash_bytes: '4 GB': expected a finite number"),
         (bad_node(parameter_bytes=math.inf), r"parameter_bytes: inf: expected a finite number"),
         (bad_node(flops=1), r"p\.json: nodes\[0\]: unknown field flops"),
+        (bad_node(input_grad_seconds=-2), r"p\.json: nodes\[0\]: input_grad_seconds: -2: expected a finite number"),
+        (bad_node(weight_grad_seconds="1 ms"), r"p\.json: nodes\[0\]: weight_grad_seconds: '1 ms': expected"),
+        (bad_node(update_seconds=math.nan), r"p\.json: nodes\[0\]: update_seconds: nan: expected a finite number"),
+        (bad_node(workspace_bytes=None), r"p\.json: nodes\[0\]: workspace_bytes: None: expected a finite number"),
+        (change(microbatch_size=0), r"p\.json: microbatch_size: 0: expected a whole number of at least 1"),
+        (change(microbatch_size=2.5), r"p\.json: microbatch_size: 2\.5: expected a whole number"),
+        (change(optimizer_ratio=-1), r"p\.json: optimizer_ratio: -1: expected a finite number of at least 0"),
+        (change(step_seconds=0), r"p\.json: step_seconds: 0: expected a finite number above 0"),
+        (change(step_spread="wide"), r"p\.json: step_spread: 'wide': expected a finite number"),
     ],
 )
 def test_bad_json(text: str, message: str) -> None:
@@ -90,3 +99,55 @@ def test_a_chain_where_no_edges_are_given() -> None:
     profile = Profile(nodes=(node("a"), node("b"), node("c")))
     assert profile.links == ((0, 1), (1, 2))
     assert profile.order() == (0, 1, 2)
+
+
+MEASURED = Profile(
+    nodes=(
+        node("a", parameter_bytes=10, stash_bytes=3, workspace_bytes=7, buffer_bytes=1, input_grad_seconds=0.5),
+        node("b", parameter_bytes=20, stash_bytes=4, workspace_bytes=2, weight_grad_seconds=0.25, update_seconds=3),
+    ),
+    microbatch_size=2,
+    optimizer_ratio=2.0,
+    step_seconds=5.0,
+    step_spread=0.1,
+)
+
+
+def test_measured_figures_there_and_back() -> None:
+    assert Profile.from_json(MEASURED.to_json()) == MEASURED
+
+
+def test_files_from_before_these_figures_are_still_read() -> None:
+    """As version 1 was written first; what was not measured is 0 or None."""
+    figures = '"forward_seconds": 1, "backward_seconds": 2, "activation_bytes": 3, "stash_bytes": 4, "spread": 0.5'
+    text = '{"version": 1, "device": "x", "dtype": "float32", "origin": "measured", "edges": [], ' + (
+        f'"nodes": [{{"name": "a", "description": "", "parameter_bytes": 5, "buffer_bytes": 6, {figures}}}]}}'
+    )
+    profile = Profile.from_json(text)
+    (only,) = profile.nodes
+    assert (only.spread, only.input_grad_seconds, only.update_seconds, only.workspace_bytes) == (0.5, 0, 0, 0)
+    assert (profile.microbatch_size, profile.optimizer_ratio, profile.step_seconds) == (None, None, None)
+    assert profile.parts_over_step is None
+
+
+def test_the_sum_of_the_parts_over_the_whole() -> None:
+    assert MEASURED.parts_seconds == 6
+    assert MEASURED.parts_over_step == pytest.approx(0.2)
+
+
+def test_holdings_by_data_structure() -> None:
+    held = MEASURED.holdings(in_flight=3)
+    assert (held.parameters, held.gradients, held.optimizer_state) == (30, 30, 60)
+    assert (held.activations, held.workspace, held.buffers) == (21, 7, 1)
+    assert held.total == 149
+    assert MEASURED.holdings(["b"]).total == 20 + 20 + 40 + 4 + 2
+    with pytest.raises(ValueError, match="node 'z' is not in the profile: expected names of its nodes"):
+        MEASURED.holdings(["a", "z"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("microbatch_size", True), ("optimizer_ratio", math.inf), ("step_seconds", -1.0)]
+)
+def test_bad_figures_of_a_profile(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field}: .*: expected a "):
+        Profile(nodes=(node("a"),), **{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""Links between the ranks of a run, measured on a pipeline's transport: seconds = latency + bytes / bandwidth.
+
+Ranks of one host make the inner level, hosts the outer one. Of each level a few pairs are measured, one at a time,
+while the other ranks wait:
+
+    host a: 0 1 2 3        inside  0-1, 0-3, 4-5 (the first host's neighbours and ends, the last host's neighbours)
+    host b: 4 5 6 7        between 0-4           (the first ranks of the first host and of the next, and of the last)
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..schedules import Message, MessageKind
+from .collectives import Collectives
+from .groups import World, link_lanes
+from .process_group import ProcessGroupTransport
+from .transport import TensorSpec
+
+SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
+WARM_UP = 3
+_MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
+_BYTES_A_SIZE = 1 << 26  # larger messages travel less often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineFit:
+    """seconds = latency + bytes / bandwidth, fitted to measured times.
+
+    Arguments:
+        latency: at least 0 [s].
+        bandwidth: [bytes/s].
+        residual: root mean square of what the line is off, relative to what was measured.
+    """
+
+    latency: float
+    bandwidth: float
+    residual: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLevel:
+    """One level of links, as `Level` of a Cluster wants it.
+
+    Arguments:
+        name: "host" or "network".
+        size: how many ranks, or groups of the level below, it joins.
+        bandwidth, latency, residual: medians over the pairs [bytes/s], [s], relative.
+        pairs: of ranks, as measured.
+        fits: of each pair.
+        seconds: by message size [bytes], of the first pair, one way [s].
+    """
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+    residual: float
+    pairs: tuple[tuple[int, int], ...]
+    fits: tuple[LineFit, ...]
+    seconds: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """Levels, innermost first, and what could not be said with them."""
+
+    levels: tuple[LinkLevel, ...]
+    notes: tuple[str, ...] = ()
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
+    """The line that is off by the least squares in relative terms, latency at least 0.
+
+    Arguments:
+        sizes: [n] of messages [bytes], at least two different ones.
+        seconds: [n] one way, above 0 [s].
+
+    Raises ValueError for fewer sizes, or times that are not above 0.
+
+    >>> fit = fit_line([1e3, 1e6], [2e-6, 1.001e-3])
+    >>> round(fit.latency * 1e6, 6), round(fit.bandwidth / 1e6)
+    (1.0, 1000)
+    """
+    if len(set(sizes)) < 2 or len(sizes) != len(seconds) or min(seconds) <= 0:
+        raise ValueError(
+            f"sizes={list(sizes)}, seconds={list(seconds)}: expected a time above 0 for each of two or more sizes"
+        )
+    weights = [1 / t**2 for t in seconds]
+    total = sum(weights)
+    size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
+    mean = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
+    points = list(zip(weights, sizes, seconds, strict=True))
+    slope = sum(w * (n - size) * (t - mean) for w, n, t in points) / sum(w * (n - size) ** 2 for w, n, t in points)
+    latency = mean - slope * size
+    if slope <= 0 or latency < 0:  # the nearest line that a link can have goes through the origin
+        latency = 0.0
+        slope = sum(w * n * t for w, n, t in points) / sum(w * n * n for w, n, t in points)
+    off = [(latency + slope * n) / t - 1 for _, n, t in points]
+    return LineFit(latency=latency, bandwidth=1 / slope, residual=statistics.fmean(each**2 for each in off) ** 0.5)
+
+
+def measure_links(
+    world: World, *, device: torch.device, timeout: float, sizes: Sequence[int] = SIZES, pairs_a_level: int = 3
+) -> MeasuredLinks:
+    """Fit the links between the ranks of `world`. Collective over all of them; the answer is the same on all.
+
+    Arguments:
+        device: on which tensors travel.
+        timeout: that a rank waits for another [s]; the whole must not take others longer than that.
+        sizes: of messages [bytes].
+        pairs_a_level: measured, at most.
+
+    Hosts with unequal numbers of ranks, or whose ranks are not next to each other, make one level with the slowest of
+    its links, and a note. A world of one rank has no links. Raises PipelineTimeout or PeerLost where a rank is gone.
+    """
+    if not world.distributed:
+        return MeasuredLinks(levels=())
+    together = Collectives(world, device=device, timeout=timeout)
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):
+        by_host.setdefault(host, []).append(rank)
+    hosts = list(by_host.values())
+    wanted = [("host", _inside(hosts)[:pairs_a_level]), ("network", _between(hosts)[:pairs_a_level])]
+    both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
+    lanes = link_lanes(both, world, device=device, timeout=timeout)
+    transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
+    levels = []
+    for name, pairs in wanted:
+        times: list[tuple[float, ...]] = []
+        for pair in pairs:
+            mine = _ping_pong(transport, pair, world.rank, sizes=sizes, device=device, timeout=timeout)
+            everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
+            times.append(everyone[pair[0]])
+        if pairs:
+            members = len(hosts[0]) if name == "host" else len(hosts)
+            levels.append(_level(name, members, pairs, sizes, times))
+    return _as_levels(levels, hosts, world.size)
+
+
+def _inside(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    pairs = [(ranks[0], other) for ranks in (hosts[0], hosts[-1]) for other in (*ranks[1:2], ranks[-1])]
+    return [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+
+
+def _between(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    others = [ranks[0] for ranks in (*hosts[1:2], *hosts[-1:]) if ranks is not hosts[0]]
+    return list(dict.fromkeys((hosts[0][0], other) for other in others))
+
+
+def _ping_pong(
+    transport: ProcessGroupTransport,
+    pair: tuple[int, int],
+    rank: int,
+    *,
+    sizes: Sequence[int],
+    device: torch.device,
+    timeout: float,
+) -> tuple[float, ...]:
+    """Median one-way time of each size, half a round trip, on the first of the pair [s]; () on all other ranks."""
+    if rank not in pair:
+        return ()
+    first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
+    found = []
+    turn = 0
+    for size in sizes:
+        payload = [torch.zeros(max(1, size // 4), device=device)]
+        specs = [TensorSpec.of(payload[0])]
+        times = []
+        for _ in range(WARM_UP + min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))):
+            ping, pong = Message(MessageKind.ACT, -1, -2, turn), Message(MessageKind.GRAD, -2, -1, turn)
+            turn += 1
+            start = time.perf_counter()
+            if first:
+                transport.post(pong, peer, specs)
+                transport.send(ping, peer, payload, specs)
+                transport.wait(pong, timeout)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                transport.acknowledged([ping])
+            else:
+                transport.post(ping, peer, specs)
+                transport.wait(ping, timeout)
+                transport.send(pong, peer, payload, specs)
+                transport.end_of_program()
+            times.append(time.perf_counter() - start)
+        found.append(statistics.median(times[WARM_UP:]) / 2)
+    transport.drain(timeout)
+    return tuple(found) if first else ()
+
+
+def _level(
+    name: str, size: int, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], times: Sequence[Sequence[float]]
+) -> LinkLevel:
+    fits = tuple(fit_line(sizes, each) for each in times)
+    return LinkLevel(
+        name=name,
+        size=size,
+        bandwidth=statistics.median(fit.bandwidth for fit in fits),
+        latency=statistics.median(fit.latency for fit in fits),
+        residual=statistics.median(fit.residual for fit in fits),
+        pairs=tuple(pairs),
+        fits=fits,
+        seconds=tuple(zip(sizes, times[0], strict=True)),
+    )
+
+
+def _as_levels(levels: Sequence[LinkLevel], hosts: Sequence[Sequence[int]], num_ranks: int) -> MeasuredLinks:
+    """Groups of equal size, whose ranks are next to each other, or one level of all."""
+    size = len(hosts[0])
+    if [list(ranks) for ranks in hosts] == [list(range(i, i + size)) for i in range(0, num_ranks, size)]:
+        return MeasuredLinks(levels=tuple(levels))
+    slowest = min(levels, key=lambda level: level.bandwidth)
+    flat = LinkLevel(
+        name=slowest.name,
+        size=num_ranks,
+        bandwidth=slowest.bandwidth,
+        latency=max(level.latency for level in levels),
+        residual=slowest.residual,
+        pairs=slowest.pairs,
+        fits=slowest.fits,
+        seconds=slowest.seconds,
+    )
+    counts = ", ".join(str(list(ranks)) for ranks in hosts)
+    note = f"ranks by host: {counts}: not equal groups of neighbours, so all links count as slow as the slowest"
+    return MeasuredLinks(levels=(flat,), notes=(note,))

@@ -1,0 +1,370 @@
+"""`stagewright profile`: what each part of the training GPT costs on this machine, and what the links cost.
+
+stagewright profile --out gpt.json                  the GPT of `stagewright train`, one microbatch
+stagewright profile --stages 2 --microbatches 8     and the memory of each stage at the peak of its schedule
+stagewright profile --links --ranks 2 --out us.json latency and bandwidth between local processes
+torchrun ... -m stagewright profile --links         between the processes of a job
+stagewright profile --from-json gpt.json            show a profile again
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from ..partition import Cluster, Level, Node, Profile, read_pipedream_profile
+from ..partition.profiler_stages import StageMemory, stage_memory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..comm.links import MeasuredLinks
+
+DEFAULT_RANKS = 2
+BUSY = 0.1  # spread of the whole step from which on its figures say little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Measure every part of the training GPT: F, B, I, W, update, memory. Or the links between processes."""
+
+    layers: int = 4
+    """Transformer blocks."""
+    width: int = 320
+    """Of the hidden vectors."""
+    heads: int | None = None
+    """Attention heads a block (default: one for each 64 of the width)."""
+    length: int = 128
+    """Bytes of one sequence."""
+    microbatch: int = 2
+    """Sequences of one microbatch."""
+    dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
+    """autocast: float32 weights, products in bfloat16."""
+    optimizer: Literal["on", "off"] = "on"
+    """Measure AdamW's step and state, too."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs; with --links, where messages lie."""
+    seconds: float = 10.0
+    """Time for the repetitions, tracing and memory apart."""
+    from_json: Path | None = None
+    """Show this profile instead of measuring one."""
+    pipedream: Path | None = None
+    """Convert PipeDream's text (graph.txt) instead of measuring."""
+    stages: int | None = None
+    """Cut the profile into so many stages, and show the memory of each at the peak of the schedule."""
+    schedule: Literal["1f1b", "2bw", "pipedream"] = "1f1b"
+    """Whose peak that is."""
+    microbatches: int = 8
+    """M, microbatches of a batch, likewise."""
+    links: bool = False
+    """Measure latency and bandwidth between processes instead; --out writes a cluster."""
+    ranks: int | None = None
+    """Local processes to start for --links (default 2; under torchrun, its number of processes)."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another."""
+    out: Path | None = None
+    """Write JSON to this file."""
+    json: bool = False
+    """Print JSON and no tables."""
+
+    def check(self) -> None:
+        """ValueError for numbers and options that cannot be meant together."""
+        for option in ("microbatch", "length", "microbatches"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"--{option} {getattr(self, option)}: expected at least 1")
+        for option in ("seconds", "timeout"):
+            if not getattr(self, option) > 0:
+                raise ValueError(f"--{option} {getattr(self, option)}: expected a number above 0")
+        if self.stages is not None and self.stages < 1:
+            raise ValueError(f"--stages {self.stages}: expected at least 1")
+        chosen = [name for name in ("links", "from_json", "pipedream") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join('--' + name.replace('_', '-') for name in chosen)}: expected one of them")
+        if self.ranks is not None and not self.links:
+            raise ValueError(f"--ranks {self.ranks} without --links: expected --links, which measures between ranks")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, or read, then show and write."""
+    options = tyro.cli(ProfileOptions, args=argv, prog="stagewright profile")
+    options.check()
+    if options.links:
+        return _links(options, argv)
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError("a profile needs one process: type `stagewright profile` without torchrun, or add --links")
+    profile = _get(options)
+    memory = _memory(profile, options)
+    if options.out is not None:
+        _write(options.out, profile.to_json())
+    if options.json:
+        print(profile.to_json())
+    else:
+        _show(profile, memory, options)
+    return 0
+
+
+def _memory(profile: Profile, options: ProfileOptions) -> list[StageMemory]:
+    if options.stages is None:
+        return []
+    from ..comm.groups import RECEIVES_AHEAD
+
+    return stage_memory(
+        profile,
+        num_stages=options.stages,
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+        receives_ahead=RECEIVES_AHEAD,
+    )
+
+
+def _get(options: ProfileOptions) -> Profile:
+    if options.from_json is not None:
+        return _read(options.from_json, Profile.load)
+    if options.pipedream is not None:
+        return _read(options.pipedream, read_pipedream_profile)
+    return measure(options)
+
+
+def _read(path: Path, reader: Any) -> Profile:
+    try:
+        profile: Profile = reader(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    return profile
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def measure(options: ProfileOptions) -> Profile:
+    """Profile the GPT that the options describe; what it is doing goes to the standard error."""
+    import torch
+
+    from ..partition.profiler import profile_model
+    from .corpus import loss_fn
+    from .gpt import GPT, GPTConfig
+    from .training import make_optimizer
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here: expected --device cpu")
+    config = GPTConfig(length=options.length, layers=options.layers, width=options.width, heads=options.heads)
+    torch.manual_seed(0)
+    model = GPT(config).to(options.device, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
+    shape = (options.microbatch, options.length)
+    tokens, targets = (torch.randint(config.vocabulary, shape, device=options.device) for _ in range(2))
+    return profile_model(
+        model,
+        (tokens,),
+        target=targets,
+        loss_fn=loss_fn,
+        optimizer=(lambda parameters: make_optimizer(parameters, lr=1e-3)) if options.optimizer == "on" else None,
+        autocast=torch.bfloat16 if options.dtype == "autocast" else None,
+        seconds=options.seconds,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+
+# --- what is printed ---
+
+
+def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
+    """Nodes that were timed as one, as one row with their number, where the first of them stands."""
+    rows: dict[object, list[Node]] = {}
+    for node in nodes:
+        times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)
+        key = (*times, node.spread, node.parameter_bytes, node.stash_bytes, node.activation_bytes)
+        rows.setdefault(key if node.spread else node.name, []).append(node)
+    return [(group[0], len(group)) for group in rows.values()]
+
+
+def _show(profile: Profile, memory: Sequence[StageMemory], options: ProfileOptions) -> None:
+    console = _console()
+    console.print(_node_table(profile))
+    for line in summary(profile):
+        console.print(line, markup=False, highlight=False)
+    if memory:
+        console.print(_memory_table(memory, options))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(width=150, highlight=False)
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _node_table(profile: Profile) -> Table:
+    size = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
+    table = _table(
+        f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{size} ({profile.origin}); in ms and MB",
+        ("part", ""),
+        ("F", "B", "I", "W", "spread", "update", "stash", "output", "workspace", "parameters"),
+    )
+    for node, count in folded(profile.nodes):
+        times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)
+        sizes = (node.stash_bytes, node.activation_bytes, node.workspace_bytes, node.parameter_bytes)
+        table.add_row(
+            node.name,
+            f"x{count}" if count > 1 else "",
+            *(f"{seconds * 1e3:.3f}" for seconds in times),
+            f"{node.spread:.1%}",
+            f"{node.update_seconds * 1e3:.3f}",
+            *(f"{size / 1e6:.2f}" for size in sizes),
+        )
+    return table
+
+
+def summary(profile: Profile) -> list[str]:
+    """The lines below the table: times, memory by data structure, recomputation."""
+    nodes, held = profile.nodes, profile.holdings()
+    forward, backward = sum(n.forward_seconds for n in nodes), sum(n.backward_seconds for n in nodes)
+    update = sum(n.update_seconds for n in nodes)
+    lines = [
+        "",
+        f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch",
+    ]
+    if profile.parts_over_step is not None and profile.step_seconds is not None:
+        lines.append(
+            f"whole step   {profile.step_seconds * 1e3:.2f} ms (spread {profile.step_spread:.1%}) for F + B at once; "
+            f"the sum of the parts is {profile.parts_over_step:+.1%} from it"
+        )
+        if profile.step_spread > BUSY:
+            lines.append("             the machine was busy with other work, too: profile again when it is quiet")
+    known = "" if profile.optimizer_ratio is not None else " (optimizer not measured)"
+    lines.append(
+        f"memory [MB]  parameters {held.parameters / 1e6:.1f}, gradients {held.gradients / 1e6:.1f}, optimizer state "
+        f"{held.optimizer_state / 1e6:.1f}{known}, activations {held.activations / 1e6:.1f} a microbatch, workspace "
+        f"{held.workspace / 1e6:.1f}, buffers {held.buffers / 1e6:.1f}"
+    )
+    if held.activations:
+        lines.append(
+            f"recompute    all in one stage: {forward * 1e3:.2f} ms more a microbatch (F again, "
+            f"{forward / max(forward + backward, 1e-12):.0%} of F + B), keeps {held.activations / 1e6:.1f} MB less "
+            f"between F and B but for the stage's inputs"
+        )
+    return lines
+
+
+def _memory_table(memory: Sequence[StageMemory], options: ProfileOptions) -> Table:
+    names = ("parameters", "gradients", "optimizer state", "activations", "workspace", "communication", "buffers")
+    table = _table(
+        f"\nmemory at the peak of {options.schedule}, {options.microbatches} microbatches, in MB (predicted)",
+        ("stage", "holds"),
+        ("in flight", *names, "total"),
+    )
+    for stage in memory:
+        sizes = [getattr(stage, name.replace(" ", "_")) for name in names]
+        table.add_row(
+            str(stage.stage),
+            stage.nodes,
+            str(stage.in_flight),
+            *(f"{size / 1e6:.1f}" for size in (*sizes, stage.total)),
+        )
+    return table
+
+
+# --- links ---
+
+
+def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
+    world = os.environ.get("WORLD_SIZE")
+    ranks = options.ranks if options.ranks is not None else int(world or DEFAULT_RANKS)
+    if world is not None and int(world) != ranks:
+        raise ValueError(f"--ranks {ranks} in one of {world} processes: leave --ranks away under torchrun")
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks} with --links: expected at least 2, a link has two ends")
+    if world is None:
+        from .launcher import launch
+
+        result = launch([sys.executable, "-P", "-m", "stagewright", "profile", *argv], num_ranks=ranks)
+        if result.report:
+            print(result.report, file=sys.stderr)
+        return result.status
+    return _links_of_this_rank(options)
+
+
+def _links_of_this_rank(options: ProfileOptions) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from ..comm import join_world
+    from ..comm.links import measure_links
+    from .launcher import report_to_launcher
+
+    with report_to_launcher():
+        device = torch.device(options.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        world = join_world(device=device, timeout=options.timeout)
+        if world.rank == 0:
+            print(f"measuring the links of {world.size} ranks", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        measured = measure_links(world, device=device, timeout=options.timeout)
+        if world.rank == 0:
+            print(f"done in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+            _show_links(measured, options)
+    dist.destroy_process_group()
+    return 0
+
+
+def cluster_of(measured: MeasuredLinks) -> Cluster:
+    """The levels as a cluster of equal devices."""
+    return Cluster(
+        levels=tuple(
+            Level(name=each.name, size=each.size, bandwidth=each.bandwidth, latency=each.latency)
+            for each in measured.levels
+        )
+    )
+
+
+def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
+    cluster = cluster_of(measured)
+    if options.out is not None:
+        _write(options.out, cluster.to_json())
+    if options.json:
+        print(cluster.to_json())
+        return
+    table = _table(
+        "links, one way: seconds = latency + bytes / bandwidth",
+        ("level",),
+        ("joins", "latency", "bandwidth", "the line is off by", "pairs", "range of bandwidths", "1 KiB", "largest"),
+    )
+    for level in measured.levels:
+        speeds = [fit.bandwidth / 1e9 for fit in level.fits]
+        table.add_row(
+            level.name,
+            str(level.size),
+            f"{level.latency * 1e6:.1f} us",
+            f"{level.bandwidth / 1e9:.3f} GB/s",
+            f"{level.residual:.0%}",
+            ", ".join(f"{a}-{b}" for a, b in level.pairs),
+            f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
+            f"{level.seconds[0][1] * 1e6:.1f} us",
+            f"{level.seconds[-1][0] / 2**20:g} MiB in {level.seconds[-1][1] * 1e3:.2f} ms",
+        )
+    console = _console()
+    console.print(table)
+    for note in measured.notes:
+        console.print(note, markup=False)

@@ -1,0 +1,316 @@
+"""The profiler: what each part of a model costs on the device where the model is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from .profile import Node, Profile
+from .profiler_memory import bytes_of, peaks
+from .profiler_parts import Tensors, make_parts
+from .profiler_passes import Passes, Sample
+from .profiler_state import untouched
+from .source_line import first_line, users_line
+from .timing import Clock, Estimate, clock_for
+from .trace import MODEL_INPUT
+
+WARM_UP = 2  # passes that do not count
+LEAST = 3  # passes that count, however long they take
+SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
+UPDATES = 5  # optimizer steps that are timed, behind one that makes its state
+
+LossFunction = Callable[[Any, Any], Any]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def profile_model(
+    model: nn.Module,
+    example_inputs: Sequence[torch.Tensor],
+    *,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = None,
+    autocast: torch.dtype | None = None,
+    repetitions: int = 30,
+    seconds: float = 10.0,
+    split_backward: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Profile:
+    """Measure every part of a model: the children of an nn.Sequential, or the groups of a traced model.
+
+    Parts run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
+    `profiler_passes`. Figures are medians of the fastest quarter of the samples. Parts that are equal (classes,
+    attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
+    buffers are counted for each: a tensor that several share, with the first. I and W are timed one after the other
+    over one graph (`profiler_split`), a little more than B together; an operation that computes both at once, such as
+    an autograd.Function, does so twice, and takes up to B in each. Where a part has no parameters, or no input wants a
+    gradient, the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as
+    they are.
+
+    Arguments:
+        example_inputs: ONE microbatch, batch in dimension 0.
+        target: for `loss_fn`.
+        loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last part.
+        optimizer: makes the optimizer of a stage; it steps on copies. None: no update is measured.
+        autocast: run forwards under torch.autocast with this type.
+        repetitions: passes that count, at most.
+        seconds: stop earlier after so long [s]; LEAST passes are made in any case.
+        split_backward: whether I and W are measured.
+        progress: told what is being done.
+
+    Raises ValueError for a model that cannot be traced, inputs that do not fit, a loss without target, and an
+    optimizer that needs a closure.
+    """
+    tell = progress or (lambda text: None)
+    _check(example_inputs, target, loss_fn, repetitions, seconds)
+    device = next((p.device for p in model.parameters()), example_inputs[0].device)
+    clock = clock_for(device)
+    inputs = tuple(x.detach().to(device) for x in example_inputs)
+    if isinstance(target, torch.Tensor):
+        target = target.to(device)
+    with untouched(model, device), torch.enable_grad():
+        tell(f"cutting {type(model).__name__} into parts")
+        whole = make_parts(model, inputs)
+        passes = Passes(
+            whole,
+            inputs,
+            loss=None if loss_fn is None else lambda output: (_loss(loss_fn, output, target),),
+            apart=[*model.parameters(), *model.buffers()],
+            autocast=autocast,
+            clock=clock,
+        )
+        tell(f"{len(passes.samples)} parts, {len(passes.firsts)} of them different")
+        share = 1 - SPLIT_SHARE if split_backward else 1.0
+        both = (passes.run_parts, passes.run_whole)
+        _repeat(both, repetitions=repetitions, seconds=seconds * share, what="forward, backward", tell=tell)
+        if split_backward:
+            left = seconds * SPLIT_SHARE
+            _repeat((passes.run_split,), repetitions=repetitions, seconds=left, what="I, W", tell=tell)
+        tell("memory")
+        workspaces = _workspaces(passes, device)
+        updates = {i: _update(passes.samples[i], optimizer, clock) for i in passes.firsts}
+    return _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
+
+
+def _check(inputs: Sequence[torch.Tensor], target: object, loss_fn: object, repetitions: int, seconds: float) -> None:
+    if not inputs:
+        raise ValueError("example_inputs=(): expected the tensors of one microbatch, as in example_inputs=(x,)")
+    for position, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            shown = type(value).__name__ if not isinstance(value, torch.Tensor) else "a scalar"
+            raise ValueError(f"example_inputs[{position}] is {shown}: expected a tensor, batch first")
+    if (loss_fn is None) != (target is None):
+        given, missing = ("loss_fn", "target") if target is None else ("target", "loss_fn")
+        raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last part)")
+    if repetitions < 1 or not 0 < seconds < math.inf:
+        raise ValueError(f"repetitions={repetitions}, seconds={seconds}: expected at least 1, and a number above 0")
+
+
+def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    """The tensor whose backward runs: a mean, or the sum of (sum, count)."""
+    try:
+        value = loss_fn(output, target)
+    except (RuntimeError, TypeError, IndexError) as error:
+        forms = [
+            f"{tuple(each.shape)} {each.dtype}" if isinstance(each, torch.Tensor) else type(each).__name__
+            for each in (output, target)
+        ]
+        raise ValueError(
+            f"loss_fn cannot take the output {forms[0]} and the target {forms[1]}{users_line(error)}: "
+            f"{first_line(error)}. Expected target= of the same microbatch as example_inputs"
+        ) from error
+    loss = value[0] if isinstance(value, tuple | list) and len(value) == 2 else value
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ValueError(
+            f"loss_fn returned {type(loss).__name__}: expected a scalar tensor; return loss.mean(), or (sum, count)"
+        )
+    return loss
+
+
+def _repeat(
+    passes: Sequence[Callable[..., None]],
+    *,
+    repetitions: int,
+    seconds: float,
+    what: str,
+    tell: Callable[[str], None],
+) -> None:
+    """Make these passes in turn: WARM_UP times without, then with a record, until repetitions or time are used up."""
+    started = told = time.perf_counter()
+    for turn in range(-WARM_UP, repetitions):
+        now = time.perf_counter()
+        if turn >= LEAST and now - started > seconds:
+            break
+        if now - told > 1 or turn == -WARM_UP:
+            tell(f"{what}: pass {max(turn, 0)} of at most {repetitions}, {now - started:.0f} s of {seconds:.0f}")
+            told = now
+        for each in passes:
+            each(keep=turn >= 0)
+
+
+def _workspaces(passes: Passes, device: torch.device) -> dict[int, int]:
+    """The larger of F's and B's passing memory, for the first of equal parts [bytes]."""
+    actions: list[Callable[[], object]] = []
+    kept: dict[int, tuple[Tensors, Tensors]] = {}
+
+    def forward(index: int) -> None:
+        kept[index] = passes.forward(index)
+
+    def backward(index: int) -> object:
+        leaves, outputs = kept.pop(index)
+        if outputs:
+            torch.autograd.backward(outputs, passes.samples[index].gradients)
+        return leaves
+
+    for index in passes.firsts:
+        actions += [lambda index=index: forward(index), lambda index=index: backward(index)]  # type: ignore[misc]
+    found = peaks(actions, device)
+    result = {}
+    for place, index in enumerate(passes.firsts):
+        (top, stays), (back_top, _) = found[2 * place], found[2 * place + 1]
+        gradients = bytes_of(x for x in passes.samples[index].inputs if x.requires_grad)
+        result[index] = max(0, top - max(0, stays), back_top - gradients)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    seconds: float
+    state_bytes: int
+    parameter_bytes: int
+
+
+def _update(sample: Sample, optimizer: OptimizerFactory | None, clock: Clock) -> _Update:
+    """The optimizer's step on copies of a part's parameters."""
+    if optimizer is None or not sample.parameters:
+        return _Update(seconds=0.0, state_bytes=0, parameter_bytes=0)
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    made = optimizer(copies)
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(made).__name__} evaluates the model again in its step (it needs a closure): expected one "
+            f"that steps from gradients alone, such as AdamW"
+        )
+    made.step()
+    marks = [clock.mark()]
+    for _ in range(UPDATES):
+        made.step()
+        marks.append(clock.mark())
+    clock.settle()
+    spans = [clock.seconds(a, b) for a, b in pairwise(marks)]
+    state = [value for each in made.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    return _Update(seconds=Estimate.of(spans).seconds, state_bytes=bytes_of(state), parameter_bytes=bytes_of(copies))
+
+
+def _profile(
+    model: nn.Module,
+    passes: Passes,
+    workspaces: dict[int, int],
+    updates: dict[int, _Update] | None,
+    *,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Profile:
+    seen: set[int] = set()
+    nodes = []
+    for sample in passes.samples:
+        tensors = {id(t): t for t in (*sample.part.module.parameters(), *sample.part.module.buffers())}
+        shared = [t for key, t in tensors.items() if key in seen and isinstance(t, nn.Parameter)]
+        own = [t for key, t in tensors.items() if key not in seen]
+        seen.update(tensors)
+        nodes.append(_node(sample, passes, own=own, shared=shared, workspaces=workspaces, updates=updates))
+    step = passes.step
+    both = [f + b for f, b in zip(step.forward, step.backward, strict=True)]
+    ratio = None
+    if updates is not None:
+        trained = [updates[sample.like] for sample in passes.samples]
+        ratio = sum(u.state_bytes for u in trained) / max(1, sum(u.parameter_bytes for u in trained))
+    return Profile(
+        nodes=tuple(nodes),
+        edges=_edges(passes),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        dtype=_dtype(model, passes, autocast),
+        microbatch_size=int(passes.num_samples),
+        optimizer_ratio=ratio,
+        step_seconds=Estimate.of(step.forward).seconds + Estimate.of(step.backward).seconds,
+        step_spread=Estimate.of(both).spread,
+    )
+
+
+def _node(
+    sample: Sample,
+    passes: Passes,
+    *,
+    own: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor],
+    workspaces: dict[int, int],
+    updates: dict[int, _Update] | None,
+) -> Node:
+    times = passes.times[sample.like]
+    first = passes.samples[sample.like]
+    backward = Estimate.of(times.backward).seconds
+    input_grad, weight_grad = 0.0, 0.0
+    if times.input_grad:
+        input_grad = Estimate.of(times.input_grad).seconds
+        weight_grad = Estimate.of(times.weight_grad).seconds
+    elif passes.splits:
+        input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
+    notes = [sample.part.description]
+    if sample.finish is not None:
+        notes.append("with the loss")
+    if shared:
+        notes.append("some parameters counted before")
+    if first is not sample:
+        notes.append(f"timed as {first.part.name}, its equal")
+    return Node(
+        name=sample.part.name,
+        description=", ".join(notes),
+        forward_seconds=Estimate.of(times.forward).seconds,
+        backward_seconds=backward,
+        activation_bytes=sample.output_bytes,
+        parameter_bytes=bytes_of(t for t in own if isinstance(t, nn.Parameter)),
+        buffer_bytes=bytes_of(t for t in own if not isinstance(t, nn.Parameter)),
+        stash_bytes=sample.stash_bytes,
+        spread=Estimate.of([f + b for f, b in zip(times.forward, times.backward, strict=True)]).spread,
+        input_grad_seconds=input_grad,
+        weight_grad_seconds=weight_grad,
+        update_seconds=0.0 if updates is None else updates[sample.like].seconds,
+        workspace_bytes=workspaces[sample.like],
+    )
+
+
+def _edges(passes: Passes) -> tuple[tuple[str, str], ...]:
+    names = [sample.part.name for sample in passes.samples]
+    edges = [
+        (names[source.producer], names[i])
+        for i, sample in enumerate(passes.samples)
+        for source in sample.sources
+        if source.producer != MODEL_INPUT
+    ]
+    # A part that neither takes nor gives a tensor stays where it stands.
+    linked = {name for edge in edges for name in edge}
+    edges += [
+        (names[max(i - 1, 0)], names[max(i, 1)])
+        for i, name in enumerate(names)
+        if name not in linked and len(names) > 1
+    ]
+    return tuple(edges)
+
+
+def _dtype(model: nn.Module, passes: Passes, autocast: torch.dtype | None) -> str:
+    if autocast is not None:
+        return f"autocast {str(autocast).removeprefix('torch.')}"
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    kinds += [x.dtype for x in passes.samples[0].inputs]
+    return str(kinds[0]).removeprefix("torch.")

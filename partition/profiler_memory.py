@@ -1,0 +1,113 @@
+"""What a part of a model keeps from its forward to its backward, and what it takes for a while."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+class Stash:
+    """Counts what autograd saves, by storage, each once: with the first that saves it.
+
+    Arguments:
+        apart: tensors that are there in any case: parameters, buffers, the model's inputs.
+
+    What an autograd.Function keeps as an attribute of its context, past `save_for_backward`, is not seen.
+    """
+
+    def __init__(self, apart: Iterable[torch.Tensor]) -> None:
+        # The storages are held, so that no other one gets the address of one that was counted.
+        self._known = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in apart}
+        self._bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[], int]]:
+        """Within: yields a function that gives the bytes saved in this block [bytes]."""
+        self._bytes = 0
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
+            yield lambda: self._bytes
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._known:
+                self._known[storage.data_ptr()] = storage
+                self._bytes += storage.nbytes()
+        return tensor
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Without gaps and overlaps [bytes]."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list[tuple[int, int]]:
+    """Run each; (the most that was allocated above what stood at its start, what stays) [bytes].
+
+    CPU: from the allocator's events, by torch.profiler. CUDA: from the allocator's counters.
+    """
+    return _cuda_peaks(actions, device) if device.type == "cuda" else _cpu_peaks(actions)
+
+
+def _cuda_peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list[tuple[int, int]]:
+    found = []
+    for action in actions:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        kept = action()
+        torch.cuda.synchronize(device)
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        found.append((peak - before, after - before))
+        del kept
+    return found
+
+
+_MARK = "stagewright action "
+
+
+def _cpu_peaks(actions: Sequence[Callable[[], object]]) -> list[tuple[int, int]]:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        for number, action in enumerate(actions):
+            with record_function(f"{_MARK}{number}"):
+                kept = action()
+            del kept
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    spans: dict[int, tuple[int, int]] = {}
+    changes: list[tuple[int, int]] = []
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif event.name().startswith(_MARK):
+            spans[int(event.name().removeprefix(_MARK))] = (event.start_ns(), event.end_ns())
+    changes.sort(key=lambda change: change[0])  # stable: those of one moment stay in order
+    found = []
+    for number in range(len(actions)):
+        begin, end = spans[number]
+        level = most = 0
+        for moment, change in changes:
+            if begin <= moment <= end:
+                level += change
+                most = max(most, level)
+        found.append((most, level))
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Kineto says on the process's standard error that it begins and ends (torch 2.13), past any setting."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

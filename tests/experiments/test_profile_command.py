@@ -1,0 +1,164 @@
+"""`stagewright profile`: what it prints and writes, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.profile_command import (
+    cluster_of,
+    folded,
+    summary,
+)
+from stagewright.partition import Cluster, Node, Profile
+
+SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
+CHAIN = Profile(
+    nodes=tuple(
+        Node(
+            name=name,
+            forward_seconds=1,
+            backward_seconds=2,
+            activation_bytes=100,
+            parameter_bytes=10,
+            stash_bytes=1000,
+            workspace_bytes=workspace,
+        )
+        for name, workspace in zip("abcd", (5, 6, 7, 8), strict=True)
+    ),
+    optimizer_ratio=2.0,
+)
+
+
+def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "gpt.json"
+    assert main(["profile", *SMALL, "--out", str(path), "--stages", "2", "--microbatches", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "blocks.0.norm1" in printed.out
+    assert "x2" in printed.out
+    assert "blocks.1.norm1 " not in printed.out.split("memory at the peak")[0]  # folded into the row of its equal
+    assert "the sum of the parts is" in printed.out
+    assert "memory at the peak of 1f1b, 4 microbatches" in printed.out
+    assert "parts, " in printed.err
+    profile = Profile.load(path)
+    assert profile.microbatch_size == 2
+    assert profile.optimizer_ratio == pytest.approx(2, abs=0.1)
+    assert main(["profile", "--from-json", str(path)]) == 0
+    again = capsys.readouterr()
+    assert again.out.splitlines()[0].rstrip() in printed.out
+    assert again.err == ""
+    assert main(["profile", "--from-json", str(path), "--json"]) == 0
+    assert Profile.from_json(capsys.readouterr().out) == profile
+
+
+def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *SMALL, "--json", "--optimizer", "off", "--dtype", "autocast", "--microbatch", "3"]) == 0
+    profile = Profile.from_json(capsys.readouterr().out)
+    assert (profile.dtype, profile.microbatch_size, profile.optimizer_ratio) == ("autocast bfloat16", 3, None)
+
+
+def test_pipedreams_text_is_converted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "graph.txt"
+    figures = "forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0"
+    text.write_text(f"node1 -- Linear() -- {figures}\nnode2 -- ReLU() -- {figures}\n\tnode1 -- node2\n")
+    assert main(["profile", "--pipedream", str(text), "--out", str(tmp_path / "p.json")]) == 0
+    assert "2 parts" in capsys.readouterr().out
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.origin == "published"
+    assert profile.parts_seconds == pytest.approx(9e-3)
+
+
+def test_nodes_that_were_timed_as_one_make_a_row() -> None:
+    def make(name: str, seconds: float) -> Node:
+        return Node(name=name, forward_seconds=seconds, backward_seconds=1, spread=0.1)
+
+    rows = folded([make("a", 1), make("b", 2), make("c", 1)])
+    assert [(node.name, count) for node, count in rows] == [("a", 2), ("b", 1)]
+    assert len(folded(CHAIN.nodes)) == 4  # not measured here: equal figures mean nothing
+
+
+def test_what_recomputation_costs_and_saves() -> None:
+    text = "\n".join(summary(CHAIN))
+    assert "F 4000.00 ms, B 8000.00 ms" in text
+    assert "4000.00 ms more a microbatch (F again, 33% of F + B)" in text
+    assert "whole step" not in text
+
+
+def test_a_busy_machine_is_told() -> None:
+    def text(spread: float) -> str:
+        return "\n".join(summary(replace(CHAIN, step_seconds=10.0, step_spread=spread)))
+
+    assert "whole step   10000.00 ms (spread 5.0%) for F + B at once; the sum of the parts is +20.0% from it" in text(
+        0.05
+    )
+    assert "busy" not in text(0.05)
+    assert "busy" in text(0.3)
+
+
+# --- links ---
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_links_between_local_processes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    assert main(["profile", "--links", "--ranks", "2", "--out", str(path)]) == 0
+    assert "host" in capfd.readouterr().out
+    (level,) = Cluster.load(path).levels
+    assert (level.name, level.size) == ("host", 2)
+    assert level.bandwidth > 1e6
+
+
+def test_levels_become_a_cluster() -> None:
+    from stagewright.comm.links import LinkLevel, MeasuredLinks
+
+    def level(name: str, size: int, bandwidth: float) -> LinkLevel:
+        return LinkLevel(
+            name=name, size=size, bandwidth=bandwidth, latency=1e-6, residual=0, pairs=(), fits=(), seconds=()
+        )
+
+    cluster = cluster_of(MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9))))
+    assert cluster.num_devices == 8
+    assert cluster.path_bandwidths == (1e10, 1e9)
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--microbatch", "0"), "--microbatch 0: expected at least 1"),
+        (("--seconds", "0"), "--seconds 0.0: expected a number above 0"),
+        (("--stages", "0"), "--stages 0: expected at least 1"),
+        (("--ranks", "2"), "--ranks 2 without --links"),
+        (("--links", "--ranks", "1"), "--ranks 1 with --links: expected at least 2"),
+        (("--links", "--from-json", "x.json"), "--links and --from-json: expected one of them"),
+        (("--from-json", "no/such.json"), "cannot read 'no/such.json': No such file"),
+        (("--width", "30", "--heads", "4"), "width=30 with heads=4"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    assert main(["profile", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_malformed_profile_names_file_and_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    record = json.loads(CHAIN.to_json())
+    record["nodes"][2]["backward_seconds"] = -1
+    path.write_text(json.dumps(record))
+    assert main(["profile", "--from-json", str(path)]) == 2
+    assert "bad.json: nodes[2]: backward_seconds: -1: expected a finite number of at least 0" in capsys.readouterr().err
+
+
+def test_a_profile_needs_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["profile"]) == 2
+    assert "a profile needs one process" in capsys.readouterr().err
