@@ -96,7 +96,7 @@ def read_plan(plan: PlanLike) -> Plan:
     if not isinstance(plan, str | os.PathLike):
         raise ValueError(f"plan={plan!r:.60}: expected a Plan, or the name of a .json file")
     try:
-        return Plan.load(plan)
+        return Plan.load(Path(plan))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .auto import AutoLayout
 
 AUTO = "auto"
+DEFAULT_SCHEDULE = "1f1b"
 
 
 class PipelineModule:
@@ -99,10 +100,10 @@ class PipelineModule:
         for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
             if value is not None and not callable(value):
                 raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
-        for name, given in (("lr_scheduler", lr_scheduler), ("max_grad_norm", max_grad_norm)):
-            if given is not None and optimizer is None:
+        for name, needy in (("lr_scheduler", lr_scheduler), ("max_grad_norm", max_grad_norm)):
+            if needy is not None and optimizer is None:
                 raise ValueError(
-                    f"{name}={given!r} without an optimizer: expected optimizer= beside it, since train_step applies "
+                    f"{name}={needy!r} without an optimizer: expected optimizer= beside it, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
         if example_inputs is not None and not isinstance(example_inputs, list | tuple):
@@ -139,14 +140,14 @@ class PipelineModule:
             num_ranks = read_mesh(sizes, self.world, wanted=None).num_ranks
             self._auto = AutoLayout(model, self.world, settings, num_ranks=num_ranks, num_microbatches=num_microbatches)
         else:
-            name = "1f1b" if schedule is None else schedule
-            whole = read_schedule(name)
+            wanted = DEFAULT_SCHEDULE if schedule is None else schedule
+            whole = read_schedule(wanted)
             if whole is None:
-                canonical_name(str(name))  # refuse an unknown name before looking for other ranks
+                canonical_name(str(wanted))  # refuse an unknown name before looking for other ranks
             self.world = join_world(device=run_on, timeout=timeout)
             axes = read_mesh(sizes, self.world, wanted=None if whole is None else whole.num_ranks)
             one = build_schedule(
-                str(name), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
+                str(wanted), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
             )
             layout = layout_of_options(
                 one, self.world, num_data=axes.data, split_points=split_points, recompute=recompute

@@ -6,6 +6,7 @@ step:   cut the batch -> engine.run -> losses -> tied gradients -> clip -> updat
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,6 +89,7 @@ class Runtime:
         check_inputs(inputs, len(self._own_microbatches()))
         with self._guard.together():
             self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
+        gc.collect()  # graphs in reference cycles hold the weights of other ranks' stages
 
     def ready(self, arguments: Sequence[Any]) -> None:
         """Build the stages for such arguments, unless they are built."""

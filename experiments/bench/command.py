@@ -1,8 +1,9 @@
 """`stagewright bench`: runs the workloads that the cases need, and prints every figure beside its target.
 
-simulator    its own process a repetition
-overhead     its own process (in one: the engine without messages), and P = 2 processes
-the rest     P = 2, 4 and 8 processes: one set for each P, in which both sides run in turn
+simulator, partitioner, planner   a process of its own a repetition
+overhead                          its own process (in one: the engine without messages), and P = 2 processes
+memory of a planned run           fresh processes a repetition, under both settings of malloc
+the rest                          P = 2, 4 and 8 processes: one set for each P, in which all sides run in turn
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,17 @@ import tyro
 
 from ..launcher import launch
 from .figures import figures_of
+from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, Contest, MemoryKind, PlannedRun, check_pipedream_data
 from .races import RACES, Race
 from .records import Record, read_records
 from .workloads import CASES, Case, ModelKind, Workload, select_cases, workloads_of
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# A fixed threshold [bytes], above which glibc's malloc gives memory back when it is freed. By default the threshold
+# grows to what has been freed, and most tensors stay with the process.
+_MALLOC = {MemoryKind.IN_USE: {"MALLOC_MMAP_THRESHOLD_": "65536"}, MemoryKind.RESIDENT: {}}
 _PING_PONG, _RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker beside the workloads
+_PLANNING = ("partitioner", "planner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,8 @@ def run(argv: Sequence[str]) -> int:
     cases = select_cases(options.only)
     if options.repetitions < 1:
         raise ValueError(f"--repetitions {options.repetitions}: expected at least 1")
+    if any(case.name == "partitioner" for case in cases):
+        check_pipedream_data()
     try:
         with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
             records = collect(cases, options, Path(folder))
@@ -85,25 +93,44 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     workloads = workloads_of(cases)
     records: list[Record] = []
     if "simulator" in names:
-        records += _run_simulator(options, folder)
+        records += _run_often("simulator", "simulator", [], options, folder)
+    for name in _PLANNING:
+        if name in names:
+            records += _run_often(name, "planning_speed", ["--case", name], options, folder)
     tiny = [workload for workload in workloads if workload.model is ModelKind.TINY]
     if tiny:
         records += _run_in_process(tiny, options, folder)
-    sized: list[Workload | Race] = [*workloads, *(RACES[name] for case in cases for name in case.races)]
+    sized: list[Workload | Race | PlannedRun | Contest] = [*workloads]
+    for case in cases:
+        sized += [RACES[name] for name in case.races]
+        sized += [PLANNED_RUNS[name] for name in case.planned_runs]
+        sized += [CONTESTS[name] for name in case.contests]
     for num_ranks in sorted({one.num_ranks for one in sized} | {2}):
         jobs = [one.name for one in sized if one.num_ranks == num_ranks]
         if num_ranks == 2:
             jobs = [_PING_PONG] * bool(tiny) + jobs + [_RECEIVE_BYTES] * (_RECEIVE_BYTES in names)
         if jobs:
             records += _run_ranks(num_ranks, jobs, options, folder)
+    for job, (run, kind) in MEMORY_JOBS.items():
+        if run in sized:
+            for _ in range(options.repetitions):
+                records += _run_ranks(run.num_ranks, [job], options, folder, environment=_MALLOC[kind])
     return records
 
 
-def _run_ranks(num_ranks: int, jobs: Sequence[str], options: BenchOptions, folder: Path) -> list[Record]:
+def _run_ranks(
+    num_ranks: int,
+    jobs: Sequence[str],
+    options: BenchOptions,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> list[Record]:
     out = folder / f"ranks-{num_ranks}.jsonl"
     _say(f"{num_ranks} processes: {', '.join(jobs)}")
     arguments = ["--jobs", *jobs, "--repetitions", str(options.repetitions), "--out", str(out)]
-    result = launch(_module("worker", arguments), num_ranks=num_ranks, environment=_ENVIRONMENT)
+    result = launch(
+        _module("worker", arguments), num_ranks=num_ranks, environment={**_ENVIRONMENT, **(environment or {})}
+    )
     if result.status != 0:
         raise BenchError(result.report)
     if result.report:
@@ -119,12 +146,13 @@ def _run_in_process(workloads: Sequence[Workload], options: BenchOptions, folder
     return read_records(out)
 
 
-def _run_simulator(options: BenchOptions, folder: Path) -> list[Record]:
+def _run_often(name: str, module: str, arguments: Sequence[str], options: BenchOptions, folder: Path) -> list[Record]:
+    """A process a repetition."""
     records: list[Record] = []
     for repetition in range(options.repetitions):
-        _say(f"simulator: repetition {repetition + 1}/{options.repetitions}")
-        out = folder / f"simulator-{repetition}.jsonl"
-        _run_alone("simulator", ["--out", str(out)])
+        _say(f"{name}: repetition {repetition + 1}/{options.repetitions}")
+        out = folder / f"{name}-{repetition}.jsonl"
+        _run_alone(module, [*arguments, "--out", str(out)])
         records += read_records(out)
     return records
 

@@ -3,74 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from statistics import median
 
+from .figure import GIGABYTE, Figure, Judged, Origin, Target, error_of, milliseconds
+from .figures_plans import plan_figures
 from .races import RACES, Race
 from .records import Measurement, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
 from .workloads import WORKLOADS, Case, ModelKind, Workload
-
-GIGABYTE = 1e9
-
-
-class Origin(StrEnum):
-    """Where a figure comes from."""
-
-    MEASURED = "measured"  # real work in real processes
-    EMULATED = "emulated"  # real processes and messages, stages that sleep
-    SIMULATED_OVER_MEASURED = "simulated / measured"
-    SIMULATED_OVER_EMULATED = "simulated / emulated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is asked of a figure.
-
-    Arguments:
-        limit: of the median.
-        at_least: the median must not be below it (else: not above).
-        noise: a limit within the samples' range is met, since no difference is then seen.
-    """
-
-    limit: float
-    at_least: bool = False
-    noise: bool = False
-
-    def met(self, spread: Spread) -> bool:
-        """Whether the samples meet it."""
-        if self.at_least:
-            return spread.median >= self.limit
-        return (spread.low if self.noise else spread.median) <= self.limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One line of the report.
-
-    Arguments:
-        workload: what was run, for people.
-        what: what the value is.
-        unit: "ratio", "error" (a fraction) or a unit of measurement.
-        target: None for what is only reported.
-        note: the times behind a ratio.
-    """
-
-    case: str
-    workload: str
-    what: str
-    unit: str
-    value: Spread
-    target: Target | None
-    origin: Origin
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """ok, missed, or nothing where nothing was asked."""
-        if self.target is None:
-            return ""
-        return "ok" if self.target.met(self.value) else "missed"
 
 
 def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
@@ -94,7 +33,7 @@ def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
         found += _receive_bytes([r for r in records if isinstance(r, ReceiveBytes)])
     if case.name == "simulator":
         found += _simulator([r for r in records if isinstance(r, SimulatorSpeed)])
-    return found
+    return found + plan_figures(case, records)
 
 
 def _origin(workload: Workload) -> Origin:
@@ -118,7 +57,7 @@ def _over_torch(case: Case, workload: Workload, measurement: Measurement) -> Fig
         what="step, ours / torch",
         unit="ratio",
         value=Spread.of_ratios(measurement.ours, measurement.torch),
-        target=targets.get(case.name, Target(limit=1.0, noise=True)),
+        target=targets.get(case.name, Target(limit=1.0, judged=Judged.BEST)),
         origin=_origin(workload),
         note=f"{milliseconds(ours)} / {milliseconds(theirs)}",
     )
@@ -143,15 +82,12 @@ def _over_ideal(case: Case, workload: Workload, measurement: Measurement) -> Fig
 def _prediction(workload: Workload, measurement: Measurement) -> Figure:
     sleeps = workload.model is ModelKind.SLEEP
     measured = Spread.of(measurement.makespans)
-    errors = [abs(measurement.predicted / makespan - 1) for makespan in measurement.makespans]
-    # The target is on the median makespan; the range says what single steps did.
-    error = abs(measurement.predicted / measured.median - 1)
     return Figure(
         case="prediction",
         workload=_described(workload) + ("" if sleeps else " GPT"),
         what="error of the makespan",
         unit="error",
-        value=Spread(median=error, low=min(errors), high=max(errors)),
+        value=error_of(measurement.predicted, measurement.makespans),
         target=Target(limit=0.02 if sleeps else 0.03),
         origin=Origin.SIMULATED_OVER_EMULATED if sleeps else Origin.SIMULATED_OVER_MEASURED,
         note=f"{measurement.predicted * 1e3:.2f} / {measured.median * 1e3:.2f} ms, "
@@ -181,7 +117,6 @@ def _race(case: Case, race: Race, times: RaceTimes) -> list[Figure]:
             )
         )
     period = Spread.of(own).median
-    errors = [abs(times.predicted / seconds - 1) for seconds in own]
     sleeps = first.workload.model is ModelKind.SLEEP
     found.append(
         Figure(
@@ -189,7 +124,7 @@ def _race(case: Case, race: Race, times: RaceTimes) -> list[Figure]:
             workload=_described(first.workload),
             what="error of the period",
             unit="error",
-            value=Spread(median=abs(times.predicted / period - 1), low=min(errors), high=max(errors)),
+            value=error_of(times.predicted, own),
             target=None,
             origin=Origin.SIMULATED_OVER_EMULATED if sleeps else Origin.SIMULATED_OVER_MEASURED,
             note=f"{times.predicted * 1e3:.2f} / {period * 1e3:.2f} ms, bubble {Spread.of(times.bubbles).median:.1%}",
@@ -253,12 +188,3 @@ def _simulator(records: Sequence[SimulatorSpeed]) -> list[Figure]:
         ),
         figure(large, "peak memory", "GB", [r.peak_bytes / GIGABYTE for r in records], Target(limit=1.0)),
     ]
-
-
-def milliseconds(spread: Spread) -> str:
-    """A median in milliseconds.
-
-    >>> milliseconds(Spread(median=0.0123, low=0.0, high=1.0))
-    '12.30 ms'
-    """
-    return f"{spread.median * 1e3:.2f} ms"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +108,97 @@ class SimulatorSpeed:
     peak_bytes: int
 
 
-Record = Measurement | RaceTimes | PingPong | ReceiveBytes | Breakdown | SimulatorSpeed
-_TYPES: dict[str, type[Record]] = {
-    kind.__name__: kind for kind in (Measurement, RaceTimes, PingPong, ReceiveBytes, Breakdown, SimulatorSpeed)
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningSpeed:
+    """How long one process took for one problem of the partitioner or the planner.
+
+    Arguments:
+        case: "partitioner" or "planner".
+        problem: for people.
+        variant: what the same problem was solved by or for.
+        seconds: [runs] of it, profile read and modules imported before [s].
+        limit: asked of it [s].
+        plan: what was found, for people.
+        peak_bytes: resident, of the whole process, at its end.
+    """
+
+    case: str
+    problem: str
+    variant: str
+    seconds: list[float]
+    limit: float
+    plan: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTimes:
+    """A planned run's step time.
+
+    Arguments:
+        plan: what ran, for people.
+        predicted: by the plan [s].
+        measured: [repetitions] from one instant to the end of the last rank [s].
+        makespans: [repetitions] first start to last end of any action, without the update [s].
+        simulated: makespan of the same schedule from costs that were measured while it ran [s].
+        planned_work, measured_work: F + B of all stages for one microbatch [s].
+    """
+
+    run: str
+    plan: str
+    predicted: float
+    measured: list[float]
+    makespans: list[float]
+    simulated: float
+    planned_work: float
+    measured_work: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """A planned run's memory in one set of fresh processes.
+
+    Arguments:
+        kind: a MemoryKind.
+        predicted: by rank, by the plan [bytes].
+        measured: by rank, peak growth of resident memory from before the model was made [bytes].
+    """
+
+    run: str
+    kind: str
+    predicted: list[float]
+    measured: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTimes:
+    """One contest.
+
+    Arguments:
+        cuts: by contestant: the stages, for people.
+        seconds: by contestant: [repetitions] step times [s].
+        predicted: of the profile's cut, by its plan [s].
+    """
+
+    contest: str
+    cuts: dict[str, str]
+    seconds: dict[str, list[float]]
+    predicted: float
+
+
+Record = (
+    Measurement
+    | RaceTimes
+    | PingPong
+    | ReceiveBytes
+    | Breakdown
+    | SimulatorSpeed
+    | PlanningSpeed
+    | PlannedTimes
+    | PlannedMemory
+    | CutTimes
+)
+_TYPES: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ... import __version__
 from ..launcher import num_cores
-from .figures import Figure, Target
+from .figure import Figure, Judged, Target
 from .records import Breakdown, Measurement, PingPong, Record, Spread
 from .workloads import WORKLOADS, Workload
 
@@ -59,7 +59,7 @@ class Report:
         console.print(
             "Medians with [smallest .. largest] sample; ratios to torch are of neighbouring repetitions. "
             "measured: real work in real processes, one thread each. emulated: real processes and messages, "
-            "stages that sleep. simulated: the event simulator.",
+            "stages that sleep. simulated: the event simulator. planned: what the plan said before it was run.",
             markup=False,
         )
         if self.repetitions < MIN_REPETITIONS:
@@ -135,15 +135,16 @@ def shown(value: float, unit: str) -> str:
     """
     if unit == "error":
         return f"{value:.2%}"
-    if unit == "actions/s":
-        return f"{value:,.0f}"
+    if unit in ("actions/s", "ms"):
+        return f"{value:,.0f}" if unit == "actions/s" else f"{value:.1f} ms"
     return f"{value:.3f}" if unit == "ratio" else f"{value:.2f} {unit}"
 
 
 def _shown_target(target: Target | None, unit: str) -> str:
     if target is None:
         return ""
-    return f"{'>=' if target.at_least else '<='} {shown(target.limit, unit)}"
+    which = "all " if target.judged is Judged.WORST else ""
+    return f"{which}{'>=' if target.at_least else '<='} {shown(target.limit, unit)}"
 
 
 def environment() -> dict[str, str]:

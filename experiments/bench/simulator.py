@@ -44,7 +44,7 @@ def measure_simulator(*, num_ranks: int = 64, num_chunks: int = 4, num_microbatc
         actions_per_second=rate,
         build_check_simulate=seconds,
         num_actions=sum(len(rank.compute) for rank in timeline.ranks),
-        peak_bytes=_peak_resident_bytes(),
+        peak_bytes=peak_resident_bytes(),
     )
 
 
@@ -60,7 +60,7 @@ def _rate() -> float:
     return num_actions / median(times)
 
 
-def _peak_resident_bytes() -> int:
+def peak_resident_bytes() -> int:
     """VmHWM: unlike ru_maxrss it does not begin with what the starting process had."""
     status = Path("/proc/self/status")
     if status.exists():

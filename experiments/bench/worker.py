@@ -11,7 +11,6 @@ last backward, so that no rank can begin a batch in earnest before rank 0 is thr
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +24,19 @@ import tyro
 
 from ...schedules import simulate
 from ..launcher import report_to_launcher
-from .models import SPIN, Problem, make_problem, sleep_until
+from .cuts import run_contest
+from .models import Problem, make_problem
+from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, plan_file
+from .planned import run_memory, run_planned
 from .races import RACES, Race, Runner
 from .records import Measurement, PingPong, RaceTimes, ReceiveBytes, Record, write_records
 from .sides import OurSide, Side, TorchSide
+from .timing import say, timed
 from .workloads import WORKLOADS, ModelKind, Workload
 
 PING_PONG = "ping-pong"
 RECEIVE_BYTES = "receive-bytes"
 
-_AHEAD = 0.005  # [s] from the naming of an instant to the instant
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _WARM_UP_STEPS = 2
 
@@ -44,7 +46,7 @@ class WorkerOptions:
     """What a rank of a bench runs."""
 
     jobs: tuple[str, ...]
-    """Names of workloads, ping-pong or receive-bytes, in order."""
+    """Names of workloads, races, planned runs or contests, ping-pong or receive-bytes, in order."""
     repetitions: int
     """Of each workload and side."""
     out: Path
@@ -58,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with report_to_launcher():
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
         records: list[Record] = []
+        folder = options.out.parent
         for job in options.jobs:
             if job == PING_PONG:
                 records.append(ping_pong(torch.zeros(1, 8), rounds=500))
@@ -65,18 +68,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 records += receive_bytes()
             elif job in RACES:
                 records.append(run_race(RACES[job], repetitions=options.repetitions))
+            elif job in PLANNED_RUNS:
+                run = PLANNED_RUNS[job]
+                records.append(run_planned(run, repetitions=options.repetitions, file=plan_file(folder, run)))
+            elif job in MEMORY_JOBS:
+                run, kind = MEMORY_JOBS[job]
+                records.append(run_memory(run, kind, file=plan_file(folder, run)))
+            elif job in CONTESTS:
+                records.append(run_contest(CONTESTS[job], repetitions=options.repetitions))
             else:
                 records.append(measure(WORKLOADS[job], repetitions=options.repetitions))
         if dist.get_rank() == 0:
             write_records(options.out, records)
         dist.barrier()
         dist.destroy_process_group()
-
-
-def say(text: str) -> None:
-    """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 # Workloads
@@ -120,29 +125,14 @@ def _warm_up(workload: Workload, torch_side: Side, our_side: Side) -> None:
     """First steps (torch infers its shapes in one), and a look whether both sides do the same work."""
     for _ in range(_WARM_UP_STEPS):
         for side in (torch_side, our_side):
-            _timed(side.step)
+            timed(side.step)
         theirs, mine = torch_side.loss, our_side.loss
         if theirs is not None and mine is not None and abs(theirs - mine) > 1e-4 * max(1.0, abs(theirs)):
             raise RuntimeError(f"{workload.name}: torch's loss is {theirs}, ours {mine}: not the same work")
 
 
 def _repetition(workload: Workload, side: Side) -> float:
-    return median(_timed(side.step) for _ in range(workload.steps))
-
-
-def _timed(step: Callable[[], None]) -> float:
-    """Run a step on all ranks from one instant; seconds to the end of the last rank."""
-    instant = torch.zeros((), dtype=torch.float64)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        instant.fill_(time.perf_counter() + _AHEAD + SPIN)
-    dist.broadcast(instant, src=0)
-    start = float(instant)
-    sleep_until(start)
-    step()
-    end = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(end, op=dist.ReduceOp.MAX)
-    return float(end)
+    return median(timed(side.step) for _ in range(workload.steps))
 
 
 # Races

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from .plan_workloads import CONTESTS, PLANNED_RUNS
+
 
 class ModelKind(StrEnum):
     """What the stages are."""
@@ -64,12 +66,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question: a name for `--only`, and the workloads or races that it needs (none: it measures by itself)."""
+    """A question: a name for `--only`, and what it needs of each table (nothing: it measures by itself)."""
 
     name: str
     summary: str
     workloads: tuple[str, ...] = ()
     races: tuple[str, ...] = ()
+    planned_runs: tuple[str, ...] = ()
+    contests: tuple[str, ...] = ()
 
 
 def _tiny(schedule: str, num_chunks: int) -> Workload:
@@ -170,6 +174,21 @@ CASES: dict[str, Case] = {
         ),
         Case(name="receive-bytes", summary="receives posted and not consumed: the same for M=8 and M=64"),
         Case(name="simulator", summary="the simulator's own speed and memory"),
+        Case(
+            name="partitioner",
+            summary="its speed: published profiles in 1/20 of PipeDream's time, 1,000 layers on 1,024 devices in 10 s",
+        ),
+        Case(name="planner", summary="its speed: a transformer of 100 layers on 1,024 GPUs in 60 s"),
+        Case(
+            name="planned-run",
+            summary="plans carried out: step time within 10% (a GPT) and 5% (layers that sleep), memory within 10%",
+            planned_runs=tuple(PLANNED_RUNS),
+        ),
+        Case(
+            name="uneven-cut",
+            summary="uneven models on two ranks: cut by profile, faster than equal layers or equal parameters",
+            contests=tuple(CONTESTS),
+        ),
     )
 }
 

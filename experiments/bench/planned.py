@@ -1,0 +1,91 @@
+"""A plan made by measuring and carried out on the same ranks: its step time, and in fresh processes its memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from statistics import median
+
+import torch.distributed as dist
+
+from ...partition.plan_text import describe
+from ...partition.plans import Plan
+from ...schedules import simulate
+from ..gpt import GPTConfig
+from ..run_folder import MemoryMeter
+from .model_side import ModelSide, plan_by_measuring
+from .plan_workloads import MemoryKind, PlannedRun
+from .records import PlannedMemory, PlannedTimes
+from .timing import say, timed
+from .whole_models import gpt_problem, planned_problem
+
+_WARM_UP_STEPS = 2
+_MEMORY_STEPS = 4  # the optimizer's state is there from the first on
+
+
+def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTimes:
+    """Profile, plan and run. Rank 0 leaves the plan in `file`. Collective over the processes."""
+    problem = planned_problem(run)
+    say(f"{run.name}: profiling and planning")
+    restrictions = {} if run.data_sizes is None else {"data_sizes": run.data_sizes}
+    plan = plan_by_measuring(problem, num_microbatches=run.num_microbatches, **restrictions)
+    assert plan.simulated_step_time is not None
+    if dist.get_rank() == 0:
+        file.write_text(plan.to_json(), encoding="utf-8")
+    shape = f"{plan.schedule} {describe(plan)}"
+    say(f"{run.name}: {shape}")
+    side = ModelSide(problem, plan=plan)
+    for _ in range(_WARM_UP_STEPS):
+        timed(side.step)
+    side.pipe.forget_measurements()
+    measured, makespans = [], []
+    for repetition in range(repetitions):
+        measured.append(median(timed(side.step) for _ in range(run.steps)))
+        assert side.result is not None
+        makespans.append(side.result.timeline().makespan)
+        times = f"{measured[-1] * 1e3:.2f} ms, planned {plan.simulated_step_time * 1e3:.2f}"
+        say(f"{run.name}: repetition {repetition + 1}/{repetitions}: {times}")
+    costs, schedule = side.pipe.measured_costs(), side.pipe.schedule
+    table = costs.table(num_stages=schedule.num_stages)
+    side.pipe.close()
+    return PlannedTimes(
+        run=run.name,
+        plan=shape,
+        predicted=plan.simulated_step_time,
+        measured=measured,
+        makespans=makespans,
+        simulated=simulate(schedule, costs).makespan,
+        planned_work=sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages),
+        measured_work=sum(table.forward) + sum(table.backward),
+    )
+
+
+def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemory:
+    """Carry out the plan in `file` for a few steps; meant for processes that were started for `kind`.
+
+    What torch and torch.export load with their first model, whichever it is, is no part of the plan: a tiny model is
+    run before the meter starts. Collective over the processes.
+    """
+    plan = Plan.load(file)
+    say(f"{run.name}: memory {kind}")
+    _load_everything()
+    gc.collect()
+    meter = MemoryMeter()
+    side = ModelSide(planned_problem(run), plan=plan)
+    for _ in range(_MEMORY_STEPS):
+        side.step()
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, meter.peak())
+    side.pipe.close()
+    predicted = plan.memory_bytes
+    return PlannedMemory(
+        run=run.name, kind=kind, predicted=[predicted.get(rank, 0.0) for rank in range(len(peaks))], measured=peaks
+    )
+
+
+def _load_everything() -> None:
+    """A step of a tiny GPT over the same ranks: modules, threads and tables that the first model brings in."""
+    tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
+    side = ModelSide(tiny, schedule="1f1b", num_microbatches=4)
+    side.step()
+    side.pipe.close()

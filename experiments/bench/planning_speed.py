@@ -1,0 +1,147 @@
+"""How fast the partitioner and the planner are, in a process of its own with one thread and without torch."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
+from ...partition.device_model import DeviceModel
+from ...partition.plan_text import describe
+from ...partition.transformer import Transformer, TransformerSource
+from .plan_workloads import PIPEDREAM_DATA, PUBLISHED
+from .records import PlanningSpeed, write_records
+from .simulator import peak_resident_bytes
+
+PARTITIONER, PLANNER = "partitioner", "planner"
+
+_FLAT = [[16, 1.25e9]]
+_TWO_LEVEL = [[4, 1e10], [4, 1.25e9]]
+_RUNS = 5  # of a short problem, in one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """What to measure, and where to write."""
+
+    case: str
+    """partitioner or planner."""
+    out: Path
+    """Records go here."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure once and write."""
+    options = tyro.cli(PlanningOptions, args=argv)
+    records = [*published(), *large_chain()] if options.case == PARTITIONER else [large_transformer()]
+    peak = peak_resident_bytes()
+    write_records(options.out, [replace(record, peak_bytes=peak) for record in records])
+
+
+def published(models: Sequence[str] = PUBLISHED) -> Iterator[PlanningSpeed]:
+    """Each published profile on 16 devices, flat, and resnet50 on 4x4, by both cost models.
+
+    Flat, 1/20 of what PipeDream's optimizer took is asked, or 20 ms; on 4x4 a second.
+    """
+    walls = _recorded_walls()
+    for model in models:
+        profile = read_pipedream_profile(PIPEDREAM_DATA / f"{model}.txt")
+        problems = [(f"{model} on 16", _FLAT, max(0.02, walls[model] / 20))]
+        if model == "resnet50":
+            problems.append((f"{model} on 4x4", _TWO_LEVEL, 1.0))
+        for problem, levels, limit in problems:
+            cluster = Cluster.from_levels([(int(size), bandwidth) for size, bandwidth in levels])
+            for cost_model in ("default", "pipedream"):
+                yield _measured(
+                    PARTITIONER,
+                    problem,
+                    f"{cost_model} model",
+                    limit,
+                    lambda profile=profile, cluster=cluster, cost_model=cost_model: partition(  # type: ignore[misc]
+                        profile, cluster, cost_model=cost_model, activation_compression_ratio=1.0
+                    ),
+                    runs=_RUNS,
+                )
+
+
+def large_chain(*, num_layers: int = 1000, cluster: str = "128x8") -> Iterator[PlanningSpeed]:
+    """A chain of layers on two levels of links: with a given M, and for a stream of microbatches."""
+    draw = random.Random(0)
+    nodes = []
+    for number in range(num_layers):
+        seconds, activation = draw.uniform(1e-3, 3e-3), draw.uniform(1e6, 3e7)
+        nodes.append(
+            Node(
+                name=f"layer{number}",
+                forward_seconds=seconds,
+                backward_seconds=2 * seconds,
+                activation_bytes=activation,
+                parameter_bytes=draw.uniform(1e6, 1e8),
+                stash_bytes=4 * activation,
+            )
+        )
+    profile = Profile(nodes=tuple(nodes), origin="formula")
+    devices = Cluster.parse(f"{cluster}:nvlink=300GB/s,net=12GB/s:80GB")
+    for num_microbatches in (512, None):
+        yield _measured(
+            PARTITIONER,
+            f"{num_layers:,} layers on {cluster}",
+            "any M" if num_microbatches is None else f"M={num_microbatches}",
+            10.0,
+            lambda M=num_microbatches: partition(profile, devices, num_microbatches=M),  # type: ignore[misc]
+        )
+
+
+def large_transformer(*, num_layers: int = 100, cluster: str = "128x8", global_batch: int = 1536) -> PlanningSpeed:
+    """A whole plan: sizes, schedule, microbatch and cuts for a transformer of 80 billion parameters on A100s."""
+    devices = Cluster.parse(f"{cluster}:nvlink=300GB/s@5us,infiniband=25GB/s@10us:80GB")
+    shape = Transformer(layers=num_layers, hidden=8192, heads=64, vocabulary=51200, length=2048)
+    source = TransformerSource(transformer=shape, device=DeviceModel.preset("A100-80GB"), cluster=devices)
+    return _measured(
+        PLANNER,
+        f"{num_layers} layers on {cluster}",
+        f"batch of {global_batch:,}",
+        60.0,
+        lambda: plan(source, devices, global_batch=global_batch),
+    )
+
+
+def _measured(
+    case: str, problem: str, variant: str, limit: float, solve: Callable[[], Plan], *, runs: int = 1
+) -> PlanningSpeed:
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        found = solve()
+        seconds.append(time.perf_counter() - start)
+    width = len(found.stages) // found.num_chunks
+    shape = describe(found) if width <= 16 else f"{width} stages, {sum(found.replicas[:width])} ranks in use"
+    return PlanningSpeed(
+        case=case,
+        problem=problem,
+        variant=variant,
+        seconds=seconds,
+        limit=limit,
+        plan=f"{shape}, gap {found.gap:.2%}" if found.cost_model == "default" else shape,
+        peak_bytes=0,
+    )
+
+
+def _recorded_walls() -> dict[str, float]:
+    """By model: what PipeDream's own optimizer took on 16 devices, flat [s]."""
+    runs = json.loads((PIPEDREAM_DATA / "runs.json").read_text(encoding="utf-8"))["runs"]
+    return {
+        model: wall
+        for model, levels, compressed, straight, _, _, wall in runs
+        if levels == _FLAT and compressed and not straight
+    }
+
+
+if __name__ == "__main__":
+    main()

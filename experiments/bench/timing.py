@@ -1,0 +1,35 @@
+"""How a rank of a bench times a step, and how it says how far it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .models import SPIN, sleep_until
+
+_AHEAD = 0.005  # [s] from the naming of an instant to the instant
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Run a step on all ranks from one instant; seconds to the end of the last rank."""
+    instant = torch.zeros((), dtype=torch.float64)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        instant.fill_(time.perf_counter() + _AHEAD + SPIN)
+    dist.broadcast(instant, src=0)
+    start = float(instant)
+    sleep_until(start)
+    step()
+    end = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(end, op=dist.ReduceOp.MAX)
+    return float(end)
+
+
+def say(text: str) -> None:
+    """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
