@@ -53,9 +53,11 @@ def test_explain() -> None:
         "    0      2  0-2            1.000      2.000      2.000          2      2.000  none       a .. b",
         "    1      1  3              1.000      2.000      2.000          2      2.000  none       c .. c",
         "memory, MB   ranks    "
-        "    parameters     gradients     optimizer       buffers   activations     workspace communication         total",
+        "    parameters     gradients     optimizer       buffers   activations     workspace "
+        "communication         total",
         "             0-3      "
-        "       500.000       500.000      1000.000         0.000         0.000         0.000         0.000      2000.000",
+        "       500.000       500.000      1000.000         0.000         0.000         0.000         "
+        "0.000      2000.000",
         "runner-up 4-1: 3.000 ms a microbatch; simulated 45.000 ms a batch, +50.00%",
         "note: a note",
     ]
