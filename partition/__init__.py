@@ -1,11 +1,13 @@
 """Where a model is cut into stages, and on which ranks the stages stand.
 
-read_pipedream_profile, Profile, Cluster -> partition -> Plan. Pure: only the tracer needs torch.
+read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Pure: only the tracer needs torch.
 """
 
 from .cluster import Cluster, DeviceKind, Level
 from .memory_use import MemoryUse
 from .pipedream_text import read_pipedream_profile
+from .planner import plan
+from .planner_source import ProfileSource
 from .plans import Plan, PlanStage, RunnerUp
 from .profile import Node, Profile
 from .solve import partition
@@ -19,7 +21,9 @@ __all__ = [
     "Plan",
     "PlanStage",
     "Profile",
+    "ProfileSource",
     "RunnerUp",
     "partition",
+    "plan",
     "read_pipedream_profile",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .antichains import Floats
+from .cluster import Cluster
 from .stage_costs import StageCosts
 
 MAX_STEPS = 4e8  # elementary ones; about 2 s
@@ -63,6 +65,22 @@ def solve(costs: StageCosts, *, straight: bool = False, num_candidates: int = 1)
     O(n^2 D^2) elementary steps for n cuts and D devices (O(n^2 D) where straight), O(n D^2) numbers.
     """
     return _Table(costs, straight=straight).candidates(num_candidates)
+
+
+def piece_ranks(
+    costs: StageCosts, solution: Solution, order: Sequence[int], cluster: Cluster
+) -> tuple[tuple[int, ...], ...]:
+    """The cluster's own ranks of each piece; `costs` are those of its nodes in `order`."""
+    # The pipeline ends at the last device; where whole outermost groups stay idle, it moves to the first ones.
+    idle = costs.num_devices - solution.pieces[0].devices
+    group = int(costs.group_sizes[-2]) if len(costs.group_sizes) > 1 else 1
+    moved = idle // group * group if costs.is_uniform else 0
+    size = cluster.levels[0].size
+    ranks = []
+    for piece in solution.pieces:
+        begin = costs.num_devices - piece.devices - moved
+        ranks.append(tuple(order[at // size] * size + at % size for at in range(begin, begin + piece.replicas)))
+    return tuple(ranks)
 
 
 class _Table:

@@ -9,9 +9,10 @@ import numpy as np
 
 from .antichains import MAX_CUTS, Cuts, all_cuts, pipedream_cuts
 from .cluster import Cluster
-from .dynamic import MAX_STEPS, Solution, num_steps, solve
+from .dynamic import MAX_STEPS, Solution, num_steps, piece_ranks, solve
 from .orders import node_orders, total_speed
 from .pipedream_model import Block, PipeDreamModel
+from .planner_looped import LOOPING, partition_looped
 from .plans import Plan, PlanStage, RunnerUp
 from .profile import Profile
 from .rerank import Simulated, simulate_solution
@@ -29,6 +30,7 @@ def partition(
     cost_model: str = "default",
     schedule: str | None = None,
     num_microbatches: int | None = None,
+    num_chunks: int = 1,
     activation_compression_ratio: float | None = None,
     straight: bool = False,
     memory_limit: float | None = None,
@@ -41,7 +43,9 @@ def partition(
     Arguments:
         cost_model: "default" (module `stage_costs`), or "pipedream": as PipeDream's optimizer shipped
             (module `pipedream_model`), which knows no memory, and fills all devices.
-        schedule: "1f1b" (the default), "2bw" or "pipedream": in-flight microbatches and weight versions in memory.
+        schedule: "1f1b" (the default), "2bw" or "pipedream": in-flight microbatches and weight versions in memory. Or
+            "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module `chunks`);
+            these need `num_microbatches`.
         num_microbatches: of a batch, M; the best candidates are then simulated, and the least step time wins. None:
             replicas share gradients once each of them has had a microbatch, and nothing is simulated.
         activation_compression_ratio: divides the bytes across cuts. Under "pipedream" None leaves transfers out.
@@ -72,20 +76,28 @@ def partition(
         counts={"num_microbatches": num_microbatches, "num_candidates": num_candidates},
         figures={"activation_compression_ratio": activation_compression_ratio, "memory_limit": memory_limit},
     )
+    if num_chunks != 1 and schedule not in LOOPING:
+        raise ValueError(f"num_chunks={num_chunks} with schedule={schedule!r}: expected 1, or {' or '.join(LOOPING)}")
     if cost_model == "pipedream":
-        for name, given in (("schedule", schedule), ("memory_limit", memory_limit)):
-            if given is not None:
-                raise ValueError(f"{name}={given!r} with cost_model='pipedream': expected None, it knows no memory")
-        for kind in cluster.used_kinds:
-            if kind.speed != 1 or len(cluster.used_kinds) > 1:
-                raise ValueError(
-                    f"device kind {kind.name!r} of speed {kind.speed} with cost_model='pipedream': expected devices of "
-                    f"one kind, that of the profile (speed 1); cost_model='default' knows others"
-                )
+        _refuse_for_pipedream(cluster, schedule=schedule, memory_limit=memory_limit)
         return _as_pipedream(profile, cluster, activation_compression_ratio, straight)
     schedule = "1f1b" if schedule is None else schedule
+    if schedule in LOOPING:
+        return partition_looped(
+            profile,
+            cluster,
+            schedule=schedule,
+            num_chunks=num_chunks,
+            num_microbatches=num_microbatches,
+            compression=activation_compression_ratio,
+            straight=straight,
+            memory_limit=memory_limit,
+            optimizer_bytes=optimizer_bytes,
+            num_candidates=num_candidates,
+            max_cuts=max_cuts,
+        )
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}: expected one of {', '.join((*SCHEDULES, *LOOPING))}")
     memory = Memory(limit=memory_limit, optimizer=number("optimizer_bytes", optimizer_bytes))
     if len(cluster.used_kinds) == 1 and memory_limit is None:
         memory = replace(memory, limit=cluster.used_kinds[0].memory_bytes)
@@ -101,13 +113,25 @@ def partition(
             compression=1.0 if activation_compression_ratio is None else activation_compression_ratio,
             memory=memory,
         )
-        plan = _default(profile, cluster.reordered(order), costs, straight=straight, num_candidates=num_candidates)
-        if plan is not None:
-            plans.append(_on_nodes(plan, order, cluster))
+        found = _default(profile, cluster, order, costs, straight=straight, num_candidates=num_candidates)
+        if found is not None:
+            plans.append(found)
     if not plans:
         raise ValueError(_why_nothing_fits(profile, costs, max(kind.memory_bytes or 0 for kind in cluster.used_kinds)))
     best = min(plans, key=_rank)
     return best if note is None else replace(best, notes=(*best.notes, note))
+
+
+def _refuse_for_pipedream(cluster: Cluster, **options: object) -> None:
+    for name, given in options.items():
+        if given is not None:
+            raise ValueError(f"{name}={given!r} with cost_model='pipedream': expected None, it knows no memory")
+    for kind in cluster.used_kinds:
+        if kind.speed != 1 or len(cluster.used_kinds) > 1:
+            raise ValueError(
+                f"device kind {kind.name!r} of speed {kind.speed} with cost_model='pipedream': expected devices of "
+                f"one kind, that of the profile (speed 1); cost_model='default' knows others"
+            )
 
 
 def _check_numbers(*, counts: Mapping[str, int | None], figures: Mapping[str, float | None]) -> None:
@@ -124,21 +148,16 @@ def _rank(plan: Plan) -> tuple[float, float]:
     return float("inf") if simulated is None else simulated, plan.predicted_step_time
 
 
-def _on_nodes(plan: Plan, order: Sequence[int], cluster: Cluster) -> Plan:
-    """The plan for nodes in another order, on the cluster's own ranks."""
-    if list(order) == sorted(order):
-        return plan
-    size = cluster.levels[0].size
-    stages = tuple(
-        replace(stage, ranks=tuple(order[rank // size] * size + rank % size for rank in stage.ranks))
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages)
-
-
 def _default(
-    profile: Profile, cluster: Cluster, costs: StageCosts, *, straight: bool, num_candidates: int
+    profile: Profile,
+    own_cluster: Cluster,
+    order: Sequence[int],
+    costs: StageCosts,
+    *,
+    straight: bool,
+    num_candidates: int,
 ) -> Plan | None:
+    cluster = own_cluster.reordered(order)
     notes = list(costs.cuts.notes)
     solutions: list[Solution] = []
     if num_steps(costs, straight=straight) <= MAX_STEPS:
@@ -158,7 +177,7 @@ def _default(
             solutions = [found]
     if not solutions:
         return None
-    simulated = [simulate_solution(each, costs, cluster) for each in solutions]
+    simulated = [simulate_solution(each, costs, cluster, profile) for each in solutions]
     if costs.num_microbatches is not None:
         notes += dict.fromkeys(each for each in simulated if isinstance(each, str))
     ranking = sorted(range(len(solutions)), key=lambda i: (_seconds(simulated[i]), i))
@@ -169,7 +188,7 @@ def _default(
     if costs.cuts.notes or len(cluster.used_kinds) > 1:
         bound = float(costs.cuts.seconds[-1]) / total_speed(cluster)
     return Plan(
-        stages=_stages(profile, costs, best),
+        stages=_stages(profile, costs, best, piece_ranks(costs, best, order, own_cluster)),
         num_devices=costs.num_devices,
         cost_model="default",
         schedule=costs.schedule,
@@ -210,24 +229,22 @@ def _runner_up(costs: StageCosts, solution: Solution, outcome: Simulated | str) 
         num_nodes=tuple(int(sizes[piece.last] - sizes[piece.first]) for piece in solution.pieces),
         predicted_step_time=solution.seconds,
         simulated_step_time=outcome.seconds if isinstance(outcome, Simulated) else None,
+        memory_bytes=outcome.memory_bytes if isinstance(outcome, Simulated) else None,
     )
 
 
-def _stages(profile: Profile, costs: StageCosts, solution: Solution) -> tuple[PlanStage, ...]:
+def _stages(
+    profile: Profile, costs: StageCosts, solution: Solution, ranks: Sequence[tuple[int, ...]]
+) -> tuple[PlanStage, ...]:
     stages = []
-    # The pipeline ends at the last device; where whole outermost groups stay idle, it moves to the first ones.
-    idle = costs.num_devices - solution.pieces[0].devices
-    group = int(costs.group_sizes[-2]) if len(costs.group_sizes) > 1 else 1
-    moved = idle // group * group if costs.is_uniform else 0
-    for piece in solution.pieces:
-        begin = costs.num_devices - piece.devices - moved
+    for piece, own_ranks in zip(solution.pieces, ranks, strict=True):
         shape = costs.shape(piece.replicas, piece.devices)
         forward, backward = _own_seconds(costs.cuts, piece.first, piece.last)
         speed = costs.fastest / costs.slowness(piece.replicas, piece.devices)
         stages.append(
             PlanStage(
                 nodes=_names(profile, costs.cuts, piece.first, piece.last),
-                ranks=tuple(range(begin, begin + piece.replicas)),
+                ranks=own_ranks,
                 forward_seconds=forward / speed,
                 backward_seconds=backward / speed,
                 step_seconds=float(costs.seconds(piece.first, piece.last, shape)),

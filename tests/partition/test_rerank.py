@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stagewright.partition import Cluster, Node, Profile
@@ -19,9 +21,11 @@ NODES = (
 )
 
 
-def simulated(schedule: str, replicas: tuple[int, int], num_microbatches: int | None) -> Simulated | str:
+def simulated(
+    schedule: str, replicas: tuple[int, int], num_microbatches: int | None, nodes: tuple[Node, ...] = NODES
+) -> Simulated | str:
     costs = StageCosts(
-        all_cuts(Profile(nodes=NODES)),
+        all_cuts(Profile(nodes=nodes)),
         CLUSTER,
         schedule=schedule,
         num_microbatches=num_microbatches,
@@ -32,7 +36,9 @@ def simulated(schedule: str, replicas: tuple[int, int], num_microbatches: int | 
         Piece(first=1, last=2, replicas=replicas[1], devices=replicas[1]),
     )
     seconds = max(float(costs.seconds(p.first, p.last, costs.shape(p.replicas, p.devices))) for p in pieces)
-    return simulate_solution(Solution(pieces=pieces, seconds=seconds, bound=seconds), costs, CLUSTER)
+    return simulate_solution(
+        Solution(pieces=pieces, seconds=seconds, bound=seconds), costs, CLUSTER, Profile(nodes=nodes)
+    )
 
 
 def test_stages_costs_and_messages_reach_the_simulator() -> None:
@@ -41,6 +47,16 @@ def test_stages_costs_and_messages_reach_the_simulator() -> None:
     timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
     assert isinstance(found, Simulated)
     assert (found.seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
+
+
+def test_optimizer_steps_and_memory() -> None:
+    """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
+    nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)
+    plain, found = simulated("1f1b", (1, 1), 4), simulated("1f1b", (1, 1), 4, nodes)
+    assert isinstance(plain, Simulated)
+    assert isinstance(found, Simulated)
+    assert found.seconds == pytest.approx(plain.seconds + 3)
+    assert (plain.memory_bytes, found.memory_bytes) == (80.0, 280.0)
 
 
 def test_replicas_without_a_flush() -> None:

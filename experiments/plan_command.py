@@ -1,0 +1,225 @@
+"""`stagewright plan`: which sizes, schedule, microbatch and cuts, and what the runners-up lose.
+
+stagewright plan --profile gpt.json --ranks 4 --batch 64
+stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
+stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
+    --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from ..partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
+from ..partition.device_model import PRESETS, DeviceModel
+from ..partition.planner import CHUNK_SIZES, SCHEDULES
+from ..partition.planner_search import Tally
+from ..partition.transformer import Transformer, TransformerSource
+
+T = TypeVar("T")
+
+_FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
+_EVERY = 1.0  # seconds between two lines of progress
+_FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Plan the training of a profiled model, of PipeDream's profile, or of a transformer by formulas."""
+
+    profile: tuple[Path, ...] = ()
+    """Files of `stagewright profile`, one a microbatch size."""
+    pipedream: Path | None = None
+    """A profile as PipeDream writes it; its minibatch counts as one sample."""
+    transformer: str | None = None
+    """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
+    device: str = "a100"
+    """What the transformer runs on: a name or the beginning of one (of several the one with the most memory)."""
+    cluster: str | None = None
+    """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
+    ranks: int | None = None
+    """Without --cluster: so many devices on links that cost nothing."""
+    batch: int
+    """Samples of a batch."""
+    memory: str | None = None
+    """Of a device, such as 80GB (default: the cluster's, or with --transformer the device's)."""
+    schedules: tuple[str, ...] = SCHEDULES
+    """To choose from."""
+    microbatches: tuple[int, ...] | None = None
+    """Microbatch sizes to choose from (default: all that are known and divide the batch)."""
+    pipeline: tuple[int, ...] | None = None
+    """Pipeline sizes to choose from."""
+    data: tuple[int, ...] | None = None
+    """Numbers of replicas to choose from."""
+    tensor: tuple[int, ...] | None = None
+    """Tensor-parallel sizes to choose from."""
+    chunks: tuple[int, ...] = CHUNK_SIZES
+    """Stages a rank to choose from, where the schedule has several."""
+    recompute: tuple[Literal["none", "full"], ...] = ("none", "full")
+    """What stages may do about their activations."""
+    optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
+    """What replicas may do about the optimizer's state."""
+    runnable: bool = False
+    """Only what `stagewright train --plan` executes."""
+    out: Path | None = None
+    """Write the plan to this file, as JSON."""
+    json: bool = False
+    """Print the plan as JSON and no tables."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read, plan, write, print."""
+    options = tyro.cli(PlanOptions, args=argv, prog="stagewright plan")
+    cluster = _cluster(options)
+    source, default_memory = _source(options, cluster)
+    limit = _memory(options.memory) if options.memory is not None else None
+    if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
+        limit = default_memory
+    started = time.perf_counter()
+    found = plan(
+        source,
+        cluster,
+        global_batch=options.batch,
+        memory_limit=limit,
+        schedules=options.schedules,
+        microbatch_sizes=options.microbatches,
+        pipeline_sizes=options.pipeline,
+        data_sizes=options.data,
+        tensor_sizes=options.tensor,
+        chunk_sizes=options.chunks,
+        recompute=options.recompute,
+        optimizer_sharding=options.optimizer_sharding,
+        runnable=options.runnable,
+        progress=_Reporter(),
+    )
+    taken = f"planned in {time.perf_counter() - started:.2f} s"
+    if options.out is not None:
+        _reading(options.out, lambda path: path.write_text(found.to_json() + "\n", encoding="utf-8"))
+    _print(found, taken, as_json=options.json)
+    return 0
+
+
+def _print(found: Plan, taken: str, *, as_json: bool) -> None:
+    if as_json:
+        print(found.to_json())
+        print(taken, file=sys.stderr)
+    else:
+        print(found.explain())
+        print(taken)
+
+
+class _Reporter:
+    """A line on stderr every second or so: how far the search is."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def __call__(self, tally: Tally, best: float | None) -> None:
+        now = time.perf_counter()
+        if now - self.last < _EVERY:
+            return
+        self.last = now
+        known = "" if best is None else f", best so far {best:.4g} s a batch"
+        print(
+            f"planning: {tally.considered:,} configurations, {tally.cut:,} cut, {tally.simulated:,} simulated{known}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _cluster(options: PlanOptions) -> Cluster:
+    text = options.cluster
+    if text is None:
+        if options.ranks is None:
+            raise ValueError(
+                "a plan needs devices: expected --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB, or --ranks 4"
+            )
+        if options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: expected at least 1")
+        return Cluster.from_levels([(options.ranks, _FREE)])
+    cluster = _reading(Path(text), Cluster.load) if text.endswith(".json") else Cluster.parse(text)
+    if options.ranks not in (None, cluster.num_devices):
+        raise ValueError(
+            f"--ranks {options.ranks} with a cluster of {cluster.num_devices} devices: leave --ranks away, or give a "
+            f"cluster of {options.ranks}"
+        )
+    return cluster
+
+
+def _source(
+    options: PlanOptions, cluster: Cluster
+) -> tuple[Profile | dict[int, Profile] | ProfileSource, float | None]:
+    """Where profiles come from, and the memory of their device [bytes] where that is known."""
+    given = [name for name in ("profile", "pipedream", "transformer") if getattr(options, name)]
+    if len(given) != 1:
+        raise ValueError(
+            f"{' and '.join(f'--{name}' for name in given) or 'no model'}: expected one of --profile FILE, --pipedream "
+            f"FILE, or --transformer {_FORM}"
+        )
+    if options.transformer is not None:
+        device = _device(options.device)
+        shape = _transformer(options.transformer)
+        return TransformerSource(transformer=shape, device=device, cluster=cluster), device.memory_bytes
+    if options.pipedream is not None:
+        return _reading(options.pipedream, read_pipedream_profile), None
+    profiles: dict[int, Profile] = {}
+    for path in options.profile:
+        profile = _reading(path, Profile.load)
+        size = profile.microbatch_size
+        if size is None:
+            if len(options.profile) == 1:
+                return profile, None
+            raise ValueError(f"{path}: microbatch_size: missing: expected it where there are several profiles")
+        if size in profiles:
+            raise ValueError(f"{path}: a second profile of microbatches of {size}: expected one a size")
+        profiles[size] = profile
+    return profiles, None
+
+
+def _device(name: str) -> DeviceModel:
+    near = [each for each in PRESETS if each.name.lower().startswith(name.lower())]
+    return max(near, key=lambda each: each.memory_bytes) if near else DeviceModel.preset(name)
+
+
+def _transformer(text: str) -> Transformer:
+    """Read `layers=24,hidden=1024,...`: the arguments of Transformer."""
+    known = {field.name: field.type for field in fields(Transformer)}
+    values: dict[str, object] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in known or name in values:
+            raise ValueError(
+                f"--transformer: {part!r}: expected name=value, each of {', '.join(known)} once at most, as in {_FORM}"
+            )
+        kind = float if known[name] == "float" else int if known[name] == "int" else str
+        try:
+            values[name] = kind(value)
+        except ValueError:
+            what = "a number" if kind is float else "a whole number"
+            raise ValueError(f"--transformer: {name}={value}: expected {what}") from None
+    missing = [name for name in ("layers", "hidden", "heads", "vocabulary", "length") if name not in values]
+    if missing:
+        raise ValueError(f"--transformer {text}: {', '.join(missing)} missing: expected all of {_FORM}")
+    return Transformer(**values)  # type: ignore[arg-type]
+
+
+def _memory(text: str) -> float | None:
+    try:
+        return Cluster.parse(f"1:link=1GB/s:{text}").kinds[0].memory_bytes
+    except ValueError:
+        raise ValueError(f"--memory {text!r}: expected a number and a unit, such as 80GB or 64GiB") from None
+
+
+def _reading(path: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of the file; ValueError where there is none."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: expected a file") from None

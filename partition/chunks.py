@@ -1,0 +1,126 @@
+"""The best cuts where each stage has one place: S = P V stages in a row, replicas equal or none.
+
+    best_s[i] = min over j of max{ cost_s(i, j), best_s+1[j] },   best_S[n-1] = 0
+
+cost_s(i, j) is what stage s costs between cuts i and j, infinite where it does not fit. Of several answers the one
+with the least sum of squares is taken, thus the evenest, then the one whose earlier stages are longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from .antichains import Bools, Cuts, Floats
+
+MAX_MOVES = 32
+CostOf = Callable[[int], Floats]
+
+
+def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[int, ...] | None:
+    """S + 1 cuts, from the first to the last; None where nothing fits. O(S n^2) for n cuts.
+
+    Arguments:
+        cost: of stage s, [n, n] by its first and last cut.
+
+    >>> work = np.cumsum([0, 3, 1, 1, 1])
+    >>> cost = np.where(work > work[:, None], work - work[:, None], np.inf)
+    >>> even_stages(lambda s: cost, 2, 5)
+    (0, 1, 4)
+    """
+    best = np.full(num_cuts, np.inf)
+    best[-1] = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        best = np.maximum(cost(stage), best).min(axis=1)
+    least = float(best[0])
+    if not np.isfinite(least):
+        return None
+    bar = least * (1 + 1e-12)
+    rest = np.full(num_cuts, np.inf)
+    rest[-1] = 0.0
+    choices = []
+    for stage in range(num_stages - 1, -1, -1):
+        costs = cost(stage)
+        total = np.where(costs <= bar, costs * costs, np.inf) + rest
+        last = num_cuts - 1 - total[:, ::-1].argmin(axis=1)
+        rest = total[np.arange(num_cuts), last]
+        choices.append(last)
+    ends = [0]
+    for last in reversed(choices):
+        ends.append(int(last[ends[-1]]))
+    return tuple(ends)
+
+
+def equal_stages(cuts: Cuts, num_stages: int) -> tuple[int, ...] | None:
+    """As many nodes in each stage as can be: what is done by hand. None where the graph does not let it."""
+    sizes = cuts.members.sum(axis=1)
+    ends = [0]
+    for stage in range(1, num_stages):
+        goal = sizes[-1] * stage / num_stages
+        allowed = np.flatnonzero(cuts.inside[ends[-1]] & cuts.inside[:, -1])
+        if not len(allowed):
+            return None
+        ends.append(int(allowed[np.abs(sizes[allowed] - goal).argmin()]))
+    return (*ends, len(cuts) - 1) if cuts.inside[ends[-1], -1] else None
+
+
+def all_stages(inside: Bools, num_stages: int, *, limit: int) -> list[tuple[int, ...]] | None:
+    """Every way to make S stages; None where they are more than `limit`."""
+    last = len(inside) - 1
+    found: list[tuple[int, ...]] = []
+    steps = 0
+
+    def extend(ends: tuple[int, ...]) -> bool:
+        nonlocal steps
+        steps += 1
+        if steps > 20 * limit:
+            return False
+        left = num_stages - len(ends) + 1
+        if left == 1:
+            if inside[ends[-1], last]:
+                found.append((*ends, last))
+            return len(found) <= limit
+        return all(extend((*ends, int(at))) for at in np.flatnonzero(inside[ends[-1]]) if at != last)
+
+    return found if extend((0,)) else None
+
+
+def neighbours(cuts: Cuts, ends: Sequence[int], *, reach: int = 2) -> Iterator[tuple[int, ...]]:
+    """The same with one cut moved: to the `reach` nearest ones by work on either side."""
+    return (moved for moved, _ in _moves(cuts, tuple(ends), reach=reach))
+
+
+def _moves(cuts: Cuts, ends: tuple[int, ...], *, reach: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    seconds = cuts.seconds
+    for at in range(1, len(ends) - 1):
+        between = cuts.inside[ends[at - 1]] & cuts.inside[:, ends[at + 1]]
+        between[ends[at]] = False
+        others = np.flatnonzero(between)
+        near = others[np.argsort(np.abs(seconds[others] - seconds[ends[at]]), kind="stable")]
+        below, above = near[near < ends[at]][:reach], near[near > ends[at]][:reach]
+        for other in (*below, *above):
+            yield (*ends[:at], int(other), *ends[at + 1 :]), at
+
+
+def level_ranks(cuts: Cuts, ends: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Cuts moved by a node at a time until the work of the P ranks, V stages each, is as level as that makes it.
+
+    Level: the sum of squares of the ranks' work. O(S) a move, of which there are at most MAX_MOVES.
+    """
+    ends = tuple(ends)
+    seconds = cuts.seconds
+    for _ in range(MAX_MOVES):
+        work = np.diff(seconds[list(ends)])
+        load = [float(work[p::num_ranks].sum()) for p in range(num_ranks)]
+        best, least = ends, -1e-12 * float(seconds[-1]) ** 2
+        for moved, at in _moves(cuts, ends, reach=1):
+            a, b = (at - 1) % num_ranks, at % num_ranks
+            more = float(seconds[moved[at]] - seconds[ends[at]])
+            change = 2 * more * (load[a] - load[b] + more)  # of the sum of squares
+            if change < least:
+                best, least = moved, change
+        if best == ends:
+            break
+        ends = best
+    return ends

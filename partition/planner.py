@@ -1,0 +1,236 @@
+"""The planner: sizes, schedule, chunks, microbatch, recomputation, sharding and cuts, ranked by simulation.
+
+search_space     which configurations there are
+planner_search   which of them to look at next, and when none left can win
+planner_cuts     where to cut one of them (chunks.py), or planner_unequal (dynamic.py) with unequal replicas
+evaluate         what it costs, holds (planner_memory) and takes, simulated
+planner_result   the Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..schedules.registry import canonical_name, takes_chunks
+from .antichains import MAX_CUTS
+from .cluster import Cluster
+from .evaluate import Ends, Evaluator
+from .planner_links import Machine
+from .planner_memory import MemoryRules
+from .planner_model import Model
+from .planner_result import as_plan, label
+from .planner_search import Found, Progress, Search
+from .planner_source import ProfileSource, as_source
+from .planner_source import microbatch_sizes as sizes_to_try
+from .planner_unequal import MAX_DEVICES, takes_replicas, unequal_replicas
+from .plans import RECOMPUTE, Plan
+from .profile import Profile
+from .search_space import Configuration, SearchSpace
+from .strict import count, number
+
+SCHEDULES = ("1f1b", "interleaved")
+CHUNK_SIZES = tuple(range(2, 9))
+ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
+
+
+def plan(
+    source: Profile | Mapping[int, Profile] | ProfileSource,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    memory_limit: float | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    microbatch_sizes: Sequence[int] | None = None,
+    pipeline_sizes: Sequence[int] | None = None,
+    data_sizes: Sequence[int] | None = None,
+    tensor_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[int] = CHUNK_SIZES,
+    recompute: Sequence[str] = RECOMPUTE,
+    optimizer_sharding: Sequence[str] = RECOMPUTE,
+    optimizer_bytes: float | None = None,
+    runnable: bool = False,
+    num_runners_up: int = 8,
+    max_simulated: int = 64,
+    max_cuts: int = MAX_CUTS,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan with the least simulated seconds a batch, with the runners-up and what each loses.
+
+    Arguments:
+        source: a profile; profiles by microbatch size; or what makes them for any size (`ProfileSource`). A profile
+            that does not say its microbatch size counts as of one sample.
+        global_batch: samples of a batch.
+        memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
+        schedules: to choose from, names or aliases; those without a flush ("2bw", "pipedream") change the training.
+        microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
+        chunk_sizes: V to choose from, under schedules with several stages a rank.
+        recompute, optimizer_sharding: what a stage may do about its memory, some of "none" and "full"; the least that
+            fits is taken. Sharding divides the optimizer's state over the replicas.
+        optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
+        runnable: only what the runtime executes: no split tensors, no sharded optimizer.
+        num_runners_up: to name in the plan.
+        max_simulated: configurations to simulate at most; a note says where the search stopped at it.
+        max_cuts: beyond which a graph is simplified, see `all_cuts`.
+        progress: called with a `Tally` and the best seconds so far.
+
+    The best configuration is searched best first by lower bounds; see `planner_search` for what that proves. Unequal
+    replicas are tried on up to 32 devices. Ties (to nine digits): fewest devices, then the least tensor, pipeline and
+    V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same input, same plan.
+
+    Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
+    are too many, and what would make it fit.
+
+    >>> from stagewright.partition import Cluster, Node, Profile
+    >>> nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=1) for n in "abcd"]
+    >>> found = plan(Profile(nodes=nodes), Cluster.from_levels([(4, 1e9)]), global_batch=8)
+    >>> found.replicas, round(found.simulated_step_time, 6)
+    ((4,), 24.0)
+    """
+    count("global_batch", global_batch)
+    source = as_source(source)
+    sizes = sizes_to_try(source, global_batch, microbatch_sizes)
+    names = _names("schedules", [canonical_name(name) for name in schedules])
+    recompute = _choices("recompute", recompute)
+    sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding)
+    ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
+    machine = Machine(cluster, memory_limit=None if memory_limit is None else number("memory_limit", memory_limit))
+    ratio = None if optimizer_bytes is None else number("optimizer_bytes", optimizer_bytes)
+    models: dict[tuple[int, int], Model] = {}
+
+    def model_of(microbatch_size: int, tensor: int) -> Model:
+        key = (microbatch_size, tensor)
+        if key not in models:
+            profile = source.profile(microbatch_size=microbatch_size, tensor=tensor)
+            known = ADAM_BYTES if profile.optimizer_ratio is None else profile.optimizer_ratio
+            models[key] = Model(profile, optimizer_ratio=known if ratio is None else ratio, max_cuts=max_cuts)
+        return models[key]
+
+    def rules_of(model: Model) -> MemoryRules:
+        return MemoryRules(optimizer_ratio=model.optimizer_ratio, recompute=recompute, sharding=sharding)
+
+    space = SearchSpace(
+        num_devices=cluster.num_devices,
+        global_batch=global_batch,
+        schedules=[(name, takes_chunks(name)) for name in names],
+        microbatch_sizes=sizes,
+        tensor_sizes=ways,
+        pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
+        data_sizes=_counts("data_sizes", data_sizes),
+        max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
+        chunk_sizes=_counts("chunk_sizes", chunk_sizes) or (),
+    )
+    fixed: list[tuple[Configuration, Ends]] = []
+    if data_sizes is None and pipeline_sizes is None and 1 in ways and cluster.num_devices <= MAX_DEVICES:
+        for size in sizes:
+            for name in filter(takes_replicas, names):
+                fixed += unequal_replicas(
+                    model_of(size, 1),
+                    cluster,
+                    schedule=name,
+                    microbatch_size=size,
+                    num_microbatches=global_batch // size,
+                    memory_limit=memory_limit,
+                )
+    search = Search(
+        Evaluator(machine, rules_of, model_of),
+        rules_of,
+        wanted=num_runners_up + 1,
+        max_simulated=count("max_simulated", max_simulated),
+        progress=progress,
+    )
+    found = search.run(space.configurations(), fixed)
+    if not found:
+        raise ValueError(_why_nothing(search, space))
+    says_size = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0]).microbatch_size is not None
+    return as_plan(
+        found,
+        machine,
+        says_size=says_size,
+        num_runners_up=num_runners_up,
+        notes=_notes(search, found, says_size=says_size),
+    )
+
+
+def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
+    if not values:
+        raise ValueError(f"{what}=(): expected at least one name")
+    return tuple(dict.fromkeys(values))
+
+
+def _choices(what: str, values: Sequence[str]) -> tuple[str, ...]:
+    values = (values,) if isinstance(values, str) else tuple(values)
+    for value in values:
+        if value not in RECOMPUTE:
+            raise ValueError(f"{what}: {value!r}: expected some of {', '.join(RECOMPUTE)}")
+    return tuple(each for each in RECOMPUTE if each in _names(what, values))
+
+
+def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if not values:
+        raise ValueError(f"{what}=(): expected at least one size, or None for all")
+    return tuple(dict.fromkeys(count(what, value) for value in values))
+
+
+def _tensor_sizes(
+    source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None, *, runnable: bool
+) -> tuple[int, ...]:
+    known = tuple(source.tensor_sizes(cluster.num_devices))
+    if runnable:
+        known = tuple(size for size in known if size == 1)
+    sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
+    if not sizes:
+        why = " with runnable=True" if runnable else ""
+        raise ValueError(
+            f"tensor_sizes={wanted}{why}: expected some of {', '.join(map(str, known)) or '1'}, the sizes that the "
+            f"profiles and the cluster allow"
+        )
+    return sizes
+
+
+def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[str]:
+    tally, best = search.tally, found[0]
+    notes = [f"{label(best.evaluated)}", *best.evaluated.model.cuts.notes]
+    if not says_size:
+        notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
+    done = f"{tally.considered:,} configurations: {tally.cut:,} cut, {tally.simulated:,} simulated"
+    if tally.unfit:
+        done += f", {tally.unfit:,} do not fit"
+    if tally.too_long:
+        done += f", {tally.too_long:,} too long to simulate"
+    notes.append(done)
+    if search.refused:
+        notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
+    if search.least_left is not None and search.least_left < best.seconds:
+        notes.append(
+            f"stopped at max_simulated={search.max_simulated}: of those left none can be more than "
+            f"{best.seconds / search.least_left - 1:.2%} faster"
+        )
+    return notes
+
+
+def _why_nothing(search: Search, space: SearchSpace) -> str:
+    miss = search.miss
+    if miss is None:
+        return (
+            f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices: expected sizes whose "
+            f"product is at most {space.num_devices}, with replicas that divide the microbatches, at most "
+            f"{space.max_stages} stages, and enough microbatches for the schedule"
+        )
+    c = miss.configuration
+    ranks = c.stage_ranks[miss.stage_group]
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    return (
+        f"nothing fits the memory: nearest is {c.label}, which on {where} needs {miss.limit + miss.too_many:,.0f} "
+        f"bytes of {miss.limit:,.0f}, {miss.too_many:,.0f} too many{_done_about_it(search)}: expected devices with "
+        f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
+    )
+
+
+def _done_about_it(search: Search) -> str:
+    assert search.miss is not None
+    rules = search.rules_of(search.evaluator.model(search.miss.configuration))
+    ways = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
+    full = [what for what, allowed in ways if "full" in allowed]
+    return f" (allowed: {', '.join(full)})" if full else ", with nothing recomputed and no optimizer sharded"

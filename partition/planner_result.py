@@ -1,0 +1,91 @@
+"""What the planner found, as a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .evaluate import Evaluated
+from .planner_links import Machine
+from .planner_search import Found
+from .plans import Plan, PlanStage, RunnerUp
+
+
+def as_plan(
+    found: Sequence[Found], machine: Machine, *, says_size: bool, num_runners_up: int, notes: Sequence[str]
+) -> Plan:
+    """The first of `found` as a plan, the next ones as its runners-up.
+
+    Arguments:
+        says_size: whether the profile says how many samples a microbatch has.
+    """
+    best = found[0]
+    e, c = best.evaluated, best.evaluated.configuration
+    return Plan(
+        stages=plan_stages(e),
+        num_devices=machine.num_devices,
+        num_chunks=c.num_chunks,
+        cost_model="default",
+        schedule=c.schedule,
+        num_microbatches=c.num_microbatches,
+        microbatch_size=c.microbatch_size if says_size else None,
+        predicted_step_time=e.bottleneck,
+        bound=min(e.bottleneck, e.model.seconds * c.tensor / machine.total_speed),
+        simulated_step_time=best.seconds,
+        simulated_bubble=best.simulated.bubble,
+        runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
+        notes=tuple(notes),
+    )
+
+
+def plan_stages(e: Evaluated) -> tuple[PlanStage, ...]:
+    """The stages in order, each on all its ranks."""
+    c, seconds, ranks, counts = e.configuration, e.seconds, e.configuration.stage_ranks, e.configuration.counts
+    uses = [memory.uses for memory in e.memories]
+    stages = []
+    for s in range(c.num_stages):
+        p, v = s % c.pipeline, s // c.pipeline
+        memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
+        share = -(-c.num_microbatches // counts[p]) / c.num_microbatches
+        stages.append(
+            PlanStage(
+                nodes=e.model.names(first, last),
+                ranks=ranks[p],
+                tensor=c.tensor,
+                forward_seconds=float(seconds.forward[s]),
+                backward_seconds=float(seconds.backward[s]),
+                update_seconds=float(seconds.ring[s] + seconds.step[s]),
+                step_seconds=float(max(seconds.work[s], seconds.sending[s])) * share,
+                parameter_bytes=e.model.parameter_bytes(first, last),
+                memory=uses[p][v],
+                in_flight=max(1, memory.in_flight[v]),
+                recompute="full" if memory.treatment.recompute[v] else "none",
+                optimizer_shards=memory.treatment.shards[v],
+            )
+        )
+    return tuple(stages)
+
+
+def label(e: Evaluated) -> str:
+    """The configuration and what was done about its memory."""
+    c = e.configuration
+    parts = [c.label]
+    again = sum(sum(memory.treatment.recompute) for memory in e.memories)
+    if again:
+        parts.append("recompute full" if again == c.num_stages else f"recompute {again} of {c.num_stages} stages")
+    shards = sum(each > 1 for memory in e.memories for each in memory.treatment.shards)
+    if shards:
+        parts.append("optimizer sharded" + ("" if shards == c.num_stages else f" in {shards} of {c.num_stages} stages"))
+    return ", ".join(parts)
+
+
+def _runner_up(found: Found) -> RunnerUp:
+    e = found.evaluated
+    sizes = e.model.cuts.members.sum(axis=1)
+    return RunnerUp(
+        label=label(e),
+        replicas=e.configuration.counts * e.configuration.num_chunks,
+        num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
+        predicted_step_time=e.bottleneck,
+        simulated_step_time=found.seconds,
+        memory_bytes=e.memory_bytes,
+    )

@@ -1,0 +1,293 @@
+"""Best first: the configuration that may still be fastest is looked at next, until none left can beat the best.
+
+    work alone  ->  cuts, costs and memory  ->  ranks levelled  ->  simulated
+    (every one)           (while they may win: bound below the best simulated step)
+
+Each step makes the bound of a configuration larger or leaves it; the next one to look at is the one with the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from ..schedules.ir import ScheduleError
+from .chunks import level_ranks, neighbours
+from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, Simulated
+from .planner_cuts import candidate_ends, few_ways
+from .planner_links import Link
+from .planner_memory import MemoryRules
+from .planner_model import Model
+from .search_space import Configuration
+
+MAX_ACTIONS = 1_000_000  # of one simulation
+_REFINED_ACTIONS = 600_000  # of all simulations that move cuts
+_REFINED = 3  # configurations whose cuts are moved
+_LEAST_FILL = 0.5
+_STREAM_BATCHES = 8  # about as many as the program of a stream spans
+_TIE = 1e-9  # relative: nearer than this, the simpler one wins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A configuration with the best cuts that were simulated."""
+
+    evaluated: Evaluated
+    simulated: Simulated
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, simulated [s]."""
+        return self.simulated.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """The configuration that came nearest to fitting."""
+
+    configuration: Configuration
+    ends: Ends
+    stage_group: int
+    too_many: float
+    limit: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """How many configurations came how far."""
+
+    considered: int = 0
+    cut: int = 0
+    unfit: int = 0
+    too_long: int = 0
+    simulated: int = 0
+    left: int = 0
+
+
+Progress = Callable[[Tally, float | None], None]
+
+
+class Search:
+    """One search.
+
+    Arguments:
+        fixed: cuts of configurations that bring their own (unequal replicas).
+        wanted: how many simulated configurations to return, at least, where there are as many.
+        max_simulated: to stop at.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        rules_of: Callable[[Model], MemoryRules],
+        *,
+        wanted: int,
+        max_simulated: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.evaluator, self.rules_of = evaluator, rules_of
+        self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
+        self.tally = Tally()
+        self._rings: dict[tuple[int, int], Link] = {}
+        self.miss: Miss | None = None
+        self.refused: list[str] = []  # configurations whose schedule can't run
+        self.least_left: float | None = None
+
+    def run(self, configurations: Iterable[Configuration], fixed: Sequence[tuple[Configuration, Ends]]) -> list[Found]:
+        """What was simulated, the best first; empty where nothing fits."""
+        queue: list[tuple[float, int, tuple[object, ...], int, object]] = []
+        for c in configurations:
+            queue.append((self._least(c), 0, c.key, len(queue), c))
+        self.tally.considered = len(queue) + len(fixed)
+        heapify(queue)
+        for number, (c, ends) in enumerate(fixed):
+            try:
+                fitting = self._fitting(c, [ends])
+            except ValueError:  # the schedule does not take these replicas
+                fitting = []
+            self.tally.unfit += not fitting
+            if fitting:
+                heappush(queue, (fitting[0].bound, 2, c.key, -1 - number, fitting))
+        found: list[Found] = []
+        best: float | None = None
+        number = len(queue)
+        while queue:
+            bound, level, key, _, item = queue[0]
+            done = best is not None and bound >= best and len(found) >= self.wanted
+            if done or len(found) >= self.max_simulated:
+                self.least_left = bound
+                break
+            heappop(queue)
+            if level == 0:
+                assert isinstance(item, Configuration)
+                self.tally.cut += 1
+                fitting = self._candidates(item)
+                if fitting:
+                    number += 1
+                    heappush(queue, (max(bound, _if_level(fitting[0])), 1, key, number, fitting))
+            elif level == 1:
+                assert isinstance(item, list)
+                fitting = self._levelled(item)
+                number += 1
+                heappush(queue, (max(bound, fitting[0].bound), 2, key, number, fitting))
+            else:
+                assert isinstance(item, list)
+                if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
+                    self.tally.too_long += 1
+                    continue
+                found += self._simulated(item)
+                self.tally.simulated += 1
+                best = min(each.seconds for each in found) if found else None
+            if self.progress is not None:
+                self.progress(self.tally, best)
+        self.tally.left = len(queue)
+        found.sort(key=_rank)
+        return self._refined(found)
+
+    def _least(self, c: Configuration) -> float:
+        """No cut of this configuration is faster, on devices that are all as fast as the fastest [s].
+
+        Each rank has its work and its updates. Under a flush with one stage a rank, rank r may have 1 - 1/m of the work
+        of the rank in front, since it waits that much longer: T = W / (1 - (1 - 1/m)^P) for W a microbatch, m
+        microbatches a replica. With chunks the cuts that are tried (even ones) fill the pipeline in about (P - 1)/V
+        times W/P; half of that is counted, and nothing where every cut is tried.
+        """
+        model = self.evaluator.model(c)
+        m = c.num_microbatches // c.data
+        work = model.seconds / self.evaluator.machine.fastest
+        if c.schedule in STREAMING:
+            return work * m / c.pipeline
+        fill = 0.0 if few_ways(model, c.num_stages) else _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
+        if c.num_chunks == 1:
+            fill = 0.0
+        each = (work * (m + fill) + self._updates(c, model)) / c.pipeline
+        return each if c.num_chunks > 1 else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
+
+    def _updates(self, c: Configuration, model: Model) -> float:
+        """Of all ranks of a replica together: sums of gradients over the nearest D ranks, and the steps [s]."""
+        key = (c.data, c.tensor)
+        if key not in self._rings:
+            self._rings[key] = self.evaluator.machine.across(range(0, c.data * c.tensor, c.tensor))
+        ring = 2 * (c.data - 1) / c.data * float(model.cuts.parameters[-1]) * self._rings[key].seconds_a_byte
+        return ring + float(model.update[-1]) / self.evaluator.machine.fastest / c.data
+
+    def _candidates(self, c: Configuration) -> list[Evaluated]:
+        if self._hopeless(c):
+            self.tally.unfit += 1
+            return []
+        try:
+            ends = candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
+        except ValueError:  # the schedule does not take these sizes
+            self.tally.unfit += 1
+            return []
+        fitting = self._fitting(c, ends)
+        self.tally.unfit += not fitting
+        return fitting
+
+    def _hopeless(self, c: Configuration) -> bool:
+        """Whether all devices together are too small for the weights alone, without another look at the cuts."""
+        model = self.evaluator.model(c)
+        rules = self.rules_of(model)
+        shards = c.data if "full" in rules.sharding else 1
+        held = float(model.cuts.parameters[-1]) * (2 + rules.optimizer_ratio / shards) + float(model.cuts.buffers[-1])
+        excess = held / c.pipeline - self.evaluator.machine.largest_memory
+        if excess <= 0:
+            return False
+        self._note_miss(c, (), MisfitError(stage_group=0, too_many=excess, limit=self.evaluator.machine.largest_memory))
+        return True
+
+    def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
+        """Those that fit the memory, the one with the least bound first."""
+        fitting = []
+        for ends in every:
+            try:
+                fitting.append(self.evaluator.evaluate(c, ends))
+            except MisfitError as error:
+                self._note_miss(c, ends, error)
+        return sorted(fitting, key=lambda each: (each.bound, each.ends))
+
+    def _levelled(self, fitting: list[Evaluated]) -> list[Evaluated]:
+        """With chunks, the same and the same with the work of the ranks made level."""
+        c = fitting[0].configuration
+        if c.num_chunks == 1:
+            return fitting
+        cuts = self.evaluator.model(c).cuts
+        known = [each.ends for each in fitting]
+        more = [level_ranks(cuts, ends, c.pipeline) for ends in known[:2]]
+        return sorted(
+            fitting + self._fitting(c, [ends for ends in dict.fromkeys(more) if ends not in known]),
+            key=lambda each: (each.bound, each.ends),
+        )
+
+    def _note_miss(self, c: Configuration, ends: Ends, error: MisfitError) -> None:
+        if self.miss is None or error.too_many < self.miss.too_many:
+            self.miss = Miss(
+                configuration=c, ends=ends, stage_group=error.stage_group, too_many=error.too_many, limit=error.limit
+            )
+
+    def _simulated(self, candidates: list[Evaluated]) -> list[Found]:
+        """The best of its candidates, those that can't win left out; one at least."""
+        found: list[Found] = []
+        for evaluated in candidates:
+            least = min((each.seconds for each in found), default=None)
+            if least is not None and evaluated.bound >= least * (1 - _TIE):
+                continue
+            try:
+                exact = self.evaluator.evaluate(evaluated.configuration, evaluated.ends, exact=True)
+            except MisfitError as error:
+                self._note_miss(evaluated.configuration, evaluated.ends, error)
+                continue
+            try:
+                simulated = self.evaluator.simulate(exact)
+            except ScheduleError as error:  # such as an order that deadlocks with these replicas
+                self.refused.append(f"{exact.configuration.label}: {error}")
+                break
+            found.append(Found(evaluated=exact, simulated=simulated))
+        return [min(found, key=_rank)] if found else []
+
+    def _refined(self, found: list[Found]) -> list[Found]:
+        """The best few with their cuts moved for as long as that helps."""
+        left = float(_REFINED_ACTIONS)
+        better = []
+        for each in found[:_REFINED]:
+            refined, left = self._move_cuts(each, left)
+            better.append(refined)
+        return sorted(better + found[_REFINED:], key=_rank)
+
+    def _move_cuts(self, start: Found, budget: float) -> tuple[Found, float]:
+        best, c = start, start.evaluated.configuration
+        cost = self.evaluator.num_actions(c) * (_STREAM_BATCHES if c.schedule in STREAMING else 1)
+        moved = True
+        while moved:
+            moved = False
+            for ends in neighbours(self.evaluator.model(c).cuts, best.evaluated.ends):
+                try:
+                    evaluated = self.evaluator.evaluate(c, ends, exact=True)
+                except MisfitError:
+                    continue
+                if evaluated.bound >= best.seconds * (1 - _TIE):
+                    continue
+                if budget < cost:
+                    return best, budget
+                budget -= cost
+                simulated = self.evaluator.simulate(evaluated)
+                if simulated.seconds < best.seconds * (1 - _TIE):
+                    best, moved = replace(best, evaluated=evaluated, simulated=simulated), True
+                    break
+        return best, budget
+
+
+def _if_level(e: Evaluated) -> float:
+    """The bound if its ranks had equal work, where they have several stages: what levelling them may reach [s]."""
+    c = e.configuration
+    if c.num_chunks == 1:
+        return e.bound
+    work = e.seconds.work.reshape(c.num_chunks, c.pipeline).sum(axis=0)
+    return e.bound - float(work.max() - work.mean()) * c.num_microbatches / c.data
+
+
+def _rank(found: Found) -> tuple[object, ...]:
+    """Least simulated seconds (to nine digits), then the simplest configuration, the least memory, the first cuts."""
+    e = found.evaluated
+    return (float(f"{found.seconds:.9e}"), e.configuration.key, e.memory_bytes, e.ends)

@@ -1,0 +1,90 @@
+"""Where a planner gets profiles from: one, several measured ones, or formulas for any size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from .profile import Profile
+from .strict import count
+
+MAX_MICROBATCH = 64  # samples, where a source can profile any size
+
+
+@runtime_checkable
+class ProfileSource(Protocol):
+    """Profiles by microbatch and tensor size; figures are of ONE of the tensor ranks, `activation_bytes` are whole."""
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        """What `tensor` ranks take together for a microbatch of so many samples."""
+
+    def tensor_sizes(self, limit: int) -> Sequence[int]:
+        """Over how many ranks a matrix may be split, `limit` at most."""
+
+
+class MeasuredProfiles:
+    """Profiles by microbatch size; tensors are never split.
+
+    Raises ValueError for a size that contradicts its profile.
+    """
+
+    def __init__(self, profiles: Mapping[int, Profile]) -> None:
+        if not profiles:
+            raise ValueError("no profile: expected a Profile, or a mapping from microbatch size to Profile")
+        for size, profile in profiles.items():
+            count("microbatch size", size)
+            if profile.microbatch_size not in (None, size):
+                raise ValueError(
+                    f"a profile of microbatches of {profile.microbatch_size} under microbatch size {size}: expected "
+                    f"the size that it was measured at"
+                )
+        self.profiles = dict(sorted(profiles.items()))
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        """The measured one."""
+        assert tensor == 1
+        return self.profiles[microbatch_size]
+
+    def tensor_sizes(self, limit: int) -> Sequence[int]:
+        """1 alone."""
+        return (1,)
+
+
+def as_source(source: Profile | Mapping[int, Profile] | ProfileSource) -> ProfileSource:
+    """Any of the three as a source. A profile that does not say its microbatch size counts as of one sample."""
+    if isinstance(source, Profile):
+        return MeasuredProfiles({source.microbatch_size or 1: source})
+    if isinstance(source, Mapping):
+        return MeasuredProfiles(source)
+    if isinstance(source, ProfileSource):
+        return source
+    raise ValueError(
+        f"source of type {type(source).__name__}: expected a Profile, a mapping from microbatch size to Profile, or an "
+        f"object with profile() and tensor_sizes()"
+    )
+
+
+def microbatch_sizes(source: ProfileSource, global_batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Sizes to try: divisors of the batch that were measured (or, of a formula, up to MAX_MICROBATCH).
+
+    Raises ValueError where there are none.
+    """
+    known = tuple(source.profiles) if isinstance(source, MeasuredProfiles) else None
+    if wanted is not None:
+        sizes = tuple(dict.fromkeys(count("microbatch_sizes", size) for size in wanted))
+        missing = [size for size in sizes if known is not None and size not in known]
+        if missing:
+            raise ValueError(
+                f"microbatch_sizes: no profile of {missing[0]} samples: expected some of "
+                f"{', '.join(map(str, known or ()))}, or one more profile"
+            )
+    else:
+        sizes = known if known is not None else tuple(range(1, min(global_batch, MAX_MICROBATCH) + 1))
+    fitting = tuple(sorted(size for size in sizes if global_batch % size == 0))
+    if not fitting:
+        least = min(sizes, default=1)
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of any microbatch size ({', '.join(map(str, sizes))}): "
+            f"expected one such as {max(1, round(global_batch / least)) * least}, or a profile of another size"
+        )
+    return fitting

@@ -1,0 +1,155 @@
+"""Which configurations a planner may choose from: sizes of the three parallelisms, microbatches, schedules, chunks.
+
+rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data replicas d < D, then pipeline p < P
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are looked at, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """All that is decided before the cuts.
+
+    Arguments:
+        pipeline, data, tensor: P, D, T.
+        schedule: canonical name.
+        num_chunks: V.
+        microbatch_size: samples in one; 1 where a profile does not say what it ran.
+        num_microbatches: of a batch over all replicas, M.
+        ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    schedule: str
+    num_chunks: int
+    microbatch_size: int
+    num_microbatches: int
+    ranks: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """S = P V."""
+        return self.pipeline * self.num_chunks
+
+    @property
+    def num_devices(self) -> int:
+        """In use."""
+        if self.ranks is not None:
+            return sum(map(len, self.ranks))
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Replicas of each of P stages."""
+        if self.ranks is None:
+            return (self.data,) * self.pipeline
+        return tuple(len(ranks) // self.tensor for ranks in self.ranks)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all stages have D replicas, each with as many microbatches: then one replica stands for all."""
+        return len(set(self.counts)) == 1 and self.num_microbatches % self.counts[0] == 0
+
+    @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of P stages."""
+        if self.ranks is not None:
+            return self.ranks
+        width = self.data * self.tensor
+        return tuple(tuple(range(p * width, (p + 1) * width)) for p in range(self.pipeline))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The order of configurations that are otherwise equal: the simplest first."""
+        counts = () if self.ranks is None else self.counts
+        sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
+        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or ())
+
+    @property
+    def label(self) -> str:
+        """For people.
+
+        >>> Configuration(pipeline=4, data=2, tensor=1, schedule="interleaved", num_chunks=2, microbatch_size=2,
+        ...               num_microbatches=16).label
+        'pipe 4 x data 2, interleaved V=2, microbatch 2'
+        """
+        counts = self.counts
+        parts = [f"pipe {self.pipeline}"]
+        if len(set(counts)) > 1:
+            parts = [f"stages on {'-'.join(map(str, counts))}"]
+        elif counts[0] > 1:
+            parts.append(f"data {counts[0]}")
+        if self.tensor > 1:
+            parts.append(f"tensor {self.tensor}")
+        schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
+        return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """The axes. `configurations` is their product, less what does not fit together.
+
+    Arguments:
+        num_devices: of the cluster.
+        global_batch: samples of a batch.
+        schedules: canonical names, with whether each takes chunks.
+        microbatch_sizes, tensor_sizes: to try.
+        pipeline_sizes, data_sizes: to try; None: all that fit.
+        max_stages: S at most, by tensor size: the longest chain of nodes.
+        chunk_sizes: V to try, where the schedule takes chunks.
+    """
+
+    num_devices: int
+    global_batch: int
+    schedules: Sequence[tuple[str, bool]]
+    microbatch_sizes: Sequence[int]
+    tensor_sizes: Sequence[int]
+    pipeline_sizes: Sequence[int] | None = None
+    data_sizes: Sequence[int] | None = None
+    max_stages: int
+    chunk_sizes: Sequence[int]
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Those with equal replicas: D T P devices, each replica with the same number of microbatches."""
+        for tensor in self.tensor_sizes:
+            for size in self.microbatch_sizes:
+                if self.global_batch % size:
+                    continue
+                for data, pipeline in self._layouts(self.global_batch // size, tensor):
+                    yield from self._of_layout(pipeline, data, tensor, size)
+
+    def _layouts(self, num_microbatches: int, tensor: int) -> Iterator[tuple[int, int]]:
+        """(D, P) with D a divisor of M."""
+        room = self.num_devices // tensor
+        for data in range(1, min(num_microbatches, room) + 1) if self.data_sizes is None else self.data_sizes:
+            if num_microbatches % data or data > room:
+                continue
+            longest = min(room // data, self.max_stages)
+            for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
+                few = 8 * data * pipeline < 7 * room and self.num_devices > ALL_SIZES and self.pipeline_sizes is None
+                if pipeline <= longest and not few:
+                    yield data, pipeline
+
+    def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:
+        for schedule, takes_chunks in self.schedules:
+            if takes_chunks and pipeline == 1:
+                continue  # chunks of one rank follow each other: the same work, more of it under way
+            for num_chunks in self.chunk_sizes if takes_chunks else (1,):
+                if num_chunks * pipeline > self.max_stages:
+                    continue
+                yield Configuration(
+                    pipeline=pipeline,
+                    data=data,
+                    tensor=tensor,
+                    schedule=schedule,
+                    num_chunks=num_chunks,
+                    microbatch_size=size,
+                    num_microbatches=self.global_batch // size,
+                )

@@ -1,0 +1,91 @@
+"""`stagewright plan`: what it reads, prints and writes, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.partition import Cluster, Node, Plan, Profile
+
+PIPEDREAM = Path(__file__).parents[1] / "data" / "pipedream" / "vgg16.txt"
+SHAPE = "layers=4,hidden=256,heads=4,vocabulary=1000,length=128"
+
+
+def written(path: Path, size: int | None, seconds: float = 1.0) -> str:
+    nodes = tuple(Node(name=n, forward_seconds=seconds, backward_seconds=2 * seconds) for n in "abcd")
+    path.write_text(Profile(nodes=nodes, microbatch_size=size).to_json(), encoding="utf-8")
+    return str(path)
+
+
+def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile, out = written(tmp_path / "a.json", 1), tmp_path / "plan.json"
+    assert main(["plan", "--profile", profile, "--ranks", "4", "--batch", "8", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("4 on 4 devices")
+    assert "runner-up pipe 2 x data 2, interleaved V=2, microbatch 1: " in printed
+    assert "configurations: " in printed
+    assert "planned in " in printed
+    assert Plan.load(out).replicas == (4,)
+
+
+def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--pipedream", str(PIPEDREAM), "--ranks", "4", "--batch", "16", "--runnable", "--json"]
+    assert main(["plan", *arguments, "--schedules", "2bw"]) == 0
+    printed = capsys.readouterr()
+    found = Plan.from_json(printed.out)
+    assert found.schedule == "2bw"
+    assert all(stage.optimizer_shards == 1 for stage in found.stages)
+    assert "planned in " in printed.err
+
+
+def test_several_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = [written(tmp_path / f"{size}.json", size, seconds) for size, seconds in ((1, 1.0), (2, 1.2))]
+    assert main(["plan", "--profile", *files, "--ranks", "2", "--batch", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["microbatch_size"] == 2
+
+
+def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(Cluster.parse("2x2:nvlink=300GB/s,net=12GB/s").to_json(), encoding="utf-8")
+    arguments = ["--transformer", SHAPE, "--device", "v100", "--cluster", str(path), "--batch", "16"]
+    assert main(["plan", *arguments, "--tensor", "1", "2", "--memory", "16GB"]) == 0
+    assert "on 4 devices" in capsys.readouterr().out
+    assert main(["plan", *arguments, "--memory", "1MB"]) == 2
+    assert "nothing fits the memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], "no model: expected one of --profile FILE, --pipedream FILE, or --transformer"),
+        (
+            ["--pipedream", "{vgg}", "--transformer", SHAPE, "--ranks", "2"],
+            "--pipedream and --transformer: expected one",
+        ),
+        (["--pipedream", "{vgg}"], "a plan needs devices: expected --cluster"),
+        (["--pipedream", "{vgg}", "--ranks", "0"], "--ranks 0: expected at least 1"),
+        (["--pipedream", "{vgg}", "--ranks", "3", "--cluster", "2:a=1GB/s"], "--ranks 3 with a cluster of 2 devices"),
+        (["--pipedream", "{vgg}", "--cluster", "2:a=1GB"], "cluster '2:a=1GB': link 'a': bandwidth: '1GB'"),
+        (["--pipedream", "nowhere.txt", "--ranks", "2"], "nowhere.txt: No such file or directory"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--memory", "many"], "--memory 'many': expected a number and a unit"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--schedules", "1f2b"], "unknown schedule '1f2b'"),
+        (["--transformer", "layers=4,depth=2", "--ranks", "2"], "--transformer: 'depth=2': expected name=value"),
+        (["--transformer", "layers=four", "--ranks", "2"], "--transformer: layers=four: expected a whole number"),
+        (["--transformer", "layers=4", "--ranks", "2"], "hidden, heads, vocabulary, length missing"),
+        (["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"], "unknown device 'a1000'"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [argument.replace("{vgg}", str(PIPEDREAM)) for argument in arguments]
+    assert main(["plan", *given, "--batch", "8"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_several_profiles_need_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, same, unknown = written(tmp_path / "a", 1), written(tmp_path / "b", 1), written(tmp_path / "c", None)
+    for other, message in ((same, "a second profile of microbatches of 1"), (unknown, "microbatch_size: missing")):
+        assert main(["plan", "--profile", one, other, "--ranks", "2", "--batch", "4"]) == 2
+        assert message in capsys.readouterr().err

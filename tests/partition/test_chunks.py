@@ -1,0 +1,90 @@
+"""Cuts of S = P V stages: the dynamic program, every way, neighbours, level ranks."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Node, Profile, partition
+from stagewright.partition.antichains import all_cuts
+from stagewright.partition.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
+
+WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
+
+
+def chain(work: list[int]) -> Profile:
+    return Profile(nodes=tuple(Node(name=f"n{i}", forward_seconds=w, backward_seconds=0) for i, w in enumerate(work)))
+
+
+@given(work=WORK, data=st.data())
+def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(work)))
+    factor = data.draw(st.lists(st.sampled_from([1.0, 2.0]), min_size=num_stages, max_size=num_stages))
+    cuts = all_cuts(chain(work))
+    each = np.where(cuts.inside, cuts.seconds - cuts.seconds[:, None], np.inf)
+    found = even_stages(lambda s: each * factor[s], num_stages, len(cuts))
+
+    def goal(ends: tuple[int, ...]) -> tuple[float, float]:
+        costs = [sum(work[a:b]) * factor[s] for s, (a, b) in enumerate(pairwise(ends))]
+        return max(costs), sum(cost * cost for cost in costs)
+
+    assert found is not None
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), num_stages - 1)]
+    assert goal(found) == pytest.approx(min(map(goal, every)))
+    assert all_stages(cuts.inside, num_stages, limit=1000) == every
+
+
+def test_no_cut_fits() -> None:
+    cuts = all_cuts(chain([1, 1]))
+    assert even_stages(lambda s: np.full((3, 3), np.inf), 2, 3) is None
+    assert equal_stages(cuts, 3) is None
+    assert all_stages(cuts.inside, 3, limit=9) == []
+    assert all_stages(all_cuts(chain([1] * 9)).inside, 4, limit=9) is None
+
+
+def test_equal_stages_and_neighbours() -> None:
+    cuts = all_cuts(chain([1] * 6))
+    assert equal_stages(cuts, 3) == (0, 2, 4, 6)
+    assert list(neighbours(cuts, (0, 2, 4, 6), reach=1)) == [(0, 1, 4, 6), (0, 3, 4, 6), (0, 2, 3, 6), (0, 2, 5, 6)]
+
+
+@given(work=WORK.filter(lambda work: len(work) >= 4))
+def test_level_ranks_are_never_less_level(work: list[int]) -> None:
+    cuts = all_cuts(chain(work))
+    ends = equal_stages(cuts, 4)
+    assert ends is not None
+
+    def squares(ends: tuple[int, ...]) -> int:
+        stages = [sum(work[a:b]) for a, b in pairwise(ends)]
+        return sum(sum(stages[p::2]) ** 2 for p in range(2))
+
+    assert squares(level_ranks(cuts, ends, 2)) <= squares(ends)
+
+
+def test_a_graph_is_cut_between_its_antichains() -> None:
+    """a -> (b | c) -> d, V=2 on two ranks: every stage a node."""
+    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abcd"]
+    profile = Profile(nodes=tuple(nodes), edges=(("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")))
+    found = partition(
+        profile,
+        Cluster.from_levels([(2, 1e9)]),
+        schedule="interleaved",
+        num_chunks=2,
+        num_microbatches=4,
+        straight=True,
+    )
+    assert [stage.nodes for stage in found.stages] == [("a",), ("b",), ("c",), ("d",)]
+
+
+def test_bad_chunks() -> None:
+    cluster = Cluster.from_levels([(2, 1e9)])
+    with pytest.raises(ValueError, match="expected a number of microbatches"):
+        partition(chain([1, 1]), cluster, schedule="interleaved", num_chunks=2)
+    with pytest.raises(ValueError, match="num_chunks=2 with schedule=None: expected 1, or interleaved or looped-bfs"):
+        partition(chain([1, 1]), cluster, num_chunks=2)
+    with pytest.raises(ValueError, match="no configuration of a batch of 4 on 2 devices"):
+        partition(chain([1, 1]), cluster, schedule="interleaved", num_chunks=2, num_microbatches=4)

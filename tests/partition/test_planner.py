@@ -1,0 +1,171 @@
+"""What the planner decides in plain cases, what it refuses, and that it says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.planner_in_flight import count_in_flight
+from stagewright.partition.planner_links import Machine, ring_seconds
+from stagewright.partition.search_space import Configuration
+from stagewright.schedules import Costs, build, check, simulate
+
+
+def chain(size: int, **figures: float) -> Profile:
+    values = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
+    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)  # type: ignore[arg-type]
+
+
+FOUR = Cluster.from_levels([(4, 1e9)])
+
+
+def test_free_links_and_memory_leave_replicas_alone() -> None:
+    found = plan(chain(4, parameter_bytes=1.0), FOUR, global_batch=8)
+    assert (found.replicas, found.schedule, found.microbatch_size) == ((4,), "1f1b", 1)
+    assert found.simulated_step_time == pytest.approx(2 * 12.0)
+
+
+def test_same_input_same_plan() -> None:
+    profile, cluster = chain(6, activation_bytes=1e6, parameter_bytes=1e8), Cluster.parse("2x2:a=1GB/s,b=100MB/s:8GB")
+    assert plan(profile, cluster, global_batch=8) == plan(profile, cluster, global_batch=8)
+
+
+def test_heavy_gradients_on_slow_links_make_a_pipeline_with_chunks() -> None:
+    found = plan(chain(8, parameter_bytes=4e9, activation_bytes=1.0), FOUR, global_batch=8, chunk_sizes=(2,))
+    assert (found.schedule, found.num_chunks, found.replicas) == ("interleaved", 2, (1,) * 8)
+    schedule = found.build_schedule()
+    check(schedule)
+    assert schedule == build("interleaved", num_ranks=4, num_microbatches=8, num_chunks=2)
+    assert found.simulated_step_time == pytest.approx(simulate(schedule, Costs(forward=1, backward=2)).makespan)
+    others = {each.label for each in found.runners_up}
+    assert "pipe 4, 1f1b, microbatch 1" in others
+    losses = [each.simulated_step_time or 0 for each in found.runners_up]
+    assert losses == pytest.approx(sorted(losses), rel=1e-9)
+    assert losses[0] > found.simulated_step_time
+
+
+def test_unequal_replicas_where_they_win() -> None:
+    """Three quarters of the work in the first node: 3-1, which a mesh can't say."""
+    nodes = (
+        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1),
+        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e10),
+    )
+    found = plan(Profile(nodes=nodes, microbatch_size=1), FOUR, global_batch=24, runnable=True)
+    assert found.replicas == (3, 1)
+    schedule = found.build_schedule()
+    check(schedule)
+    assert schedule.num_microbatches == 24
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_only_the_stages_that_need_it_recompute() -> None:
+    """1F1B's first stages hold more microbatches: P - s of them."""
+    found = plan(
+        chain(4, stash_bytes=10.0),
+        FOUR,
+        global_batch=8,
+        schedules=("1f1b",),
+        pipeline_sizes=(4,),
+        memory_limit=25.0,
+    )
+    assert [stage.recompute for stage in found.stages] == ["full", "full", "none", "none"]
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    assert [stage.backward_seconds for stage in found.stages] == [3.0, 3.0, 2.0, 2.0]
+    # The first keeps nothing (its input is the batch) and makes one stash anew.
+    assert [memory.activations for memory in found.memory.values()] == [10.0, 10.0, 20.0, 10.0]
+
+
+def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
+    options = {"global_batch": 8, "pipeline_sizes": (1,), "data_sizes": (4,)}
+    profile = chain(2, parameter_bytes=10.0)
+    roomy = plan(profile, FOUR, **options)  # type: ignore[arg-type]
+    tight = plan(profile, FOUR, memory_limit=51.0, **options)  # type: ignore[arg-type]
+    assert [found.stages[0].optimizer_shards for found in (roomy, tight)] == [1, 4]
+    assert tight.memory[0].optimizer == 10.0
+    assert tight.simulated_step_time == roomy.simulated_step_time
+    with pytest.raises(ValueError, match="nothing fits the memory"):
+        plan(profile, FOUR, memory_limit=51.0, runnable=True, **options)  # type: ignore[arg-type]
+    stepping = plan(chain(2, parameter_bytes=10.0, update_seconds=4.0), FOUR, **options)  # type: ignore[arg-type]
+    assert stepping.stages[0].update_seconds == pytest.approx(2.0, rel=1e-6)
+
+
+def test_larger_microbatches_where_they_are_worth_it() -> None:
+    """Twice the samples in 1.2 times the seconds."""
+    profiles = {
+        size: replace(chain(4, forward_seconds=seconds, backward_seconds=2 * seconds), microbatch_size=size)
+        for size, seconds in ((1, 1.0), (2, 1.2), (3, 0.1))
+    }
+    found = plan(profiles, FOUR, global_batch=8)
+    assert found.microbatch_size == 2  # 3 does not divide the batch
+    assert found.num_microbatches == 4
+
+
+def test_slow_nodes_cost_what_their_slowest_device_costs() -> None:
+    cluster = Cluster.from_json(
+        '{"version": 1, "levels": [{"name": "a", "size": 1, "bandwidth": 1e9}, {"name": "b", "size": 2, '
+        '"bandwidth": 1e9}], "kinds": [{"name": "fast", "speed": 1}, {"name": "slow", "speed": 0.5}], '
+        '"nodes": ["fast", "slow"]}'
+    )
+    found = plan(chain(6, parameter_bytes=1e12), cluster, global_batch=12, schedules=("1f1b",))
+    assert [len(stage.nodes) for stage in found.stages] == [4, 2]
+    assert found.predicted_step_time == pytest.approx(12.0)
+
+
+def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
+    with pytest.raises(ValueError, match=r"nearest is .*, which on rank \d needs 40 bytes of 30, 10 too many \("):
+        plan(chain(4, parameter_bytes=10.0), FOUR, global_batch=4, memory_limit=30.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
+        ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
+        ({"schedules": ()}, r"schedules=\(\): expected at least one name"),
+        ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
+        ({"recompute": ("half",)}, "recompute: 'half': expected some of none, full"),
+        ({"tensor_sizes": (2,)}, r"tensor_sizes=\(2,\): expected some of 1"),
+        ({"data_sizes": (3,)}, "no configuration of a batch of 8 on 4 devices"),
+        ({"pipeline_sizes": ()}, r"pipeline_sizes=\(\): expected at least one size"),
+        ({"memory_limit": -1.0}, "memory_limit: -1.0: expected a finite number"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(chain(4), FOUR, **{"global_batch": 8, **options})  # type: ignore[arg-type]
+
+
+def test_bad_sources() -> None:
+    with pytest.raises(ValueError, match="global_batch=7 is no multiple of any microbatch size"):
+        plan({2: replace(chain(4), microbatch_size=2)}, FOUR, global_batch=7)
+    with pytest.raises(ValueError, match="microbatches of 1 under microbatch size 2"):
+        plan({2: chain(4)}, FOUR, global_batch=8)
+    with pytest.raises(ValueError, match="source of type str"):
+        plan("profile.json", FOUR, global_batch=8)  # type: ignore[arg-type]
+
+
+def test_in_flight_is_what_the_programs_hold() -> None:
+    schedule = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2)
+    ranks = count_in_flight(schedule)
+    peaks = simulate(schedule, Costs()).peak_activations
+    assert tuple(int(rank.held.sum(axis=1).max()) for rank in ranks) == peaks
+    versions = [rank.versions for rank in count_in_flight(build("pipedream", num_ranks=3, num_microbatches=6))]
+    assert versions == list(simulate(build("pipedream", num_ranks=3, num_microbatches=6), Costs()).peak_versions)
+
+
+def test_links_between_ranks() -> None:
+    machine = Machine(Cluster.parse("2x4:in=10B/s@1s,out=2B/s@3s"), memory_limit=None)
+    near, far = machine.between((0,), (1,), tensor=1), machine.between((0, 1), (4, 5), tensor=1)
+    assert (near.seconds(20), far.seconds(20)) == (3.0, 13.0)
+    assert machine.between((0, 1, 2), (3,), tensor=1) == near
+    assert machine.between((2, 3), (4, 5), tensor=2) == far
+    assert ring_seconds(20, 4, machine.across(range(4))) == pytest.approx(6 * 1 + 6 / 4 * 2)
+
+
+def test_labels() -> None:
+    plain = {"schedule": "1f1b", "num_chunks": 1, "microbatch_size": 2, "num_microbatches": 8}
+    assert Configuration(pipeline=2, data=1, tensor=4, **plain).label == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
+    unequal = Configuration(pipeline=2, data=3, tensor=1, ranks=((0, 1, 2), (3,)), **plain)  # type: ignore[arg-type]
+    assert unequal.label == "stages on 3-1, 1f1b, microbatch 2"

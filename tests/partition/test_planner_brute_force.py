@@ -1,0 +1,249 @@
+"""The planner against everything that can be done by hand, simulated: it is never worse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules.replicas import replicate
+
+TENTHS = st.integers(0, 30).map(lambda n: n / 10)
+CLUSTERS = st.sampled_from(
+    [
+        Cluster.from_levels([(1, 1.0)]),
+        Cluster.from_levels([(3, 5.0)]),
+        Cluster.from_levels([(2, 40.0), (2, 5.0)]),
+        Cluster(
+            levels=(Level(name="in", size=2, bandwidth=30.0, latency=0.1), Level(name="out", size=2, bandwidth=9.0))
+        ),
+    ]
+)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Profile:
+    nodes = [
+        Node(
+            name=f"n{i}",
+            forward_seconds=draw(TENTHS) + 0.1,
+            backward_seconds=draw(TENTHS),
+            activation_bytes=draw(TENTHS),
+            parameter_bytes=draw(TENTHS),
+            stash_bytes=draw(TENTHS),
+            update_seconds=draw(TENTHS) / 3,
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]
+    return Profile(nodes=tuple(nodes), microbatch_size=1)
+
+
+def hop(cluster: Cluster, pairs: list[tuple[int, int]]) -> tuple[float, float]:
+    """The largest latency and seconds a byte of these pairs of ranks, level by level."""
+    worst = (0.0, 0.0)
+    for a, b in pairs:
+        size, latency, slowest = 1, 0.0, math.inf
+        for level in cluster.levels:
+            size *= level.size
+            latency, slowest = max(latency, level.latency), min(slowest, level.bandwidth)
+            if a // size == b // size:
+                break
+        worst = max(worst[0], latency), max(worst[1], 1 / slowest)
+    return worst
+
+
+def step(
+    profile: Profile,
+    cluster: Cluster,
+    ends: tuple[int, ...],
+    *,
+    schedule: str,
+    pipeline: int,
+    data: int,
+    num_microbatches: int,
+    shards: int,
+    again: bool = False,
+) -> float:
+    """Of a chain cut at `ends`, on ranks p D + d: all replicas simulated [s]."""
+    nodes, num_stages = profile.nodes, len(ends) - 1
+    own = [nodes[a:b] for a, b in pairwise(ends)]
+    crossing = [0.0, *(nodes[at - 1].activation_bytes for at in ends[1:-1]), 0.0]
+    hops = []
+    for s in range(num_stages - 1):
+        here, there = s % pipeline * data, (s + 1) % pipeline * data
+        hops.append(hop(cluster, [(here + d, there + d) for d in range(data)]))
+    links = [(0.0, 0.0), *hops, (0.0, 0.0)]
+    rings = []
+    for s in range(num_stages):
+        first, weights = s % pipeline * data, sum(node.parameter_bytes for node in own[s])
+        latency, each = hop(cluster, [(first + d, first + (d + 1) % data) for d in range(data)])
+        rings.append(2 * (data - 1) * (latency + weights / data * each) if weights else 0.0)
+    forward = [sum(node.forward_seconds for node in stage) for stage in own]
+    costs = Costs(
+        forward=forward,
+        backward=[
+            sum(node.backward_seconds for node in stage) + again * f for stage, f in zip(own, forward, strict=True)
+        ],
+        latency=[max(links[s][0] + crossing[s] * links[s][1], links[s + 1][0] + crossing[s + 1] * links[s + 1][1])
+                 for s in range(num_stages)],
+        update=[
+            ring + sum(node.update_seconds for node in stage) / shards for ring, stage in zip(rings, own, strict=True)
+        ],
+    )  # fmt: skip
+    chunks = num_stages // pipeline
+    single = build(
+        schedule,
+        num_ranks=pipeline,
+        num_microbatches=num_microbatches // data,
+        num_chunks=chunks if chunks > 1 else None,
+    )
+    sent = [crossing[s] * links[s][1] + crossing[s + 1] * links[s + 1][1] for s in range(num_stages)]
+    most = max(sum(sent[p::pipeline]) for p in range(pipeline)) * num_microbatches / data
+    return max(simulate(replicate(single, data), costs).makespan, most)
+
+
+def by_hand(profile: Profile, cluster: Cluster, batch: int, chunks: int) -> Iterator[dict[str, Any]]:
+    for pipeline in range(1, cluster.num_devices + 1):
+        for data in range(1, cluster.num_devices // pipeline + 1):
+            for V in range(1, chunks + 1):
+                S = pipeline * V
+                if batch % data or len(profile.nodes) < S or (V > 1 and pipeline == 1):
+                    continue
+                for inner in combinations(range(1, len(profile.nodes)), S - 1):
+                    yield {
+                        "ends": (0, *inner, len(profile.nodes)),
+                        "schedule": "interleaved" if V > 1 else "1f1b",
+                        "pipeline": pipeline,
+                        "data": data,
+                        "num_microbatches": batch,
+                    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), runnable=st.booleans())
+def test_never_worse_than_any_configuration(profile: Profile, cluster: Cluster, batch: int, runnable: bool) -> None:
+    found = plan(profile, cluster, global_batch=batch, runnable=runnable, chunk_sizes=(2, 3))
+    assert found.simulated_step_time is not None
+    for each in by_hand(profile, cluster, batch, 3):
+        shards = 1 if runnable else each["data"]
+        least = step(profile, cluster, shards=shards, **each)
+        assert found.simulated_step_time <= least * (1 + 1e-8), each
+
+
+def held(profile: Profile, each: dict[str, Any], *, again: bool) -> float:
+    """Bytes on the fullest rank of a 1F1B pipeline with Adam, as a person would count them."""
+    ends, P = each["ends"], each["pipeline"]
+    m = each["num_microbatches"] // each["data"]
+    most = 0.0
+    for p, (a, b) in enumerate(pairwise(ends)):
+        own = profile.nodes[a:b]
+        before = profile.nodes[a - 1].activation_bytes if a else 0.0
+        behind = profile.nodes[b - 1].activation_bytes if b < len(profile.nodes) else 0.0
+        stash = sum(node.stash_bytes for node in own)
+        flight = min(m, P - p)
+        kept = flight * before + stash if again else flight * stash
+        weights = sum(node.parameter_bytes for node in own)
+        most = max(most, 4 * weights + kept + (before + behind) * (1 + min(4, m)))
+    return most
+
+
+@settings(max_examples=50, deadline=None)
+@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.2, 1.0))
+def test_never_worse_within_the_memory(profile: Profile, cluster: Cluster, batch: int, share: float) -> None:
+    limit = share * sum(4 * node.parameter_bytes + 2 * node.stash_bytes for node in profile.nodes) + 0.5
+    fitting = [
+        (each, again)
+        for each in by_hand(profile, cluster, batch, 1)
+        for again in (False, True)
+        if held(profile, each, again=again) <= limit
+    ]
+    try:
+        found = plan(profile, cluster, global_batch=batch, memory_limit=limit, runnable=True)
+    except ValueError as error:
+        assert "nothing fits the memory" in str(error)  # noqa: PT017
+        assert not fitting
+        return
+    assert found.simulated_step_time is not None
+    for each, again in fitting:
+        least = step(profile, cluster, shards=1, again=again, **each)
+        assert found.simulated_step_time <= least * (1 + 1e-8), (each, again)
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.3, 1.0), runnable=st.booleans())
+def test_the_plan_is_its_own_simulation(
+    profile: Profile, cluster: Cluster, batch: int, share: float, runnable: bool
+) -> None:
+    """Its own schedule, on all ranks, with its own seconds, takes what it says; memory within the limit."""
+    whole = sum(4 * node.parameter_bytes + node.stash_bytes + 20 * node.activation_bytes for node in profile.nodes)
+    try:
+        found = plan(
+            profile, cluster, global_batch=batch, memory_limit=whole * share + 1e-3, chunk_sizes=(2,), runnable=runnable
+        )
+    except ValueError as error:
+        assert "nothing fits the memory" in str(error)  # noqa: PT017
+        return
+    assert max(found.memory_bytes.values()) <= (whole * share + 1e-3) * (1 + 1e-9)
+    resimulated = simulate_plan(profile, cluster, found)
+    assert found.simulated_step_time == pytest.approx(resimulated, rel=1e-9)
+    assert Plan.from_json(found.to_json()) == found
+
+
+def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
+    """`Plan.build_schedule`, all ranks of it, with the seconds of the plan's stages and messages worked out here."""
+    schedule = found.build_schedule()
+    stages = found.stages
+    output = {node.name: node.activation_bytes for node in profile.nodes}
+    latency, sent = [0.0] * len(stages), [0.0] * len(stages)
+    for s in range(len(stages) - 1):
+        pairs = [(schedule.owner(s, k), schedule.owner(s + 1, k)) for k in range(schedule.num_microbatches)]
+        crossing = output[stages[s].nodes[-1]]
+        alpha, beta = hop(cluster, pairs)
+        for t in (s, s + 1):
+            latency[t] = max(latency[t], alpha + crossing * beta)
+            sent[t] += crossing * beta
+    costs = Costs(
+        forward=[stage.forward_seconds for stage in stages],
+        backward=[stage.backward_seconds for stage in stages],
+        latency=latency,
+        update=[stage.update_seconds for stage in stages],
+    )
+    counts = [-(-schedule.num_microbatches // stage.replicas) for stage in stages]
+    width = len(stages) // found.num_chunks
+    most = max(sum(sent[s] * counts[s] for s in range(p, len(stages), width)) for p in range(width))
+    return max(simulate(schedule, costs).makespan, most)
+
+
+@settings(max_examples=30, deadline=None)
+@given(profile=chains(), batch=st.integers(2, 8), chunks=st.integers(2, 3))
+def test_chunks_of_the_partitioner(profile: Profile, batch: int, chunks: int) -> None:
+    """V stages a rank on a straight pipeline of 2: the best of all cuts."""
+    cluster = Cluster.from_levels([(2, 20.0)])
+    if len(profile.nodes) < 2 * chunks:
+        return
+    found = partition(
+        profile, cluster, schedule="interleaved", num_chunks=chunks, num_microbatches=batch, straight=True
+    )
+    assert found.num_chunks == chunks
+    assert len(found.stages) == 2 * chunks
+    every = [
+        step(
+            profile,
+            cluster,
+            (0, *inner, len(profile.nodes)),
+            schedule="interleaved",
+            pipeline=2,
+            data=1,
+            num_microbatches=batch,
+            shards=1,
+        )
+        for inner in combinations(range(1, len(profile.nodes)), 2 * chunks - 1)
+    ]
+    assert found.simulated_step_time == pytest.approx(min(every), rel=1e-9)

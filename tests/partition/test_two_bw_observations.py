@@ -1,0 +1,157 @@
+"""What Narayanan et al. observed of 2BW and its planner ("Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
+section 5, and section 3.3 for the planner's model), in its direction: none of their figures is claimed here.
+
+All on formulas for a GPT on V100s (the paper's device), simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from stagewright.partition import Cluster, Plan, plan
+from stagewright.partition.device_model import DeviceModel
+from stagewright.partition.transformer import Transformer, TransformerSource
+
+GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
+
+
+@cache
+def planned(*, nodes: str = "8x1:nvlink=150GB/s@5us,net=1.25GB/s@20us", batch: int = 64, **options: object) -> Plan:
+    cluster = Cluster.parse(nodes)
+    source = TransformerSource(transformer=GPT, device=DeviceModel.preset("V100-16GB"), cluster=cluster)
+    return plan(source, cluster, global_batch=batch, **options)  # type: ignore[arg-type]
+
+
+def fixed(schedule: str, *, pipeline: int, batch: int) -> float:
+    """Seconds a batch of one straight pipeline, microbatches of one sample, on links that are not in the way."""
+    found = planned(
+        nodes=f"1x{pipeline}:nvlink=150GB/s@5us,net=12GB/s@10us",
+        batch=batch,
+        schedules=(schedule,),
+        pipeline_sizes=(pipeline,),
+        data_sizes=(1,),
+        tensor_sizes=(1,),
+        microbatch_sizes=(1,),
+        recompute=("none",),
+    )
+    assert found.simulated_step_time is not None
+    return found.simulated_step_time
+
+
+def test_without_a_flush_the_same_configuration_is_faster() -> None:
+    """Comparison with PipeDream-Flush (1F1B) at equal configuration."""
+    assert fixed("2bw", pipeline=4, batch=16) < fixed("1f1b", pipeline=4, batch=16)
+
+
+def test_the_deeper_the_pipeline_the_more_a_flush_costs() -> None:
+    """The flush's bubble grows with depth over microbatches, 2BW has none."""
+    gains = [fixed("1f1b", pipeline=p, batch=16) / fixed("2bw", pipeline=p, batch=16) for p in (2, 4, 8)]
+    assert gains == sorted(gains)
+    assert gains[-1] > gains[0] + 0.1
+
+
+def test_the_fewer_the_microbatches_the_more_a_flush_costs() -> None:
+    """Smaller batches leave the flush less to hide its bubble behind."""
+    gains = [fixed("1f1b", pipeline=4, batch=b) / fixed("2bw", pipeline=4, batch=b) for b in (64, 16, 4)]
+    assert gains == sorted(gains)
+    assert gains[-1] > gains[0] + 0.1
+
+
+def test_two_weight_versions_take_more_memory_than_the_flush() -> None:
+    """2BW pays for its speed with a second version of the weights."""
+
+    def held(schedule: str) -> dict[str, float]:
+        found = planned(
+            schedules=(schedule,), pipeline_sizes=(4,), data_sizes=(1,), tensor_sizes=(1,), memory_limit=1e12
+        )
+        memory = next(iter(found.memory.values()))
+        return {"parameters": memory.parameters, "gradients": memory.gradients}
+
+    assert held("2bw")["parameters"] == 2 * held("2bw")["gradients"]
+    assert held("1f1b")["parameters"] == held("1f1b")["gradients"]
+
+
+def test_recomputation_allows_larger_microbatches_and_so_more_throughput() -> None:
+    """Larger microbatches compute more efficiently, but fit only where activations are made again.
+
+    The formulas give every microbatch size the same efficiency, so the kernels of small ones are made slower here, in a
+    profile a size: a quarter of the speed at one sample, as small matrices are on large devices.
+    """
+    cluster = Cluster.parse("8x1:nvlink=150GB/s@5us,net=12.5GB/s@20us")
+    source = TransformerSource(transformer=GPT, device=DeviceModel.preset("V100-16GB"), cluster=cluster)
+    profiles = {}
+    for size in (1, 2, 4, 8, 16):
+        whole = source.profile(microbatch_size=size)
+        slower = 1 + 3 / size
+        nodes = [
+            replace(n, forward_seconds=n.forward_seconds * slower, backward_seconds=n.backward_seconds * slower)
+            for n in whole.nodes
+        ]
+        profiles[size] = replace(whole, nodes=tuple(nodes))
+    options = {"global_batch": 128, "schedules": ("2bw",), "memory_limit": 6e9}
+    without = plan(profiles, cluster, recompute=("none",), **options)  # type: ignore[arg-type]
+    with_it = plan(profiles, cluster, **options)  # type: ignore[arg-type]
+    assert with_it.microbatch_size is not None
+    assert without.microbatch_size is not None
+    assert with_it.microbatch_size > without.microbatch_size
+    assert any(stage.recompute == "full" for stage in with_it.stages)
+    assert (with_it.simulated_step_time or 0) < (without.simulated_step_time or 0)
+
+
+def test_less_memory_makes_the_pipeline_deeper_or_recomputes() -> None:
+    """The planner trades throughput for memory: deeper pipelines hold less of the model on each worker."""
+    plans = [
+        planned(
+            nodes="2x8:nvlink=150GB/s@5us,net=12.5GB/s@20us",
+            schedules=("2bw",),
+            tensor_sizes=(1,),
+            optimizer_sharding=("none",),
+            memory_limit=limit,
+        )
+        for limit in (64e9, 16e9, 6e9)
+    ]
+    seconds = [found.simulated_step_time or 0 for found in plans]
+    effort = [(len(found.stages), sum(stage.recompute == "full" for stage in found.stages)) for found in plans]
+    assert seconds == sorted(seconds)
+    assert effort[-1] > effort[0]
+    assert max(plans[-1].memory_bytes.values()) <= 6e9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_slow_links_make_it_deep_and_fast_ones_wide(schedule: str) -> None:
+    """Wide pipelines sum gradients over replicas, deep ones send activations: which wins follows the interconnect."""
+
+    def depth(speed: str) -> int:
+        found = planned(
+            nodes=f"1x8:nvlink={speed}@5us,net={speed}@5us",
+            schedules=(schedule,),
+            tensor_sizes=(1,),
+            memory_limit=1e12,
+        )
+        return len(found.stages)
+
+    assert depth("0.1GB/s") > depth("150GB/s")
+    assert depth("150GB/s") == 1
+
+
+def test_tensor_parallelism_over_slow_links_loses_to_pipelining() -> None:
+    """Intra-layer parallelism sums activations several times a layer, pipelining sends them once a stage."""
+
+    def seconds(*, tensor: int, pipeline: int, speed: str) -> float:
+        found = planned(
+            nodes=f"1x8:link={speed}@5us,net={speed}@5us",
+            schedules=("2bw",),
+            tensor_sizes=(tensor,),
+            pipeline_sizes=(pipeline,),
+            data_sizes=(1,),
+            memory_limit=1e12,
+        )
+        return found.simulated_step_time or 0
+
+    slow = seconds(tensor=8, pipeline=1, speed="1.25GB/s") / seconds(tensor=1, pipeline=8, speed="1.25GB/s")
+    fast = seconds(tensor=8, pipeline=1, speed="150GB/s") / seconds(tensor=1, pipeline=8, speed="150GB/s")
+    assert slow > 1.5
+    assert slow > fast
