@@ -197,19 +197,20 @@ def _build(
         raise ValueError(f"num_batches={num_batches!r}: expected a whole number, at least 1")
     placement: list[tuple[int, ...]] = []
     programs = []
+    # In microbatches of all replicas. It never grows along the stages: no stage waits for a forward that the one before
+    # makes behind a backward that waits for this stage. 2BW's begins at most one batch ahead, see `two_bw`.
+    reach = num_microbatches if rule == "2bw" else math.inf
     for stage, count in enumerate(counts):
+        reach = min(reach, warmups[stage] * count)
         for replica in range(count):
             own = [
                 batch * num_microbatches + k
                 for batch in range(num_batches)
                 for k in range(replica, num_microbatches, count)
             ]
-            warmup = warmups[stage]
-            if count > 1 and rule == "2bw":
-                warmup = min(warmup, len(own) // num_batches)
             groups = num_batches * num_microbatches // update_every
             placement.append((stage,))
-            programs.append(_program(stage, own, warmup=warmup, group_size=update_every, num_groups=groups))
+            programs.append(_program(stage, own, reach=reach, group_size=update_every, num_groups=groups))
     return Schedule(
         name=name,
         placement=tuple(placement),
@@ -221,8 +222,8 @@ def _build(
     )
 
 
-def _program(stage: int, own: Sequence[int], *, warmup: int, group_size: int, num_groups: int) -> tuple[Action, ...]:
-    """One forward and one backward in turn, each update right behind the last backward of its group."""
+def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, num_groups: int) -> tuple[Action, ...]:
+    """Before each backward the forwards up to `reach` microbatches later; updates right behind their last backward."""
     last_of = {index // group_size: index for index in own}
     program: list[Action] = []
     updates = 0
@@ -233,13 +234,13 @@ def _program(stage: int, own: Sequence[int], *, warmup: int, group_size: int, nu
             program.append(Action(stage, Op.U, updates))
             updates += 1
 
-    for position in range(len(own) + warmup):
-        if position < len(own):
-            program.append(Action(stage, Op.F, own[position]))
-        if position >= warmup:
-            index = own[position - warmup]
-            program.append(Action(stage, Op.B, index))
-            update_behind(index)
+    forwards = 0
+    for index in own:
+        while forwards < len(own) and own[forwards] <= index + reach:
+            program.append(Action(stage, Op.F, own[forwards]))
+            forwards += 1
+        program.append(Action(stage, Op.B, index))
+        update_behind(index)
     if not own:
         update_behind(0)
     return tuple(program)

@@ -27,7 +27,7 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
 
-from stagewright.schedules import Schedule
+from stagewright.schedules import Schedule, build, check
 
 
 class RaisesOnce(nn.Module):
@@ -133,3 +133,11 @@ def test_outputs_beside_tensors_are_kept() -> None:
     pipe = make(model=WithNone(), loss_fn=lambda output, target: F.mse_loss(output[0], target))
     logits, nothing = pipe.eval_step(X, Y).output  # type: ignore[misc]
     assert (logits.shape, nothing) == ((8, WIDTH), None)
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 9, 10, 16])
+@pytest.mark.parametrize("warmup", ["plain", "eager"])
+def test_replicas_of_2bw_with_odd_batches_do_not_deadlock(num_microbatches: int, warmup: str) -> None:
+    """A replica's next microbatch may be further away than R where R does not divide M: counted in its own
+    microbatches, its warm-up waited for forwards that the first stage makes behind a backward that waits for it."""
+    check(build("2bw", num_ranks=8, num_microbatches=num_microbatches, replicas=(1, 6, 1), warmup=warmup))
