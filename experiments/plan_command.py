@@ -18,10 +18,9 @@ from typing import Literal, TypeVar
 import tyro
 
 from ..partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
-from ..partition.device_model import PRESETS, DeviceModel
-from ..partition.planner import CHUNK_SIZES, SCHEDULES
-from ..partition.planner_search import Tally
-from ..partition.transformer import Transformer, TransformerSource
+from ..partition.formulas.device_model import PRESETS, DeviceModel
+from ..partition.formulas.transformer import Transformer, TransformerSource
+from ..partition.planner import CHUNK_SIZES, SCHEDULES, Tally
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from ..partition import Cluster, Level, Node, Profile, read_pipedream_profile
-from ..partition.profiler_stages import StageMemory, stage_memory
+from ..partition.stage_memory import StageMemory, stage_memory
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..partition.plans import Plan
-from ..partition.profiler_memory import peaks
+from ..partition.profiler.memory import peaks
 from ..pipe import PipelineModule, StepResult
 from ..schedules import Schedule, simulate
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn

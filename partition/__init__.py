@@ -1,13 +1,12 @@
 """Where a model is cut into stages, and on which ranks the stages stand.
 
-read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Pure: only the tracer needs torch.
+read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Pure: only the tracer and the profiler need torch.
 """
 
 from .cluster import Cluster, DeviceKind, Level
 from .memory_use import MemoryUse
 from .pipedream_text import read_pipedream_profile
-from .planner import plan
-from .planner_source import ProfileSource
+from .planner import ProfileSource, plan
 from .plans import Plan, PlanStage, RunnerUp
 from .profile import Node, Profile
 from .solve import partition

@@ -12,7 +12,7 @@ from .cluster import Cluster
 from .dynamic import MAX_STEPS, Solution, num_steps, piece_ranks, solve
 from .orders import node_orders, total_speed
 from .pipedream_model import Block, PipeDreamModel
-from .planner_looped import LOOPING, partition_looped
+from .planner.looped import LOOPING, partition_looped
 from .plans import Plan, PlanStage, RunnerUp
 from .profile import Profile
 from .rerank import Simulated, simulate_solution

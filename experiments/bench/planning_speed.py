@@ -12,9 +12,9 @@ from pathlib import Path
 import tyro
 
 from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
-from ...partition.device_model import DeviceModel
+from ...partition.formulas.device_model import DeviceModel
+from ...partition.formulas.transformer import Transformer, TransformerSource
 from ...partition.plan_text import describe
-from ...partition.transformer import Transformer, TransformerSource
 from .plan_workloads import PIPEDREAM_DATA, PUBLISHED
 from .records import PlanningSpeed, write_records
 from .simulator import peak_resident_bytes

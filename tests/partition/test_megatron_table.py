@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from stagewright.partition.cluster import Cluster
-from stagewright.partition.collectives import all_reduce_seconds
-from stagewright.partition.device_model import DeviceModel
-from stagewright.partition.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.collectives import all_reduce_seconds
+from stagewright.partition.formulas.device_model import DeviceModel
+from stagewright.partition.formulas.transformer import Transformer, TransformerSource
 from stagewright.schedules import Costs, Schedule, build, simulate
 
 TABLE = Path(__file__).parents[1] / "data" / "megatron" / "table1.json"

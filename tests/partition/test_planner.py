@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.planner_in_flight import count_in_flight
-from stagewright.partition.planner_links import Machine, ring_seconds
-from stagewright.partition.search_space import Configuration
+from stagewright.partition.planner.in_flight import count_in_flight
+from stagewright.partition.planner.links import Machine, ring_seconds
+from stagewright.partition.planner.space import Configuration
 from stagewright.schedules import Costs, build, check, simulate
 
 

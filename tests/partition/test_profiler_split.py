@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.experiments.gpt import Block, GPTConfig
-from stagewright.partition.profiler_split import SplitBackward
+from stagewright.partition.profiler.split import SplitBackward
 
 
 class Branches(nn.Module):

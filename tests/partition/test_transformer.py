@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Level, Profile
-from stagewright.partition.collectives import all_reduce_seconds, ring_sizes
-from stagewright.partition.device_model import PRESETS, DeviceModel
-from stagewright.partition.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.collectives import all_reduce_seconds, ring_sizes
+from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
+from stagewright.partition.formulas.transformer import Transformer, TransformerSource
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 
 from stagewright.partition import Cluster, Plan, plan
-from stagewright.partition.device_model import DeviceModel
-from stagewright.partition.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.device_model import DeviceModel
+from stagewright.partition.formulas.transformer import Transformer, TransformerSource
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
 

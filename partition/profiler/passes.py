@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from .profiler_fingerprint import tensor_form
-from .profiler_memory import Stash, bytes_of
-from .profiler_parts import Part, PartsOfModel, Tensors, sources_of
-from .profiler_split import SplitBackward
+from ..trace import MODEL_INPUT, ValueRef
+from .fingerprint import tensor_form
+from .memory import Stash, bytes_of
+from .parts import Part, PartsOfModel, Tensors, sources_of
+from .split import SplitBackward
 from .timing import Clock
-from .trace import MODEL_INPUT, ValueRef
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from .profile import Profile
-from .strict import count
+from ..profile import Profile
+from ..strict import count
 
 MAX_MICROBATCH = 64  # samples, where a source can profile any size
 

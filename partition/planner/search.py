@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from ..schedules.ir import ScheduleError
-from .chunks import level_ranks, neighbours
+from ...schedules.ir import ScheduleError
+from ..chunks import level_ranks, neighbours
+from .cuts import candidate_ends, few_ways
 from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, Simulated
-from .planner_cuts import candidate_ends, few_ways
-from .planner_links import Link
-from .planner_memory import MemoryRules
-from .planner_model import Model
-from .search_space import Configuration
+from .links import Link
+from .memory import MemoryRules
+from .model import Model
+from .space import Configuration
 
 MAX_ACTIONS = 1_000_000  # of one simulation
 _REFINED_ACTIONS = 600_000  # of all simulations that move cuts

@@ -1,7 +1,7 @@
 """The profile of a GPT from formulas: for models that do not fit on the machine at hand.
 
 The shape of the model is here, and what it says alone: parameters and FLOPs. What its parts cost stands in
-`transformer_parts.py`. Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
+`layers.py`. Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
 s sequence length, B batch size.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .cluster import Cluster
+from ..cluster import Cluster
+from ..profile import Profile
+from ..strict import count, fail, number
 from .device_model import DeviceModel
-from .profile import Profile
-from .strict import count, fail, number
-from .transformer_parts import VALUE_BYTES, Parts
+from .layers import VALUE_BYTES, Parts
 
 Head = Literal["tied", "untied"]
 Split = Literal["tensor", "sequence"]
@@ -33,7 +33,7 @@ class Transformer:
         mlp_ratio: width of the MLP over h.
         head: "tied": the projection's weights are the embedding's. Where head and embedding lie in different
             stages each holds a copy, so the profile counts V h bytes in both.
-        split: what tensor parallelism divides, see `transformer_parts.py`.
+        split: what tensor parallelism divides, see `layers.py`.
         attention: "stored": the scores are written to memory; "flash": they are not.
         gradients: of what type they are added up.
 

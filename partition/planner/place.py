@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .planner_links import NO_LINK, Link, Machine
-from .search_space import Configuration
+from .links import NO_LINK, Link, Machine
+from .space import Configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

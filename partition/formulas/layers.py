@@ -25,11 +25,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .cluster import Cluster, Level
+from ..cluster import Cluster, Level
+from ..profile import Node
+from ..strict import count, fail
 from .collectives import all_reduce_seconds
 from .device_model import DeviceModel
-from .profile import Node
-from .strict import count, fail
 
 if TYPE_CHECKING:
     from .transformer import Transformer

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schedules.ir import BACKWARD_OPS, Action, Op, Schedule
-from ..schedules.versions import derive_versions
-from .antichains import Floats
+from ...schedules.ir import BACKWARD_OPS, Action, Op, Schedule
+from ...schedules.versions import derive_versions
+from ..antichains import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

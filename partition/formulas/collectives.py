@@ -12,8 +12,8 @@ Patarasuk and Yuan 2009 for one ring; NCCL's rings over a node with one adapter 
 
 from __future__ import annotations
 
-from .cluster import Cluster
-from .strict import count, number
+from ..cluster import Cluster
+from ..strict import count, number
 
 
 def all_reduce_seconds(num_bytes: float, *, members: int, stride: int = 1, cluster: Cluster) -> float:

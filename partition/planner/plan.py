@@ -1,32 +1,25 @@
-"""The planner: sizes, schedule, chunks, microbatch, recomputation, sharding and cuts, ranked by simulation.
-
-search_space     which configurations there are
-planner_search   which of them to look at next, and when none left can win
-planner_cuts     where to cut one of them (chunks.py), or planner_unequal (dynamic.py) with unequal replicas
-evaluate         what it costs, holds (planner_memory) and takes, simulated
-planner_result   the Plan
-"""
+"""`plan`: what may be chosen, checked and handed to the search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..schedules.registry import canonical_name, takes_chunks
-from .antichains import MAX_CUTS
-from .cluster import Cluster
+from ...schedules.registry import canonical_name, takes_chunks
+from ..antichains import MAX_CUTS
+from ..cluster import Cluster
+from ..plans import RECOMPUTE, Plan
+from ..profile import Profile
+from ..strict import count, number
 from .evaluate import Ends, Evaluator
-from .planner_links import Machine
-from .planner_memory import MemoryRules
-from .planner_model import Model
-from .planner_result import as_plan, label
-from .planner_search import Found, Progress, Search
-from .planner_source import ProfileSource, as_source
-from .planner_source import microbatch_sizes as sizes_to_try
-from .planner_unequal import MAX_DEVICES, takes_replicas, unequal_replicas
-from .plans import RECOMPUTE, Plan
-from .profile import Profile
-from .search_space import Configuration, SearchSpace
-from .strict import count, number
+from .links import Machine
+from .memory import MemoryRules
+from .model import Model
+from .result import as_plan, label
+from .search import Found, Progress, Search
+from .source import ProfileSource, as_source
+from .source import microbatch_sizes as sizes_to_try
+from .space import Configuration, SearchSpace
+from .unequal import MAX_DEVICES, takes_replicas, unequal_replicas
 
 SCHEDULES = ("1f1b", "interleaved")
 CHUNK_SIZES = tuple(range(2, 9))
@@ -73,7 +66,7 @@ def plan(
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
         progress: called with a `Tally` and the best seconds so far.
 
-    The best configuration is searched best first by lower bounds; see `planner_search` for what that proves. Unequal
+    The best configuration is searched best first by lower bounds; see `search` for what that proves. Unequal
     replicas are tried on up to 32 devices. Ties (to nine digits): fewest devices, then the least tensor, pipeline and
     V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same input, same plan.
 

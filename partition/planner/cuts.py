@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from .antichains import Floats
-from .chunks import all_stages, equal_stages, even_stages
+from ..antichains import Floats
+from ..chunks import all_stages, equal_stages, even_stages
 from .evaluate import Ends, Evaluator
-from .planner_in_flight import InFlight
-from .planner_memory import RECEIVES_AHEAD, MemoryRules
-from .planner_model import Model
-from .planner_place import Place
-from .search_space import Configuration
+from .in_flight import InFlight
+from .memory import RECEIVES_AHEAD, MemoryRules
+from .model import Model
+from .place import Place
+from .space import Configuration
 
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 

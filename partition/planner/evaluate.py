@@ -18,17 +18,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..schedules.costs import Costs
-from ..schedules.ir import Schedule
-from ..schedules.registry import build
-from ..schedules.simulate import simulate
-from .antichains import Floats
-from .planner_in_flight import InFlight, count_in_flight, merged
-from .planner_links import Machine, ring_seconds
-from .planner_memory import MemoryRules, RankMemory, RankPlace
-from .planner_model import Model, StageSums
-from .planner_place import Place, Places
-from .search_space import Configuration
+from ...schedules.costs import Costs
+from ...schedules.ir import Schedule
+from ...schedules.registry import build
+from ...schedules.simulate import simulate
+from ..antichains import Floats
+from .in_flight import InFlight, count_in_flight, merged
+from .links import Machine, ring_seconds
+from .memory import MemoryRules, RankMemory, RankPlace
+from .model import Model, StageSums
+from .place import Place, Places
+from .space import Configuration
 
 Ends = tuple[int, ...]
 STREAMING = ("2bw", "pipedream")

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .profile import Node, Profile
-from .profiler_memory import bytes_of, peaks
-from .profiler_parts import Tensors, make_parts
-from .profiler_passes import Passes, Sample
-from .profiler_state import untouched
-from .source_line import first_line, users_line
+from ..profile import Node, Profile
+from ..source_line import first_line, users_line
+from ..trace import MODEL_INPUT
+from .memory import bytes_of, peaks
+from .parts import Tensors, make_parts
+from .passes import Passes, Sample
+from .state import untouched
 from .timing import Clock, Estimate, clock_for
-from .trace import MODEL_INPUT
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -47,10 +47,10 @@ def profile_model(
     """Measure every part of a model: the children of an nn.Sequential, or the groups of a traced model.
 
     Parts run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
-    `profiler_passes`. Figures are medians of the fastest quarter of the samples. Parts that are equal (classes,
+    `passes`. Figures are medians of the fastest quarter of the samples. Parts that are equal (classes,
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
     buffers are counted for each: a tensor that several share, with the first. I and W are timed one after the other
-    over one graph (`profiler_split`), a little more than B together; an operation that computes both at once, such as
+    over one graph (`split`), a little more than B together; an operation that computes both at once, such as
     an autograd.Function, does so twice, and takes up to B in each. Where a part has no parameters, or no input wants a
     gradient, the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as
     they are.

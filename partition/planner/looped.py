@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .cluster import Cluster
-from .planner import plan
-from .plans import Plan
-from .profile import Profile
-from .strict import count
+from ..cluster import Cluster
+from ..plans import Plan
+from ..profile import Profile
+from ..strict import count
+from .plan import plan
 
 LOOPING = ("interleaved", "looped-bfs")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .antichains import Floats
-from .memory_use import MemoryUse
-from .planner_in_flight import InFlight
-from .planner_model import StageSums
+from ..antichains import Floats
+from ..memory_use import MemoryUse
+from .in_flight import InFlight
+from .model import StageSums
 
 RECEIVES_AHEAD = 4  # that the runtime posts on a link
 

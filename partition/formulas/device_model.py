@@ -4,7 +4,7 @@
     all other layers  bytes read and written / memory_bandwidth
     tensor links      bytes / (bandwidth of the link * link_efficiency)
 
-h is the total hidden size of the model. `fit` finds the constants; with the formulas of `transformer_parts.py` the
+h is the total hidden size of the model. `fit` finds the constants; with the formulas of `layers.py` the
 first alone brings Megatron-LM's Table 1 within 10% (`tests/partition/test_megatron_table.py`), so the others are
 neutral by default.
 """
@@ -18,7 +18,7 @@ from difflib import get_close_matches
 import numpy as np
 import numpy.typing as npt
 
-from .strict import fail, number
+from ..strict import fail, number
 
 # constant: (least, greatest, where a fit starts, how far it typically moves)
 _FITTED = {

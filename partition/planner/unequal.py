@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from ..schedules.registry import BUILDERS
-from .cluster import Cluster
-from .dynamic import MAX_STEPS, num_steps, piece_ranks, solve
+from ...schedules.registry import BUILDERS
+from ..cluster import Cluster
+from ..dynamic import MAX_STEPS, num_steps, piece_ranks, solve
+from ..orders import node_orders
+from ..stage_costs import SCHEDULES, Memory, StageCosts
 from .evaluate import Ends
-from .orders import node_orders
-from .planner_model import Model
-from .search_space import Configuration
-from .stage_costs import SCHEDULES, Memory, StageCosts
+from .model import Model
+from .space import Configuration
 
 MAX_DEVICES = 32
 _CANDIDATES = 4  # by each way

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..plans import Plan, PlanStage, RunnerUp
 from .evaluate import Evaluated
-from .planner_links import Machine
-from .planner_search import Found
-from .plans import Plan, PlanStage, RunnerUp
+from .links import Machine
+from .search import Found
 
 
 def as_plan(
