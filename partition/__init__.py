@@ -1,6 +1,6 @@
 """Where a model is cut into stages, and on which ranks the stages stand.
 
-read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Pure: only the tracer and the profiler need torch.
+read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the tracer and the profiler need torch.
 """
 
 from .cluster import Cluster, DeviceKind, Level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,45 +13,59 @@ from ...schedules.versions import derive_versions
 from ..antichains import Floats
 
 
+class Peak(NamedTuple):
+    """[V] microbatches held, [V] those that are made again, [V] 1 where there are gradients."""
+
+    held: Floats
+    anew: Floats
+    graded: Floats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InFlight:
     """One rank, with V stages.
 
     Arguments:
         held: [moments, V] microbatches between F and the end of B (or W), at every moment at which they may be most.
-        in_backward: [moments, V] the same while a backward runs, and
+        graded: [moments, V] 1 where a backward has left gradients by then, else 0.
+        in_backward, graded_backward: [moments, V] the same while a backward runs, and
         running: [moments] whose backward that is, as a chunk.
         versions: of the weights.
         num_microbatches: that the rank runs at all, per stage.
     """
 
     held: Floats
+    graded: Floats
     in_backward: Floats
+    graded_backward: Floats
     running: np.ndarray
     versions: int
     num_microbatches: int
 
-    def peak(self, kept: Floats, again: Floats) -> tuple[Floats, Floats]:
-        """[V] held at the peak, and [V] what is made again there, both in microbatches.
+    def peak(self, kept: Floats, again: Floats, gradients: Floats) -> Peak:
+        """When most is there.
 
         Arguments:
             kept: [V] bytes from F to B of each microbatch.
             again: [V] bytes that the running backward makes anew (recompute), else 0.
+            gradients: [V] bytes of a set of them.
         """
-        forward, backward = self.held @ kept, self.in_backward @ kept + again[self.running]
+        forward = self.held @ kept + self.graded @ gradients
+        backward = self.in_backward @ kept + again[self.running] + self.graded_backward @ gradients
         anew = np.zeros(len(kept))
         at = int(backward.argmax())
         if backward[at] > forward.max():
             anew[self.running[at]] = 1.0
-            return self.in_backward[at], anew
-        return self.held[int(forward.argmax())], anew
+            return Peak(held=self.in_backward[at], anew=anew, graded=self.graded_backward[at])
+        at = int(forward.argmax())
+        return Peak(held=self.held[at], anew=anew, graded=self.graded[at])
 
 
 def count_in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
     """By rank. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.streams else (1,) * schedule.num_ranks
     return tuple(
-        _of_program(program, stages, version)
+        _of_program(program, stages, version, streams=schedule.streams)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
 
@@ -61,34 +76,41 @@ def merged(ranks: Sequence[InFlight]) -> InFlight:
         return ranks[0]
     return InFlight(
         held=np.concatenate([rank.held for rank in ranks]),
+        graded=np.concatenate([rank.graded for rank in ranks]),
         in_backward=np.concatenate([rank.in_backward for rank in ranks]),
+        graded_backward=np.concatenate([rank.graded_backward for rank in ranks]),
         running=np.concatenate([rank.running for rank in ranks]),
         versions=max(rank.versions for rank in ranks),
         num_microbatches=max(rank.num_microbatches for rank in ranks),
     )
 
 
-def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int) -> InFlight:
+def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> InFlight:
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     split = any(op is Op.W for _, op, _ in program)
     counts = [0] * len(stages)
-    held, in_backward = {tuple(counts)}, {(tuple(counts), 0)}
+    # An update drops the gradients; without a flush those of the next batch are there already.
+    graded = [int(streams)] * len(stages)
+    held, in_backward = {(tuple(counts), tuple(graded))}, {(tuple(counts), tuple(graded), 0)}
     num_microbatches = 0
     for stage, op, _ in program:
         chunk = chunk_of[stage]
         if op is Op.F:
             counts[chunk] += 1
-            held.add(tuple(counts))
+            held.add((tuple(counts), tuple(graded)))
             num_microbatches += chunk == 0
         elif op in BACKWARD_OPS:
-            in_backward.add((tuple(counts), chunk))
+            in_backward.add((tuple(counts), tuple(graded), chunk))
         if op is Op.W or (op in BACKWARD_OPS and not split):
             counts[chunk] -= 1
-    rows = sorted(in_backward)
+            graded[chunk] = 1
+    rows, moments = sorted(in_backward), sorted(held)
     return InFlight(
-        held=np.array(sorted(held), dtype=np.float64),
-        in_backward=np.array([row for row, _ in rows], dtype=np.float64),
-        running=np.array([chunk for _, chunk in rows]),
+        held=np.array([row for row, _ in moments], dtype=np.float64),
+        graded=np.array([row for _, row in moments], dtype=np.float64),
+        in_backward=np.array([row for row, _, _ in rows], dtype=np.float64),
+        graded_backward=np.array([row for _, row, _ in rows], dtype=np.float64),
+        running=np.array([chunk for _, _, chunk in rows]),
         versions=max(1, versions),
         num_microbatches=num_microbatches,
     )

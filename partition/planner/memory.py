@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class RankMemory:
         treatment: of its stages.
         weights: of one version [bytes].
         versions: of them.
+        gradients: there at the peak [bytes]: none of a stage whose first backward is still to come.
         optimizer, buffers, activations, workspace: at the rank's peak [bytes].
         communication: of the rank [bytes].
         in_flight: the most microbatches of each stage that are there at once.
@@ -40,18 +41,19 @@ class RankMemory:
     treatment: Treatment
     weights: Floats
     versions: int
+    gradients: Floats
     optimizer: Floats
     buffers: Floats
     activations: Floats
     workspace: Floats
     communication: float
     in_flight: tuple[int, ...]
-    too_many: float
+    too_many: float = 0.0
 
     @property
     def total(self) -> float:
         """Of the rank [bytes]."""
-        held = self.weights * (self.versions + 1) + self.optimizer + self.buffers + self.activations
+        held = self.weights * self.versions + self.gradients + self.optimizer + self.buffers + self.activations
         return float(held.sum() + self.workspace.max()) + self.communication
 
     @property
@@ -60,7 +62,7 @@ class RankMemory:
         return tuple(
             MemoryUse(
                 parameters=float(self.weights[v]) * self.versions,
-                gradients=float(self.weights[v]),
+                gradients=float(self.gradients[v]),
                 optimizer=float(self.optimizer[v]),
                 buffers=float(self.buffers[v]),
                 activations=float(self.activations[v]),
@@ -105,31 +107,39 @@ class MemoryRules:
         most = in_flight.held.max(axis=0)
         ahead = min(RECEIVES_AHEAD, in_flight.num_microbatches * len(weights))
         received = float(before.max() + behind.max()) * ahead / place.tensor
-        fixed = float((weights * (in_flight.versions + 1) + buffers).sum() + workspace.max()) + received
         gain = most * (stash - before) / np.maximum(sums.forward[own], 1e-12)
+        # Behind the batch no activations are left, and the gradients go over to the other replicas as one flat tensor.
+        update = float(weights.sum()) * (2 if place.replicas > 1 and in_flight.versions == 1 else 1)
         for treatment in self._treatments(sums.update[own], gain, place.replicas):
             recompute = np.array(treatment.recompute)
             again = np.where(recompute, stash, 0.0)
             kept = np.where(recompute, before, stash)
-            counts, anew = in_flight.peak(kept, again)
-            activations = counts * kept + anew * again
-            optimizer = weights * self.optimizer_ratio / np.array(treatment.shards)
-            excess = fixed + float(activations.sum() + optimizer.sum()) - place.limit
+            peak = in_flight.peak(kept, again, weights)
+            memory = RankMemory(
+                treatment=treatment,
+                weights=weights,
+                versions=in_flight.versions,
+                gradients=peak.graded * weights,
+                optimizer=weights * self.optimizer_ratio / np.array(treatment.shards),
+                buffers=buffers,
+                activations=peak.held * kept + peak.anew * again,
+                workspace=workspace,
+                communication=received,
+                in_flight=tuple(most.astype(int).tolist()),
+            )
+            running = float((memory.gradients + memory.activations).sum() + workspace.max()) + received
+            if running < update:
+                memory = replace(
+                    memory,
+                    gradients=weights,
+                    activations=np.zeros_like(stash),
+                    workspace=np.zeros_like(stash),
+                    communication=update - float(weights.sum()),
+                )
+            excess = memory.total - place.limit
             if excess <= place.limit * 1e-12:
-                excess = 0.0
-                break
-        return RankMemory(
-            treatment=treatment,
-            weights=weights,
-            versions=in_flight.versions,
-            optimizer=optimizer,
-            buffers=buffers,
-            activations=activations,
-            workspace=workspace,
-            communication=received,
-            in_flight=tuple(most.astype(int).tolist()),
-            too_many=excess,
-        )
+                return memory
+        return replace(memory, too_many=excess)
 
     def _treatments(self, update: Floats, gain: Floats, replicas: int) -> Iterator[Treatment]:
         """What to try in turn; each next one costs at least as much time.

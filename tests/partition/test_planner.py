@@ -81,12 +81,12 @@ def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
     options = {"global_batch": 8, "pipeline_sizes": (1,), "data_sizes": (4,)}
     profile = chain(2, parameter_bytes=10.0)
     roomy = plan(profile, FOUR, **options)  # type: ignore[arg-type]
-    tight = plan(profile, FOUR, memory_limit=51.0, **options)  # type: ignore[arg-type]
+    tight = plan(profile, FOUR, memory_limit=71.0, **options)  # type: ignore[arg-type]
     assert [found.stages[0].optimizer_shards for found in (roomy, tight)] == [1, 4]
     assert tight.memory[0].optimizer == 10.0
     assert tight.simulated_step_time == roomy.simulated_step_time
     with pytest.raises(ValueError, match="nothing fits the memory"):
-        plan(profile, FOUR, memory_limit=51.0, runnable=True, **options)  # type: ignore[arg-type]
+        plan(profile, FOUR, memory_limit=71.0, runnable=True, **options)  # type: ignore[arg-type]
     stepping = plan(chain(2, parameter_bytes=10.0, update_seconds=4.0), FOUR, **options)  # type: ignore[arg-type]
     assert stepping.stages[0].update_seconds == pytest.approx(2.0, rel=1e-6)
 
@@ -169,3 +169,14 @@ def test_labels() -> None:
     assert Configuration(pipeline=2, data=1, tensor=4, **plain).label == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
     unequal = Configuration(pipeline=2, data=3, tensor=1, ranks=((0, 1, 2), (3,)), **plain)  # type: ignore[arg-type]
     assert unequal.label == "stages on 3-1, 1f1b, microbatch 2"
+
+
+def test_gradients_count_once_a_backward_has_left_some() -> None:
+    """One microbatch in all: its activations go while the gradients come."""
+    profile = chain(2, parameter_bytes=10.0, stash_bytes=30.0)
+    only, several = (plan(profile, FOUR, global_batch=n, pipeline_sizes=(1,), data_sizes=(1,)) for n in (1, 2))
+    assert (only.memory[0].gradients, only.memory[0].activations) == (0.0, 60.0)
+    assert (several.memory[0].gradients, several.memory[0].activations) == (20.0, 60.0)
+    small = plan(chain(2, parameter_bytes=10.0), FOUR, global_batch=4, pipeline_sizes=(1,), data_sizes=(4,))
+    behind = small.memory[0]
+    assert (behind.gradients, behind.activations, behind.communication) == (20.0, 0.0, 20.0)

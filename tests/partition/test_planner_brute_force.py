@@ -151,6 +151,8 @@ def held(profile: Profile, each: dict[str, Any], *, again: bool) -> float:
         kept = flight * before + stash if again else flight * stash
         weights = sum(node.parameter_bytes for node in own)
         most = max(most, 4 * weights + kept + (before + behind) * (1 + min(4, m)))
+        if each["data"] > 1:  # the gradients, once more in one piece, when they are summed over the replicas
+            most = max(most, 5 * weights)
     return most
 
 
