@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,8 @@ _FIGURES = (
     "update_seconds",
     "workspace_bytes",
 )
-_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread")
+_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown")
+_SECONDS = tuple(name for name in _FIGURES if name.endswith("_seconds"))
 _OPTIONAL = ("microbatch_size", *_PROFILE_FIGURES)
 
 
@@ -113,6 +114,8 @@ class Profile:
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
+        slowdown: how many times that long the whole took on average, beside what else ran on the machine; the seconds
+            of all nodes are of undisturbed moments, see `typical`.
 
     Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), and a graph in several
     parts that nothing connects.
@@ -131,6 +134,7 @@ class Profile:
     optimizer_ratio: float | None = None
     step_seconds: float | None = None
     step_spread: float = 0.0
+    slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if self.microbatch_size is not None:
@@ -257,6 +261,13 @@ class Profile:
                 f"relatives to {self.nodes[outside].name!r}: expected one connected graph"
             )
 
+    def typical(self) -> Profile:
+        """The same with the seconds that a run on this machine will see: all of them times `slowdown`."""
+        nodes = tuple(
+            replace(node, **{name: getattr(node, name) * self.slowdown for name in _SECONDS}) for node in self.nodes
+        )
+        return replace(self, nodes=nodes, slowdown=1.0)
+
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
         data = {
@@ -284,6 +295,7 @@ class Profile:
         step_seconds = None if step is None else number(record.at("step_seconds"), step, positive=True)
         optimizer_ratio = None if ratio is None else number(record.at("optimizer_ratio"), ratio)
         step_spread = record.number("step_spread", default=0.0)
+        slowdown = record.number("slowdown", positive=True, default=1.0)
         nodes = tuple(_node(each) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
@@ -302,6 +314,7 @@ class Profile:
                 optimizer_ratio=optimizer_ratio,
                 step_seconds=step_seconds,
                 step_spread=step_spread,
+                slowdown=slowdown,
             )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None

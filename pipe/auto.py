@@ -119,7 +119,8 @@ class AutoLayout:
 
         self._collectives.gather(None, what="profiling together")  # all begin at once
         texts = self._together(measure, what="profiling the model")
-        return replace(median_profile([Profile.from_json(text) for text in texts]), microbatch_size=size)
+        profile = median_profile([Profile.from_json(text) for text in texts]).typical()
+        return replace(profile, microbatch_size=size)
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         assert self._settings.optimizer is not None
@@ -169,7 +170,12 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
         for same in zip(*(profile.nodes for profile in profiles), strict=True)
     )
     wholes = [profile.step_seconds for profile in profiles if profile.step_seconds is not None]
-    return replace(first, nodes=nodes, step_seconds=statistics.median(wholes) if wholes else None)
+    return replace(
+        first,
+        nodes=nodes,
+        step_seconds=statistics.median(wholes) if wholes else None,
+        slowdown=statistics.median(profile.slowdown for profile in profiles),
+    )
 
 
 def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Optimizer:

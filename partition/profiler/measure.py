@@ -20,7 +20,7 @@ from .memory import bytes_of, peaks
 from .parts import Tensors, make_parts
 from .passes import Passes, Sample
 from .state import untouched
-from .timing import Clock, Estimate, clock_for
+from .timing import Clock, Estimate, clock_for, typical
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -245,6 +245,7 @@ def _profile(
         optimizer_ratio=ratio,
         step_seconds=Estimate.of(step.forward).seconds + Estimate.of(step.backward).seconds,
         step_spread=Estimate.of(both).spread,
+        slowdown=max(1.0, typical(both) / Estimate.of(both).seconds),
     )
 
 
