@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from ..comm import Collectives
+from ..partition.planner.memory import BUCKET_BYTES
 from .optimizers import clip_factor, scale_gradients, squared_norm
 from .ownership import Ownership
 
@@ -30,6 +31,7 @@ class Gradients:
         self._counted = [p for p in ownership.counted_parameters(ranks) if p.requires_grad]
         self._collectives = collectives
         self._device = device
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self._before: list[torch.Tensor | None] = []
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}  # ranks that hold a parameter -> those parameters
         local = dict(ownership.named_parameters())
@@ -76,14 +78,43 @@ class Gradients:
         return norm
 
     def _sum(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
-        """One flat all-reduce a type; a rank to which nothing came gives zeros."""
+        """All-reduce each type, several gradients at once in a buffer; a rank to which nothing came gives zeros."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             by_type.setdefault(parameter.dtype, []).append(parameter.grad)
-        for gradients in by_type.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._collectives.all_reduce(flat, what="summing shared gradients (replicas, tied weights)", ranks=ranks)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+        what = "summing shared gradients (replicas, tied weights)"
+        for dtype, gradients in by_type.items():
+            for bucket in _buckets(gradients):
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    self._collectives.all_reduce(bucket[0], what=what, ranks=ranks)
+                    continue
+                sizes = [gradient.numel() for gradient in bucket]
+                flat = self._buffer(dtype, sum(sizes))
+                torch.cat([gradient.reshape(-1) for gradient in bucket], out=flat)
+                self._collectives.all_reduce(flat, what=what, ranks=ranks)
+                parts = torch.split(flat, sizes)
+                torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+
+    def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """Kept from batch to batch: on a CPU fresh memory costs more than the copy into it."""
+        known = self._buffers.get(dtype)
+        if known is None or known.numel() < size:
+            known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return known[:size]
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In order, together at most BUCKET_BYTES each; a larger gradient stands alone."""
+    bucket: list[torch.Tensor] = []
+    held = 0
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        if bucket and held + size > BUCKET_BYTES:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(gradient)
+        held += size
+    if bucket:
+        yield bucket

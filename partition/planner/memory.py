@@ -13,6 +13,7 @@ from .in_flight import InFlight
 from .model import StageSums
 
 RECEIVES_AHEAD = 4  # that the runtime posts on a link
+BUCKET_BYTES = 1 << 24  # of gradients that the runtime sums over replicas at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,8 @@ class MemoryRules:
         ahead = min(RECEIVES_AHEAD, in_flight.num_microbatches * len(weights))
         received = float(before.max() + behind.max()) * ahead / place.tensor
         gain = most * (stash - before) / np.maximum(sums.forward[own], 1e-12)
-        # Behind the batch no activations are left, and the gradients go over to the other replicas as one flat tensor.
-        update = float(weights.sum()) * (2 if place.replicas > 1 and in_flight.versions == 1 else 1)
+        if place.replicas > 1:
+            received += min(float(weights.sum()), BUCKET_BYTES)
         for treatment in self._treatments(sums.update[own], gain, place.replicas):
             recompute = np.array(treatment.recompute)
             again = np.where(recompute, stash, 0.0)
@@ -127,15 +128,10 @@ class MemoryRules:
                 communication=received,
                 in_flight=tuple(most.astype(int).tolist()),
             )
-            running = float((memory.gradients + memory.activations).sum() + workspace.max()) + received
-            if running < update:
-                memory = replace(
-                    memory,
-                    gradients=weights,
-                    activations=np.zeros_like(stash),
-                    workspace=np.zeros_like(stash),
-                    communication=update - float(weights.sum()),
-                )
+            running = float((memory.gradients + memory.activations).sum() + workspace.max())
+            if running < float(weights.sum()):  # behind the batch, when all gradients and no activations are there
+                none = np.zeros_like(stash)
+                memory = replace(memory, gradients=weights, activations=none, workspace=none)
             excess = memory.total - place.limit
             if excess <= place.limit * 1e-12:
                 return memory

@@ -150,9 +150,8 @@ def held(profile: Profile, each: dict[str, Any], *, again: bool) -> float:
         flight = min(m, P - p)
         kept = flight * before + stash if again else flight * stash
         weights = sum(node.parameter_bytes for node in own)
-        most = max(most, 4 * weights + kept + (before + behind) * (1 + min(4, m)))
-        if each["data"] > 1:  # the gradients, once more in one piece, when they are summed over the replicas
-            most = max(most, 5 * weights)
+        copy = weights if each["data"] > 1 else 0.0  # of the gradients, while they are summed over the replicas
+        most = max(most, 4 * weights + copy + kept + (before + behind) * (1 + min(4, m)))
     return most
 
 

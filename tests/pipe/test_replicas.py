@@ -79,3 +79,21 @@ def test_gradients_of_several_calls_add_up() -> None:
     pipe.forward_backward(X, Y)
     for before, parameter in zip(once, pipe.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, 2 * before)
+
+
+def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
+    from stagewright.pipe import gradients
+
+    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, num_bytes
+    try:
+        return run(one)
+    finally:
+        gradients.BUCKET_BYTES = before
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("num_bytes", [1, 300])
+def test_gradients_are_summed_bucket_by_bucket(gloo: Pool, num_bytes: int) -> None:
+    """Each alone and in its own place; several at once and the rest."""
+    one = case((2, 1), optimizer="adamw")
+    agree(gloo.run(_in_small_buckets, ranks=3, args=(one, num_bytes)), one)
