@@ -24,7 +24,9 @@ from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
+SUM_BYTES = 1 << 22  # of gradients in one measured sum
 WARM_UP = 3
+_SUMS = 9
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
 _BYTES_A_SIZE = 1 << 26  # larger messages travel less often
 
@@ -52,6 +54,8 @@ class LinkLevel:
         name: "host" or "network".
         size: how many ranks, or groups of the level below, it joins.
         bandwidth, latency, residual: medians over the pairs [bytes/s], [s], relative.
+        reduce_bandwidth: that each of its members moves in a ring while they sum gradients, with the copies into and
+            out of the buffer [bytes/s].
         pairs: of ranks, as measured.
         fits: of each pair.
         seconds: by message size [bytes], of the first pair, one way [s].
@@ -62,6 +66,7 @@ class LinkLevel:
     bandwidth: float
     latency: float
     residual: float
+    reduce_bandwidth: float
     pairs: tuple[tuple[int, int], ...]
     fits: tuple[LineFit, ...]
     seconds: tuple[tuple[int, float], ...]
@@ -139,8 +144,9 @@ def measure_links(
             everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
             times.append(everyone[pair[0]])
         if pairs:
-            members = len(hosts[0]) if name == "host" else len(hosts)
-            levels.append(_level(name, members, pairs, sizes, times))
+            members = hosts[0] if name == "host" else [ranks[0] for ranks in hosts]
+            seconds = _sum_seconds(together, members, world.rank, device=device)
+            levels.append(_level(name, len(members), pairs, sizes, times, sum_seconds=seconds))
     return _as_levels(levels, hosts, world.size)
 
 
@@ -195,15 +201,42 @@ def _ping_pong(
     return tuple(found) if first else ()
 
 
+def _sum_seconds(together: Collectives, members: Sequence[int], rank: int, *, device: torch.device) -> float:
+    """Median of summing SUM_BYTES over `members`, as gradients are summed; the slowest member's [s]."""
+    together.subgroup(members)
+    times = []
+    if rank in members:
+        gradient, flat = (torch.zeros(SUM_BYTES // 4, device=device) for _ in range(2))
+        for _ in range(WARM_UP + _SUMS):
+            start = time.perf_counter()
+            flat.copy_(gradient)
+            together.all_reduce(flat, what="measuring sums over ranks", ranks=members)
+            gradient.copy_(flat)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+    mine = statistics.median(times[WARM_UP:]) if times else 0.0
+    return max(together.gather(mine, what="measuring sums over ranks"))
+
+
 def _level(
-    name: str, size: int, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], times: Sequence[Sequence[float]]
+    name: str,
+    size: int,
+    pairs: Sequence[tuple[int, int]],
+    sizes: Sequence[int],
+    times: Sequence[Sequence[float]],
+    *,
+    sum_seconds: float,
 ) -> LinkLevel:
     fits = tuple(fit_line(sizes, each) for each in times)
+    latency = statistics.median(fit.latency for fit in fits)
+    hops = 2 * (size - 1)
     return LinkLevel(
         name=name,
         size=size,
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
-        latency=statistics.median(fit.latency for fit in fits),
+        latency=latency,
+        reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * latency, sum_seconds / 10),
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),
         fits=fits,
@@ -223,6 +256,7 @@ def _as_levels(levels: Sequence[LinkLevel], hosts: Sequence[Sequence[int]], num_
         bandwidth=slowest.bandwidth,
         latency=max(level.latency for level in levels),
         residual=slowest.residual,
+        reduce_bandwidth=min(level.reduce_bandwidth for level in levels),
         pairs=slowest.pairs,
         fits=slowest.fits,
         seconds=slowest.seconds,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..partition import Cluster, Level, Node, Profile, read_pipedream_profile
+from ..partition import Node, Profile, read_pipedream_profile
 from ..partition.stage_memory import StageMemory, stage_memory
 
 if TYPE_CHECKING:
@@ -329,17 +329,9 @@ def _links_of_this_rank(options: ProfileOptions) -> int:
     return 0
 
 
-def cluster_of(measured: MeasuredLinks) -> Cluster:
-    """The levels as a cluster of equal devices."""
-    return Cluster(
-        levels=tuple(
-            Level(name=each.name, size=each.size, bandwidth=each.bandwidth, latency=each.latency)
-            for each in measured.levels
-        )
-    )
-
-
 def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
+    from ..pipe.auto import cluster_of
+
     cluster = cluster_of(measured)
     if options.out is not None:
         _write(options.out, cluster.to_json())
@@ -349,7 +341,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
     table = _table(
         "links, one way: seconds = latency + bytes / bandwidth",
         ("level",),
-        ("joins", "latency", "bandwidth", "the line is off by", "pairs", "range of bandwidths", "1 KiB", "largest"),
+        ("joins", "latency", "bandwidth", "line off by", "pairs", "range of bandwidths", "sums", "1 KiB", "largest"),
     )
     for level in measured.levels:
         speeds = [fit.bandwidth / 1e9 for fit in level.fits]
@@ -361,6 +353,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
             f"{level.residual:.0%}",
             ", ".join(f"{a}-{b}" for a, b in level.pairs),
             f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
+            f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
             f"{level.seconds[0][1] * 1e6:.1f} us",
             f"{level.seconds[-1][0] / 2**20:g} MiB in {level.seconds[-1][1] * 1e3:.2f} ms",
         )

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from .strict import Fields, count, number, parse_object
@@ -48,18 +49,24 @@ class Level:
         size: how many groups of the level below (devices, at the innermost) it joins.
         bandwidth: of one device across this level, each direction [bytes/s].
         latency: of a message across it [s].
+        reduce_bandwidth: the same of a device in a ring that sums gradients, copies and additions included [bytes/s];
+            None: as `bandwidth`.
     """
 
     name: str
     size: int
     bandwidth: float
     latency: float = 0.0
+    reduce_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
         object.__setattr__(self, "size", count(f"{where}: size", self.size))
         object.__setattr__(self, "bandwidth", number(f"{where}: bandwidth", self.bandwidth, positive=True))
         object.__setattr__(self, "latency", number(f"{where}: latency", self.latency))
+        if self.reduce_bandwidth is not None:
+            reduced = number(f"{where}: reduce_bandwidth", self.reduce_bandwidth, positive=True)
+            object.__setattr__(self, "reduce_bandwidth", reduced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +118,12 @@ class Cluster:
     @property
     def path_bandwidths(self) -> tuple[float, ...]:
         """By level, the slowest link on the way across it [bytes/s]: the way leads over the levels below, too."""
-        slowest, bandwidths = math.inf, []
-        for level in self.levels:
-            slowest = min(slowest, level.bandwidth)
-            bandwidths.append(slowest)
-        return tuple(bandwidths)
+        return tuple(accumulate((level.bandwidth for level in self.levels), min))
+
+    @property
+    def ring_bandwidths(self) -> tuple[float, ...]:
+        """By level, what a device moves in a ring of sums across it, and over the levels below [bytes/s]."""
+        return tuple(accumulate((level.reduce_bandwidth or level.bandwidth for level in self.levels), min))
 
     def level_between(self, first: int, last: int) -> int:
         """The level over which devices `first` and `last` are joined; 0 for a device and itself."""
@@ -212,6 +220,7 @@ def _level(record: Fields) -> Level:
         size=record.count("size"),
         bandwidth=record.number("bandwidth", positive=True),
         latency=record.number("latency", default=0.0),
+        reduce_bandwidth=record.optional_number("reduce_bandwidth"),
     )
     record.done()
     return level

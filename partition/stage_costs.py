@@ -84,6 +84,7 @@ class StageCosts:
         self.crossing = cuts.crossing / compression
         self.group_sizes = np.cumprod([level.size for level in cluster.levels])
         self.seconds_a_byte: Floats = 1 / np.array(cluster.path_bandwidths)
+        self.ring_seconds_a_byte: Floats = 1 / np.array(cluster.ring_bandwidths)
 
     def per_replica(self) -> StageCosts:
         """The same, without M: all replicas of a stage have equal work, whatever the batch."""
@@ -107,7 +108,7 @@ class StageCosts:
             share=share if self._slowness is None else share * self._slowness[e - r, e - 1],
             limit=self._limit(e - r, e - 1),
             in_flight=self.in_flight(r, e),
-            sync=per_byte[self.levels(e - r, e - 1)] * 2 * (r - 1) / r / updates,
+            sync=self.ring_seconds_a_byte[self.levels(e - r, e - 1)] * 2 * (r - 1) / r / updates,
             inward=per_byte[self.levels(e - r, np.minimum(e, top))] / r,
             outward=per_byte[self.levels(np.maximum(e - r - 1, 0), e - 1)] / r,
         )

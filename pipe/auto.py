@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..comm import Collectives, World
-from ..comm.links import measure_links
+from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
 from ..partition.plans import Plan
@@ -138,11 +138,7 @@ class AutoLayout:
         memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
         smallest = min(self._collectives.gather(memory, what="comparing the memory of all ranks"))
         measured = measure_links(world, device=device, timeout=self._settings.timeout)
-        levels = tuple(
-            Level(name=each.name, size=each.size, bandwidth=each.bandwidth, latency=each.latency)
-            for each in measured.levels
-        )
-        return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=smallest),))
+        return cluster_of(measured, memory_bytes=smallest)
 
     def _together(self, run: Callable[[], T], *, what: str) -> list[T]:
         """By rank what `run` returns there; where it fails on one rank, ValueError on all."""
@@ -159,6 +155,21 @@ class AutoLayout:
         if failed is not None:
             raise ValueError(f"{what} failed on rank {failed}: {answers[failed][1]}")
         return [answer for answer, _ in answers]  # type: ignore[misc]
+
+
+def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:
+    """The measured levels as a cluster of equal devices."""
+    levels = tuple(
+        Level(
+            name=each.name,
+            size=each.size,
+            bandwidth=each.bandwidth,
+            latency=each.latency,
+            reduce_bandwidth=each.reduce_bandwidth,
+        )
+        for each in measured.levels
+    )
+    return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),))
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:

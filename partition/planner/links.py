@@ -38,10 +38,10 @@ class Machine:
         self.num_devices = cluster.num_devices
         self._sizes = np.cumprod([level.size for level in cluster.levels])[:-1]
         slowest = np.maximum.accumulate([level.latency for level in cluster.levels])
-        self._links = [
-            Link(latency=float(latency), seconds_a_byte=1 / bandwidth)
-            for latency, bandwidth in zip(slowest, cluster.path_bandwidths, strict=True)
-        ]
+        self._links, self._rings = (
+            [Link(latency=float(a), seconds_a_byte=1 / b) for a, b in zip(slowest, bandwidths, strict=True)]
+            for bandwidths in (cluster.path_bandwidths, cluster.ring_bandwidths)
+        )
         kinds = {kind.name: kind for kind in cluster.kinds}
         own = [kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)]
         self._speeds = np.array([kind.speed for kind in own])
@@ -66,18 +66,19 @@ class Machine:
         k = np.arange(math.lcm(*counts))
         starts = (np.asarray(ranks)[::tensor][k % n] for ranks, n in zip((src, dst), counts, strict=True))
         first, last = (start[:, None] + np.arange(tensor) for start in starts)
-        return self._widest(first, last)
+        return self._links[self._widest(first, last)]
 
     def across(self, ranks: Sequence[int]) -> Link:
         """The slowest way in a ring over these."""
         if len(ranks) < 2:
             return NO_LINK
         ring = np.asarray(ranks)
-        return self._widest(ring, np.roll(ring, -1))
+        return self._rings[self._widest(ring, np.roll(ring, -1))]
 
-    def _widest(self, first: np.ndarray, last: np.ndarray) -> Link:
+    def _widest(self, first: np.ndarray, last: np.ndarray) -> int:
+        """The outermost level over which any of these pairs is joined."""
         apart = sum((first // size != last // size).astype(int) for size in self._sizes)
-        return self._links[int(np.max(apart))]
+        return int(np.max(apart))
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:

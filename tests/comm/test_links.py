@@ -76,7 +76,15 @@ def test_pairs(hosts: list[list[int]], inside: list[tuple[int, int]], between: l
 def level(name: str, size: int, bandwidth: float) -> LinkLevel:
     fit = fit_line([1, 2], [1 / bandwidth, 2 / bandwidth])
     return LinkLevel(
-        name=name, size=size, bandwidth=bandwidth, latency=1e-6, residual=0, pairs=((0, 1),), fits=(fit,), seconds=()
+        name=name,
+        size=size,
+        bandwidth=bandwidth,
+        latency=1e-6,
+        residual=0,
+        reduce_bandwidth=bandwidth / 2,
+        pairs=((0, 1),),
+        fits=(fit,),
+        seconds=(),
     )
 
 

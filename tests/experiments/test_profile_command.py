@@ -10,7 +10,6 @@ import pytest
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.profile_command import (
-    cluster_of,
     folded,
     summary,
 )
@@ -115,15 +114,25 @@ def test_links_between_local_processes(capfd: pytest.CaptureFixture[str], tmp_pa
 
 def test_levels_become_a_cluster() -> None:
     from stagewright.comm.links import LinkLevel, MeasuredLinks
+    from stagewright.pipe.auto import cluster_of
 
     def level(name: str, size: int, bandwidth: float) -> LinkLevel:
         return LinkLevel(
-            name=name, size=size, bandwidth=bandwidth, latency=1e-6, residual=0, pairs=(), fits=(), seconds=()
+            name=name,
+            size=size,
+            bandwidth=bandwidth,
+            latency=1e-6,
+            residual=0,
+            reduce_bandwidth=bandwidth / 2,
+            pairs=(),
+            fits=(),
+            seconds=(),
         )
 
     cluster = cluster_of(MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9))))
     assert cluster.num_devices == 8
     assert cluster.path_bandwidths == (1e10, 1e9)
+    assert cluster.ring_bandwidths == (5e9, 5e8)
 
 
 # --- mistakes ---

@@ -89,3 +89,12 @@ def test_bad_levels() -> None:
         Cluster.from_levels([(4, 0.0)])
     with pytest.raises(ValueError, match="level 'link': size: 0: expected a whole number of at least 1"):
         Cluster.from_levels([(0, 1.0)])
+
+
+def test_sums_may_be_slower_than_messages() -> None:
+    levels = (Level(name="in", size=2, bandwidth=8.0, reduce_bandwidth=2.0), Level(name="out", size=2, bandwidth=4.0))
+    cluster = Cluster(levels=levels)
+    assert (cluster.path_bandwidths, cluster.ring_bandwidths) == ((8.0, 4.0), (2.0, 2.0))
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    with pytest.raises(ValueError, match="level 'in': reduce_bandwidth: -1: expected a finite number above 0"):
+        Level(name="in", size=2, bandwidth=8.0, reduce_bandwidth=-1)
