@@ -26,15 +26,19 @@ class DeviceKind:
         name: unique in the cluster.
         speed: times the speed of the device of the profile.
         memory_bytes: of one device [bytes]; None where it does not matter.
+        link_speed: times the bandwidth of the links out of its node, for a slow network card; a message is as slow as the
+            slower of its ends.
     """
 
     name: str = "device"
     speed: float = 1.0
     memory_bytes: float | None = None
+    link_speed: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"device kind {self.name!r}"
         object.__setattr__(self, "speed", number(f"{where}: speed", self.speed, positive=True))
+        object.__setattr__(self, "link_speed", number(f"{where}: link_speed", self.link_speed, positive=True))
         if self.memory_bytes is not None:
             memory = number(f"{where}: memory_bytes", self.memory_bytes, positive=True)
             object.__setattr__(self, "memory_bytes", memory)
@@ -228,11 +232,12 @@ def _level(record: Fields) -> Level:
 
 def _kind(record: Fields) -> DeviceKind:
     name, speed = record.text("name"), record.number("speed", positive=True, default=1.0)
+    links = record.number("link_speed", positive=True, default=1.0)
     memory = record.take("memory_bytes", "a number", default=None)
     if memory is not None:
         memory = number(record.at("memory_bytes"), memory, positive=True)
     record.done()
-    return DeviceKind(name=name, speed=speed, memory_bytes=memory)
+    return DeviceKind(name=name, speed=speed, memory_bytes=memory, link_speed=links)
 
 
 def _bytes(where: str, text: str, per: str) -> float:

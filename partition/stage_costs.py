@@ -14,7 +14,8 @@ Seconds a microbatch, the larger of (compute and communication overlap):
 C: F + B of the nodes; W: their parameter bytes, in a ring over the replicas once in U microbatches; a_in, a_out:
 bytes that cross the two cuts, as activations one way and as gradients the other (links carry both directions at
 once). B is the slowest link on the way: over the replicas (s), or over them and the nearest device of the
-neighbour (i, o). Latency is left to the simulator: it delays a stream, and does not slow it down.
+neighbour (i, o), slow network cards included. Latency is left to the simulator: it delays a stream, and does not slow
+it down.
 
 Bytes on a device: W (versions + 1 gradient + optimizer) + buffers + stash * in_flight, where in_flight = ceil(e/r) is
 the warm-up of 1F1B's order plus one (no more than a replica's share of a batch that is flushed), and the versions are
@@ -76,11 +77,13 @@ class StageCosts:
         by_device = [kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)][::-1]
         self.fastest = max(kind.speed for kind in by_device)
         self.work = cuts.seconds / self.fastest
-        self._slowness = self._memory = None
+        self._slowness = self._memory = self._link_slowness = None
         if len(set(by_device)) > 1:
             # [first, last] of a range of devices: its slowest one, and its smallest one.
             self._slowness = self.fastest / _least([kind.speed for kind in by_device])
             self._memory = _least([np.inf if kind.memory_bytes is None else kind.memory_bytes for kind in by_device])
+        if any(kind.link_speed != 1 for kind in by_device):
+            self._link_slowness = 1 / _least([kind.link_speed for kind in by_device])
         self.crossing = cuts.crossing / compression
         self.group_sizes = np.cumprod([level.size for level in cluster.levels])
         self.seconds_a_byte: Floats = 1 / np.array(cluster.path_bandwidths)
@@ -101,17 +104,24 @@ class StageCosts:
         """What the costs need to know of r replicas with e devices to the end, elementwise."""
         r, e = np.asarray(r), np.asarray(e)
         top = self.num_devices - 1
-        per_byte = self.seconds_a_byte
         updates = r if self.num_microbatches is None else self.num_microbatches
         share = 1 / r if self.num_microbatches is None else -(-self.num_microbatches // r) / self.num_microbatches
         return StageShape(
             share=share if self._slowness is None else share * self._slowness[e - r, e - 1],
             limit=self._limit(e - r, e - 1),
             in_flight=self.in_flight(r, e),
-            sync=self.ring_seconds_a_byte[self.levels(e - r, e - 1)] * 2 * (r - 1) / r / updates,
-            inward=per_byte[self.levels(e - r, np.minimum(e, top))] / r,
-            outward=per_byte[self.levels(np.maximum(e - r - 1, 0), e - 1)] / r,
+            sync=self._per_byte(self.ring_seconds_a_byte, e - r, e - 1) * 2 * (r - 1) / r / updates,
+            inward=self._per_byte(self.seconds_a_byte, e - r, np.minimum(e, top)) / r,
+            outward=self._per_byte(self.seconds_a_byte, np.maximum(e - r - 1, 0), e - 1) / r,
         )
+
+    def _per_byte(self, by_level: Floats, first: Index, last: Index) -> Floats:
+        """Seconds a byte over the slowest link of a range of devices; slow network cards count outside a node."""
+        levels = self.levels(first, last)
+        seconds: Floats = by_level[levels]
+        if self._link_slowness is None:
+            return seconds
+        return np.where(levels > 0, seconds * self._link_slowness[first, last], seconds)
 
     @property
     def is_uniform(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class Machine:
         self.total_speed = float(self._speeds.sum())
         self.largest_memory = float(self._memory.max())
         self.is_uniform = len(set(own)) == 1
+        self._link_speeds = np.array([kind.link_speed for kind in own])
 
     def speed(self, ranks: Sequence[int]) -> float:
         """Of the slowest of them, times that of the profile's device."""
@@ -66,19 +67,24 @@ class Machine:
         k = np.arange(math.lcm(*counts))
         starts = (np.asarray(ranks)[::tensor][k % n] for ranks, n in zip((src, dst), counts, strict=True))
         first, last = (start[:, None] + np.arange(tensor) for start in starts)
-        return self._links[self._widest(first, last)]
+        return self._slowest(self._links, first, last)
 
     def across(self, ranks: Sequence[int]) -> Link:
         """The slowest way in a ring over these."""
         if len(ranks) < 2:
             return NO_LINK
         ring = np.asarray(ranks)
-        return self._rings[self._widest(ring, np.roll(ring, -1))]
+        return self._slowest(self._rings, ring, np.roll(ring, -1))
 
-    def _widest(self, first: np.ndarray, last: np.ndarray) -> int:
-        """The outermost level over which any of these pairs is joined."""
-        apart = sum((first // size != last // size).astype(int) for size in self._sizes)
-        return int(np.max(apart))
+    def _slowest(self, by_level: Sequence[Link], first: np.ndarray, last: np.ndarray) -> Link:
+        """Of the ways between these pairs: the outermost level, and slow network cards outside a node."""
+        levels = sum((first // size != last // size).astype(int) for size in self._sizes)
+        link = by_level[int(np.max(levels))]
+        if self.is_uniform and self._link_speeds[0] == 1:
+            return link
+        speeds = np.minimum(self._link_speeds[first], self._link_speeds[last])
+        per_byte = np.array([each.seconds_a_byte for each in by_level])[levels]
+        return replace(link, seconds_a_byte=float(np.max(np.where(levels > 0, per_byte / speeds, per_byte))))
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:

@@ -78,6 +78,7 @@ def stage_seconds(
     num_microbatches: int | None = None,
     limit: float = math.inf,
     speeds: tuple[float, ...] | None = None,
+    links: tuple[float, ...] | None = None,
 ) -> float:
     """The formulas of `stage_costs`, device by device; devices count from the end of the pipeline."""
     own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
@@ -87,11 +88,11 @@ def stage_seconds(
 
     def bandwidth(first: int, last: int) -> float:
         size, slowest = 1, math.inf
-        for level in cluster.levels:
+        for number, level in enumerate(cluster.levels):
             size *= level.size
             slowest = min(slowest, level.bandwidth)
             if first // size == last // size:
-                return slowest
+                return slowest * (min(links[first : last + 1]) if links is not None and number > 0 else 1.0)
         raise AssertionError
 
     compute = sum(node.forward_seconds + node.backward_seconds for node in own) * share

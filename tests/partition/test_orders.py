@@ -93,3 +93,17 @@ def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1),))
     with pytest.raises(ValueError, match="2 cuts on 2 devices of several kinds: too large for unequal devices"):
         partition(profile, cluster_of((1.0, 2.0)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(profiles(max_nodes=5), st.lists(st.sampled_from([1.0, 0.25]), min_size=1, max_size=4))
+def test_best_of_all_orders_of_slow_links(profile: Profile, links: list[float]) -> None:
+    def cluster(order: tuple[float, ...]) -> Cluster:
+        kinds = tuple(DeviceKind(name=f"x{link}", link_speed=link) for link in sorted(set(order)))
+        plain = cluster_of(tuple(1.0 for _ in order))
+        return Cluster(levels=plain.levels, kinds=kinds, nodes=tuple(f"x{link}" for link in order))
+
+    # Devices count from the end of the pipeline in the reference, and every order is tried.
+    best = min(least_bottleneck(profile, cluster(order), links=order) for order in set(permutations(links)))
+    plan = partition(profile, cluster(tuple(links)))
+    assert plan.predicted_step_time == pytest.approx(best, rel=1e-9, abs=1e-12)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
 from stagewright.partition.planner.in_flight import count_in_flight
 from stagewright.partition.planner.links import Machine, ring_seconds
 from stagewright.partition.planner.space import Configuration
@@ -180,3 +180,13 @@ def test_gradients_count_once_a_backward_has_left_some() -> None:
     small = plan(chain(2, parameter_bytes=10.0), FOUR, global_batch=4, pipeline_sizes=(1,), data_sizes=(4,))
     behind = small.memory[0]
     assert (behind.gradients, behind.activations, behind.communication) == (20.0, 0.0, 20.0)
+
+
+def test_a_slow_network_card() -> None:
+    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
+    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
+    machine = Machine(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow")), memory_limit=None)
+    assert machine.between((0,), (1,), tensor=1).seconds_a_byte == 1 / 8
+    assert machine.between((2,), (3,), tensor=1).seconds_a_byte == 1 / 8
+    assert machine.between((1,), (2,), tensor=1).seconds_a_byte == 1.0
+    assert machine.across((0, 1, 2, 3)).seconds_a_byte == 1.0
