@@ -119,9 +119,13 @@ def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -
 
 
 def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
-    """Print the prediction, for people or as one JSON object; a plan is a prediction already."""
+    """Print the prediction, for people or as one JSON object; a plan is a prediction already.
+
+    ValueError for a plan that is for another model.
+    """
     assert what is not None
     if isinstance(what, Plan):
+        check_plan(options, what)
         print(what.to_json() if options.json else _plan_text(what))
         return 0
     schedule = what
@@ -131,6 +135,11 @@ def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
     else:
         print(_text(answer, schedule))
     return 0
+
+
+def check_plan(options: TrainOptions, plan: Plan) -> None:
+    """Cut the model as the run would, in this process; ValueError where the plan is for another one."""
+    make_pipe(options, plan, make_model(options), torch.zeros((options.batch, options.length), dtype=torch.int64))
 
 
 def _plan_text(plan: Plan) -> str:

@@ -8,9 +8,10 @@ stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -20,12 +21,24 @@ import tyro
 from ..partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
 from ..partition.formulas.device_model import PRESETS, DeviceModel
 from ..partition.formulas.transformer import Transformer, TransformerSource
-from ..partition.planner import CHUNK_SIZES, SCHEDULES, Tally
+from ..partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 
 T = TypeVar("T")
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _EVERY = 1.0  # seconds between two lines of progress
+_OPTIONS = {  # as `plan` calls them
+    "global_batch": "--batch",
+    "schedules": "--schedules",
+    "microbatch_sizes": "--microbatches",
+    "pipeline_sizes": "--pipeline",
+    "data_sizes": "--data",
+    "tensor_sizes": "--tensor",
+    "chunk_sizes": "--chunks",
+    "recompute": "--recompute",
+    "optimizer_sharding": "--optimizer-sharding",
+    "runnable=True": "--runnable",
+}
 _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 
 
@@ -81,12 +94,31 @@ def run(argv: Sequence[str]) -> int:
     limit = _memory(options.memory) if options.memory is not None else None
     if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
         limit = default_memory
+    if options.out is not None and not options.out.parent.is_dir():  # said before the search, not behind it
+        raise ValueError(f"--out {options.out}: cannot write: expected a file in a folder that exists")
     started = time.perf_counter()
-    found = plan(
+    try:
+        found = _planned(options, source, cluster, limit)
+    except ValueError as error:
+        raise ValueError(as_typed(str(error))) from None
+    taken = f"planned in {time.perf_counter() - started:.2f} s"
+    if options.out is not None:
+        _write(options.out, found.to_json())
+    _print(found, taken, as_json=options.json)
+    return 0
+
+
+def _planned(
+    options: PlanOptions,
+    source: Profile | Mapping[int, Profile] | ProfileSource,
+    cluster: Cluster,
+    memory_limit: float | None,
+) -> Plan:
+    return plan(
         source,
         cluster,
         global_batch=options.batch,
-        memory_limit=limit,
+        memory_limit=memory_limit,
         schedules=options.schedules,
         microbatch_sizes=options.microbatches,
         pipeline_sizes=options.pipeline,
@@ -98,11 +130,29 @@ def run(argv: Sequence[str]) -> int:
         runnable=options.runnable,
         progress=_Reporter(),
     )
-    taken = f"planned in {time.perf_counter() - started:.2f} s"
-    if options.out is not None:
-        _reading(options.out, lambda path: path.write_text(found.to_json() + "\n", encoding="utf-8"))
-    _print(found, taken, as_json=options.json)
-    return 0
+
+
+def as_typed(message: str) -> str:
+    """The message of `plan` with its arguments as the options that set them.
+
+    >>> as_typed("chunk_sizes: 1: expected at least 2")
+    '--chunks 1: expected at least 2'
+    """
+    message = re.sub("^unknown schedule", "--schedules: unknown schedule", message)
+    for name, option in _OPTIONS.items():
+        message = re.sub(rf"\b{name}: (?=-?\d)|\b{name}=\b", f"{option} ", message)
+        message = re.sub(rf"\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)
+    return message
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--out {path}: cannot write: {error.strerror or error}: expected a file in a folder that exists and may "
+            f"be written to"
+        ) from None
 
 
 def _print(found: Plan, taken: str, *, as_json: bool) -> None:
@@ -170,7 +220,7 @@ def _source(
         return _reading(options.pipedream, read_pipedream_profile), None
     profiles: dict[int, Profile] = {}
     for path in options.profile:
-        profile = _reading(path, Profile.load)
+        profile = _profile(path)
         size = profile.microbatch_size
         if size is None:
             if len(options.profile) == 1:
@@ -179,7 +229,21 @@ def _source(
         if size in profiles:
             raise ValueError(f"{path}: a second profile of microbatches of {size}: expected one a size")
         profiles[size] = profile
+        differs = difference(next(iter(profiles.values())), profile)
+        if differs is not None:
+            raise ValueError(
+                f"{options.profile[0]} and {path}: {differs}: expected profiles of one model, device and type"
+            )
     return profiles, None
+
+
+def _profile(path: Path) -> Profile:
+    try:
+        return _reading(path, Profile.load)
+    except ValueError as error:
+        if path.suffix != ".txt":
+            raise
+        raise ValueError(f"{error}; PipeDream's text is read with --pipedream {path}") from None
 
 
 def _device(name: str) -> DeviceModel:
@@ -213,7 +277,7 @@ def _memory(text: str) -> float | None:
     try:
         return Cluster.parse(f"1:link=1GB/s:{text}").kinds[0].memory_bytes
     except ValueError:
-        raise ValueError(f"--memory {text!r}: expected a number and a unit, such as 80GB or 64GiB") from None
+        raise ValueError(f"--memory {text!r}: expected a number above 0 and a unit, such as 80GB or 64GiB") from None
 
 
 def _reading(path: Path, read: Callable[[Path], T]) -> T:
@@ -222,3 +286,5 @@ def _reading(path: Path, read: Callable[[Path], T]) -> T:
         return read(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: expected a file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a text file") from None

@@ -90,6 +90,8 @@ class TrainOptions:
             value = getattr(self, option)
             if value < least or (isinstance(least, float) and value == 0):
                 raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if self.schedule == AUTO:
+            raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
         if self.plan is None:
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
@@ -124,7 +126,7 @@ def resolve(options: TrainOptions) -> TrainOptions:
     """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
     options.check()
     world = os.environ.get("WORLD_SIZE")
-    planned = None if options.plan in (None, AUTO) else Plan.load(_file(str(options.plan))).num_devices
+    planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
     ranks = options.ranks if options.ranks is not None else int(world or planned or DEFAULT_RANKS)
     if world is not None and int(world) != ranks:
         raise ValueError(
@@ -139,12 +141,15 @@ def read_plan(options: TrainOptions) -> Plan | None:
     """The plan's file, checked against the options; None: it is still to be made (auto)."""
     if options.plan == AUTO:
         return None
-    plan = Plan.load(_file(str(options.plan)))
+    plan = _load(str(options.plan))
     if plan.num_devices != options.ranks:
         raise ValueError(
             f"{options.plan} is for {plan.num_devices} ranks: expected --ranks {plan.num_devices}, not {options.ranks}"
         )
-    schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
+    try:
+        schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
+    except ValueError as error:  # such as a schedule that nobody knows
+        raise ValueError(f"{options.plan}: {error}") from None
     _check_batch(options, schedule)
     if plan.microbatch_size is not None and plan.microbatch_size * schedule.num_microbatches != options.batch:
         raise ValueError(
@@ -154,11 +159,16 @@ def read_plan(options: TrainOptions) -> Plan | None:
     return plan
 
 
-def _file(name: str) -> Path:
+def _load(name: str) -> Plan:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"--plan {name}: no such file: expected one that `stagewright plan --out FILE` wrote, or auto")
-    return path
+    try:
+        return Plan.load(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a plan's JSON file") from None
+    except OSError as error:
+        raise ValueError(f"--plan {name}: cannot read: {error.strerror or error}: expected a readable file") from None
 
 
 def make_schedule(options: TrainOptions) -> Schedule:

@@ -210,7 +210,7 @@ class _Training:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way
             tokens, targets = self._batch(step)
             before = time.perf_counter()
-            result = self._step(step, tokens, targets)
+            result, *late = self._step(step, tokens, targets)
             seconds = time.perf_counter() - before
             self.record.step_seconds.append(seconds)
             if self._is_traced(step):
@@ -224,20 +224,29 @@ class _Training:
                 bubble=self.record.bubbles[-1] if self.record.bubbles else None,
                 predicted_bubble=self.record.predicted_bubbles[-1] if self.record.bubbles else None,
             )
-            known(result)
+            for each in sorted((result, *late), key=lambda one: -1 if one.loss_step is None else one.loss_step):
+                known(each)
         for result in self.pipe.flush():
             known(result)
         self.record.seconds = time.perf_counter() - started
 
-    def _step(self, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> StepResult:
-        """One batch; one of the first steps of a plan is watched for what it allocates."""
+    def _step(self, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> list[StepResult]:
+        """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty.
+
+        Returns its result, and then those of earlier and later batches that a flush has told.
+        """
         if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
-            return self.pipe.train_step(tokens, targets)
+            return [self.pipe.train_step(tokens, targets)]
         results: list[StepResult] = []
+        before = self.pipe.flush()
         held = self.pipe.held_bytes()
-        watched = [lambda: results.append(self.pipe.train_step(tokens, targets))]
-        self.record.tensor_bytes = held + peaks(watched, self.pipe.device)[0][0]
-        return results[0]
+
+        def watched() -> None:
+            results.append(self.pipe.train_step(tokens, targets))
+            results.extend(self.pipe.flush())
+
+        self.record.tensor_bytes = held + peaks([watched], self.pipe.device)[0][0]
+        return [*results, *before]
 
     def _trace(self, result: StepResult) -> None:
         measured = result.timeline()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from .strict import Fields, count, number, parse_object
+from .strict import Fields, count, number, parse_object, read_text
 
 _JSON_VERSION = 1
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
@@ -26,8 +26,8 @@ class DeviceKind:
         name: unique in the cluster.
         speed: times the speed of the device of the profile.
         memory_bytes: of one device [bytes]; None where it does not matter.
-        link_speed: times the bandwidth of the links out of its node, for a slow network card; a message is as slow as the
-            slower of its ends.
+        link_speed: times the bandwidth of the links out of its node, for a slow network card; a message is as slow
+            as the slower of its ends.
     """
 
     name: str = "device"
@@ -215,7 +215,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        return cls.from_json(read_text(path), source=str(path))
 
 
 def _level(record: Fields) -> Level:

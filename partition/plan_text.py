@@ -12,22 +12,35 @@ if TYPE_CHECKING:
     from .plans import Plan, PlanStage, RunnerUp
 
 
+CHOSEN = "chosen: "  # begins the note that names the planner's choice
+MAX_ROWS = 24  # of a table; of longer ones the first and the last ENDS are shown
+ENDS = 8
+
+
 def explain(plan: Plan) -> str:
-    """A table of the stages, memory by rank, then the runners-up with what each loses, then the notes."""
+    """The choice, a table of the stages, memory by rank, the runners-up with what each loses, then the notes.
+
+    Of more than MAX_ROWS rows the first and last ENDS; `Plan.to_json` has all.
+    """
+    chosen = [note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN)]
+    slowest = "slowest rank" if plan.num_chunks > 1 else "slowest stage"
     lines = [
-        f"{describe(plan)}: {_ms(plan.predicted_step_time)} a microbatch at the slowest stage, at most {plan.gap:.2%} "
-        f"above the best possible"
+        *chosen,
+        f"{describe(plan)}: its {slowest} takes {_ms(plan.predicted_step_time)} a microbatch, at most {plan.gap:.2%} "
+        f"above the least possible",
     ]
     if plan.simulated_step_time is not None:
         lines.append(
             f"simulated, {plan.schedule}, {plan.num_microbatches} microbatches: {_ms(plan.simulated_step_time)} a "
             f"batch, bubble {plan.bubble:.1%}"
         )
-    lines.append("stage  nodes  ranks       F ms       B ms    step ms  in flight  memory GB  recompute")
-    lines += [_stage(number, stage) for number, stage in enumerate(plan.stages)]
+    more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
+    head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
+    lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
+    lines += _folded([_stage(number, stage, more) for number, stage in enumerate(plan.stages)], "stages")
     lines += _memory(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
 
 
 def describe(plan: Plan) -> str:
@@ -52,14 +65,24 @@ def describe(plan: Plan) -> str:
     return ", ".join([*parts, f"{plan.cost_model} model"])
 
 
-def _stage(number: int, stage: PlanStage) -> str:
-    memory = "-" if stage.memory is None else f"{stage.memory.total / 1e9:.3f}"
+_MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some stage has more than 1
+
+
+def _folded(rows: list[str], what: str) -> list[str]:
+    if len(rows) <= MAX_ROWS:
+        return rows
+    return [*rows[:ENDS], f"  ... {len(rows) - 2 * ENDS} more {what}, in the plan's JSON ...", *rows[-ENDS:]]
+
+
+def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
+    memory = "-" if stage.memory is None else _size(stage.memory.total)
     flight = "-" if stage.in_flight is None else str(stage.in_flight)
     figures = (stage.forward_seconds, stage.backward_seconds, stage.step_seconds)
+    columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
     seconds = " ".join(f"{each * 1e3:10.3f}" for each in figures)
     return (
-        f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>9}"
-        f"  {stage.recompute:9}  {stage.nodes[0]} .. {stage.nodes[-1]}"
+        f"{number:5}  {len(stage.nodes):5}  {_span(stage.ranks):9} {seconds}  {flight:>9}  {memory:>11}"
+        f"  {stage.recompute:9}{columns}  {stage.nodes[0]} .. {stage.nodes[-1]}"
     )
 
 
@@ -72,10 +95,11 @@ def _memory(plan: Plan) -> list[str]:
         return []
     names = [each.name for each in fields(MemoryUse)]
     lines = [f"memory, MB   {'ranks':<9}" + "".join(f"{name:>14}" for name in (*names, "total"))]
+    table = []
     for memory, ranks in rows.items():
         figures = [*(getattr(memory, name) for name in names), memory.total]
-        lines.append(f"             {_span(ranks):<9}" + "".join(f"{each / 1e6:14.3f}" for each in figures))
-    return lines
+        table.append(f"             {_span(ranks):<9}" + "".join(f"{each / 1e6:14.3f}" for each in figures))
+    return lines + _folded(table, "kinds of ranks")
 
 
 def _label(other: RunnerUp) -> str:
@@ -84,13 +108,21 @@ def _label(other: RunnerUp) -> str:
 
 def _loss(plan: Plan, other: RunnerUp) -> str:
     predicted = f"{_ms(other.predicted_step_time)} a microbatch"
-    memory = "" if other.memory_bytes is None else f"; {other.memory_bytes / 1e9:.3f} GB"
+    memory = "" if other.memory_bytes is None else f"; {_size(other.memory_bytes)}"
     if other.simulated_step_time is None or plan.simulated_step_time is None:
-        return f"{predicted}, {other.predicted_step_time / plan.predicted_step_time - 1:+.2%}{memory}"
+        return f"{predicted}, {_more(other.predicted_step_time, plan.predicted_step_time)}{memory}"
     return (
         f"{predicted}; simulated {_ms(other.simulated_step_time)} a batch, "
-        f"{other.simulated_step_time / plan.simulated_step_time - 1:+.2%}{memory}"
+        f"{_more(other.simulated_step_time, plan.simulated_step_time)}{memory}"
     )
+
+
+def _more(seconds: float, least: float) -> str:
+    return f"{seconds / least - 1:+.2%}" if least > 0 else "-"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3f} MB"
 
 
 def _span(ranks: Sequence[int]) -> str:

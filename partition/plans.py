@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .memory_use import MemoryUse
+from .strict import read_text
 
 if TYPE_CHECKING:
     from ..schedules.ir import Schedule
@@ -219,7 +220,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        return cls.from_json(read_text(path), source=str(path))
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:

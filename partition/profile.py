@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from .strict import Fields, count, number, parse_object
+from .strict import Fields, count, number, parse_object, read_text
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
@@ -322,7 +322,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a JSON file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=str(path))
+        return cls.from_json(read_text(path), source=str(path))
 
 
 def _node(record: Fields) -> Node:

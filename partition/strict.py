@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NoReturn
+
+_LONGEST = 80  # characters of a value that errors show
+
+
+def read_text(path: str | Path) -> str:
+    """All of a file; ValueError names it where it is no UTF-8 text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a JSON file") from None
 
 
 def parse_object(text: str, *, source: str) -> Fields:
@@ -16,12 +27,17 @@ def parse_object(text: str, *, source: str) -> Fields:
         raise ValueError(
             f"{source}, line {error.lineno}, column {error.colno}: {error.msg}: expected one JSON object"
         ) from None
+    except (ValueError, RecursionError) as error:  # such as a number of more digits than Python reads
+        raise ValueError(f"{source}: {error}: expected one JSON object") from None
     return Fields(value, where=source)
 
 
 def fail(where: str, value: object, expected: str) -> NoReturn:
     """Raise the ValueError of a field that holds something else."""
-    raise ValueError(f"{where}: {value!r}: expected {expected}")
+    shown = repr(value)
+    if len(shown) > _LONGEST:
+        shown = f"{shown[:_LONGEST]}... ({len(shown)} characters)"
+    raise ValueError(f"{where}: {shown}: expected {expected}")
 
 
 def number(where: str, value: object, *, positive: bool = False) -> float:
@@ -29,9 +45,13 @@ def number(where: str, value: object, *, positive: bool = False) -> float:
     expected = f"a finite number {'above' if positive else 'of at least'} 0"
     if isinstance(value, bool) or not isinstance(value, int | float):
         fail(where, value, expected)
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    try:
+        found = float(value)
+    except OverflowError:  # an integer beyond all floats
         fail(where, value, expected)
-    return float(value)
+    if not math.isfinite(found) or found < 0 or (positive and found == 0):
+        fail(where, value, expected)
+    return found
 
 
 def count(where: str, value: object) -> int:

@@ -105,6 +105,8 @@ class AutoLayout:
         if self._world.rank == 0:
             _log.info("profiling microbatches of %d samples", size)
 
+        kind = settings.device.type
+
         def measure() -> str:
             return profile_model(
                 self._model.to(settings.device),
@@ -112,7 +114,7 @@ class AutoLayout:
                 target=to_device(target, settings.device),
                 loss_fn=settings.loss_fn,
                 optimizer=self._optimizer if settings.optimizer is not None else None,
-                autocast=torch.get_autocast_dtype(settings.device.type) if torch.is_autocast_enabled() else None,
+                autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
                 split_backward=False,
             ).to_json()

@@ -78,13 +78,20 @@ class Gradients:
         return norm
 
     def _sum(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
-        """All-reduce each type, several gradients at once in a buffer; a rank to which nothing came gives zeros."""
+        """All-reduce each type, several gradients at once in a buffer; a rank to which nothing came gives zeros.
+
+        Where no rank has a gradient there is none behind it either: optimizers leave such a parameter alone.
+        """
+        what = "summing shared gradients (replicas, tied weights)"
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
+        self._collectives.all_reduce(present, what=what, ranks=ranks)
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in parameters:
+        for parameter, count in zip(parameters, present.tolist(), strict=True):
+            if not count:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             by_type.setdefault(parameter.dtype, []).append(parameter.grad)
-        what = "summing shared gradients (replicas, tied weights)"
         for dtype, gradients in by_type.items():
             for bucket in _buckets(gradients):
                 if len(bucket) == 1 and bucket[0].is_contiguous():

@@ -59,8 +59,15 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{plan.stages[sharded[0]].optimizer_shards} ranks: expected optimizer_shards=1; sharded optimizers are "
             f"planned, but not yet run"
         )
+    schedule = plan.build_schedule(num_microbatches=num_microbatches)
+    idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
+    if idle and schedule.streams:
+        raise ValueError(
+            f"the plan leaves rank {idle[0]} idle under the asynchronous schedule {schedule.name!r}: expected a plan "
+            f"that uses all {plan.num_devices} ranks, or a flush schedule such as '1f1b'"
+        )
     return Layout(
-        schedule=plan.build_schedule(num_microbatches=num_microbatches),
+        schedule=schedule,
         split_points=None,
         plan=plan,
         recompute=tuple(stage.recompute for stage in plan.stages),

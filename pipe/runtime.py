@@ -264,7 +264,17 @@ class Runtime:
             self._pipeline.engine.run(dict(enumerate(mode.programs)))
 
     def _cut(self, arguments: Sequence[Any], *, training: bool) -> Batch:
-        """The batch as microbatches; the stages are built by the first one if they are not yet."""
+        """The batch as microbatches; the stages are built by the first one if they are not yet.
+
+        A batch that is refused is refused on every rank alike, unless each replica has its own: then the others, which
+        would go on without this one, are told.
+        """
+        if self._layout.replica[1] > 1 and self._assembled is not None:
+            with self._guard.together():
+                return self._microbatches(arguments, training=training)
+        return self._microbatches(arguments, training=training)
+
+    def _microbatches(self, arguments: Sequence[Any], *, training: bool) -> Batch:
         has_target = self._settings.loss_fn is not None
         inputs, target = self._inputs(arguments), arguments[-1:]
         num_microbatches = self.schedule.num_microbatches

@@ -30,7 +30,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 class Inference:
-    """Output specs of all stages for given model inputs, remembered by signature.
+    """Output specs of all stages for given model inputs, remembered by signature and autocast.
 
     Arguments:
         faces: the stages in one mode, in order.
@@ -48,16 +48,19 @@ class Inference:
         self._sizes = sizes
         self._device = device
         self._training = training
-        self._known: dict[Signature, tuple[tuple[TensorSpec, ...], ...]] = {}
+        self._known: dict[object, tuple[tuple[TensorSpec, ...], ...]] = {}
 
     def outputs(self, inputs: Signature) -> tuple[tuple[TensorSpec, ...], ...]:
         """[S] tuples: the specs of each stage's outputs."""
-        if inputs not in self._known:
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (inputs, autocast)
+        if key not in self._known:
             self._sizes.check(inputs[0][0][0])
-            self._known[inputs] = tuple(
+            self._known[key] = tuple(
                 tuple(TensorSpec.of(output) for output in outputs) for outputs in self.run_fake(inputs)
             )
-        return self._known[inputs]
+        return self._known[key]
 
     def run_fake(self, inputs: Signature) -> list[tuple[torch.Tensor, ...]]:
         """The fake outputs of each stage."""

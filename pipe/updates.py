@@ -202,7 +202,7 @@ class Updates:
         group = self._group(index)
         if not group.sums:
             return
-        parts: dict[int, dict[int, torch.Tensor]] = {}  # position -> rank -> gradient
+        parts: dict[int, dict[int, torch.Tensor | None]] = {}  # position -> rank -> gradient
         for peer, flats in group.sums.items():
             for position, gradient in self._unflat(peer, flats).items():
                 parts.setdefault(position, {})[peer] = gradient
@@ -212,40 +212,45 @@ class Updates:
                 continue
             group.added.add(position)
             gradients = self.weights[stage].gradients(index)
-            own = gradients[number]
-            by_rank[self._rank] = torch.zeros_like(next(iter(by_rank.values()))) if own is None else own
-            total = by_rank[ranks[0]].clone()
-            for rank in ranks[1:]:
-                total += by_rank[rank]
-            gradients[number] = total
+            by_rank[self._rank] = gradients[number]
+            present = [gradient for rank in ranks if (gradient := by_rank[rank]) is not None]
+            if present:
+                total = present[0].clone()
+                for gradient in present[1:]:
+                    total += gradient
+                gradients[number] = total
 
     def _flat_sizes(self, peer: int) -> dict[torch.dtype, int]:
         sizes: dict[torch.dtype, int] = {}
         for position in self._with[peer]:
             parameter = self._parameter(position)
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel() + 1
         return sizes
 
     def _flat(self, index: int, peer: int) -> Tensors:
-        """Own gradients that `peer` needs, one flat tensor a type; zeros where nothing came."""
+        """Own gradients that `peer` needs, one flat tensor a type; zeros where nothing came.
+
+        Behind each of them 1, or 0 where nothing came: a parameter without a gradient anywhere is not to be trained.
+        """
         parts: dict[torch.dtype, list[torch.Tensor]] = {}
         for position in self._with[peer]:
             stage, number, _ = self._shared[position]
             parameter = self._parameter(position)
             gradient = self._gradient(stage, number, index)
             flat = torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.reshape(-1)
-            parts.setdefault(parameter.dtype, []).append(flat.detach())
+            parts.setdefault(parameter.dtype, []).extend((flat.detach(), flat.new_full((1,), gradient is not None)))
         return tuple(torch.cat(flats) for flats in parts.values())
 
-    def _unflat(self, peer: int, flats: Tensors) -> dict[int, torch.Tensor]:
+    def _unflat(self, peer: int, flats: Tensors) -> dict[int, torch.Tensor | None]:
         by_type = dict(zip(self._flat_sizes(peer), flats, strict=True))
         at = dict.fromkeys(by_type, 0)
-        found = {}
+        found: dict[int, torch.Tensor | None] = {}
         for position in self._with[peer]:
             parameter = self._parameter(position)
-            begin = at[parameter.dtype]
-            at[parameter.dtype] = begin + parameter.numel()
-            found[position] = by_type[parameter.dtype][begin : at[parameter.dtype]].view(parameter.shape)
+            flat, begin = by_type[parameter.dtype], at[parameter.dtype]
+            end = begin + parameter.numel()
+            at[parameter.dtype] = end + 1
+            found[position] = flat[begin:end].view(parameter.shape) if flat[end] else None
         return found
 
     def _parameter(self, position: int) -> torch.Tensor:

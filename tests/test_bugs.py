@@ -141,3 +141,68 @@ def test_replicas_of_2bw_with_odd_batches_do_not_deadlock(num_microbatches: int,
     """A replica's next microbatch may be further away than R where R does not divide M: counted in its own
     microbatches, its warm-up waited for forwards that the first stage makes behind a backward that waits for it."""
     check(build("2bw", num_ranks=8, num_microbatches=num_microbatches, replicas=(1, 6, 1), warmup=warmup))
+
+
+class Unused(nn.Module):
+    """`extra` is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+def _train_unused(schedule: str) -> float:
+    torch.manual_seed(0)
+    model = Unused()
+    before = model.extra.weight.detach().clone()
+    pipe = make(
+        model=model,
+        schedule=schedule,
+        mesh={"pipe": 2, "data": 2},
+        num_microbatches=2,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5),
+    )
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    after = pipe.full_state_dict()["extra.weight"]
+    pipe.close()
+    return float((after - before).abs().max())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_replicas_do_not_train_what_got_no_gradient(gloo: Pool, schedule: str) -> None:
+    """The sum over replicas made zeros of missing gradients, and weight decay pulled at parameters nobody uses."""
+    assert gloo.run(_train_unused, ranks=4, args=(schedule,)) == [0.0] * 4
+
+
+def test_autocast_may_be_on_in_one_call_and_off_in_another() -> None:
+    """Shapes and types were remembered without it: "was bfloat16 when shapes were inferred"."""
+    pipe = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.train_step(X, Y)
+    assert pipe.eval_step(X, Y).loss is not None
+    pipe.train_step(X, Y)
+
+
+def _one_replica_passes_a_bad_batch() -> str:
+    replica = torch.distributed.get_rank() % 2
+    pipe = make(mesh={"pipe": 1, "data": 2}, num_microbatches=4, timeout=20.0)
+    pipe.train_step(X, Y)
+    try:
+        for _ in range(2):
+            pipe.train_step(X[:2] if replica else X, Y[:2] if replica else Y)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.gloo
+def test_a_batch_refused_on_one_replica_stops_the_others(gloo: Pool) -> None:
+    """The others paired its next batch with this one, and trained on."""
+    for answer in gloo.run(_one_replica_passes_a_bad_batch, ranks=2):
+        assert "a batch of 2 samples for 4 microbatches" in answer

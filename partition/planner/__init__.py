@@ -9,6 +9,6 @@ result    the Plan
 
 from .plan import CHUNK_SIZES, SCHEDULES, plan
 from .search import Tally
-from .source import ProfileSource
+from .source import ProfileSource, difference
 
-__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "Tally", "plan"]
+__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "Tally", "difference", "plan"]

@@ -45,6 +45,10 @@ class MisfitError(Exception):
         self.stage_group, self.too_many, self.limit = stage_group, too_many, limit
 
 
+class RefusedError(ValueError):
+    """The schedule does not take these sizes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
     """[S] seconds of each stage: of a microbatch (F, B, the longer message, all that it sends) and of a batch."""
@@ -109,7 +113,7 @@ class Evaluator:
         return self.model_of(c.microbatch_size, c.tensor)
 
     def evaluate(self, c: Configuration, ends: Ends, *, exact: bool = False) -> Evaluated:
-        """Costs and memory; MisfitError where it does not fit.
+        """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and RefusedError.
 
         Arguments:
             exact: count what is in flight in the whole schedule, however long.
@@ -123,9 +127,10 @@ class Evaluator:
                 position=p, pipeline=c.pipeline, replicas=counts[p], tensor=c.tensor, limit=place.limits[p]
             )
             memory = rules.fit(sums, flights[p], rank)
-            if memory.too_many:
-                raise MisfitError(stage_group=p, too_many=memory.too_many, limit=place.limits[p])
             memories.append(memory)
+        worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
+        if memories[worst].too_many:
+            raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
         seconds = _seconds(c, sums, place, memories)
         bottleneck, bound = _bounds(c, seconds)
         return Evaluated(
@@ -163,7 +168,7 @@ class Evaluator:
     def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
         """By stage of the first chunk. Where not `exact`, of a shorter batch where that holds at least as much.
 
-        ValueError where the schedule does not take these sizes.
+        RefusedError where the schedule does not take these sizes.
         """
         m = _per_replica(c)
         full = _FULL_AFTER.get(c.schedule)
@@ -187,13 +192,16 @@ class Evaluator:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             options: dict[str, object] = {} if counts is None else {"replicas": counts}
-            self._schedules[key] = build(
-                c.schedule,
-                num_ranks=c.pipeline if counts is None else sum(counts),
-                num_microbatches=num_microbatches,
-                num_chunks=chunks,
-                **options,
-            )
+            try:
+                self._schedules[key] = build(
+                    c.schedule,
+                    num_ranks=c.pipeline if counts is None else sum(counts),
+                    num_microbatches=num_microbatches,
+                    num_chunks=chunks,
+                    **options,
+                )
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
         return self._schedules[key]
 
 

@@ -34,13 +34,18 @@ def partition_looped(
             f"schedule={schedule!r} with num_microbatches={num_microbatches}, activation_compression_ratio="
             f"{compression}: expected a number of microbatches, and no compression"
         )
+    if count("num_chunks", num_chunks) < 2:
+        raise ValueError(
+            f"num_chunks={num_chunks} with schedule={schedule!r}: expected at least 2 (a schedule with one stage a "
+            f"rank is 1f1b)"
+        )
     return plan(
         profile,
         cluster,
         global_batch=num_microbatches * (profile.microbatch_size or 1),
         memory_limit=memory_limit,
         schedules=(schedule,),
-        chunk_sizes=(count("num_chunks", num_chunks),),
+        chunk_sizes=(num_chunks,),
         data_sizes=(1,) if straight else None,
         recompute=("none",),
         optimizer_sharding=("none",),

@@ -99,7 +99,7 @@ class MemoryRules:
     sharding: tuple[str, ...]
 
     def fit(self, sums: StageSums, in_flight: InFlight, place: RankPlace) -> RankMemory:
-        """The first treatment with which the rank's stages fit its device, or the last one with the excess."""
+        """The first treatment with which the rank's stages fit its device, or the one with the least excess."""
         own = slice(place.position, None, place.pipeline)
         stash, before, behind = sums.stash[own], sums.before[own], sums.behind[own]
         weights, buffers = sums.weights[own], sums.buffers[own]
@@ -111,6 +111,7 @@ class MemoryRules:
         gain = most * (stash - before) / np.maximum(sums.forward[own], 1e-12)
         if place.replicas > 1:
             received += min(float(weights.sum()), BUCKET_BYTES)
+        nearest: RankMemory | None = None
         for treatment in self._treatments(sums.update[own], gain, place.replicas):
             recompute = np.array(treatment.recompute)
             again = np.where(recompute, stash, 0.0)
@@ -135,7 +136,10 @@ class MemoryRules:
             excess = memory.total - place.limit
             if excess <= place.limit * 1e-12:
                 return memory
-        return replace(memory, too_many=excess)
+            if nearest is None or excess < nearest.too_many:
+                nearest = replace(memory, too_many=excess)
+        assert nearest is not None
+        return nearest
 
     def _treatments(self, update: Floats, gain: Floats, replicas: int) -> Iterator[Treatment]:
         """What to try in turn; each next one costs at least as much time.

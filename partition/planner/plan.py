@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ...schedules.registry import canonical_name, takes_chunks
 from ..antichains import MAX_CUTS
 from ..cluster import Cluster
+from ..plan_text import CHOSEN
 from ..plans import RECOMPUTE, Plan
 from ..profile import Profile
 from ..strict import count, number
@@ -54,9 +56,10 @@ def plan(
             that does not say its microbatch size counts as of one sample.
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
-        schedules: to choose from, names or aliases; those without a flush ("2bw", "pipedream") change the training.
+        schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "pipedream")
+            change the training.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
-        chunk_sizes: V to choose from, under schedules with several stages a rank.
+        chunk_sizes: V to choose from, 2 or more, under schedules with several stages a rank.
         recompute, optimizer_sharding: what a stage may do about its memory, some of "none" and "full"; the least that
             fits is taken. Sharding divides the optimizer's state over the replicas.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
@@ -82,7 +85,8 @@ def plan(
     count("global_batch", global_batch)
     source = as_source(source)
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
-    names = _names("schedules", [canonical_name(name) for name in schedules])
+    wanted = (schedules,) if isinstance(schedules, str) else schedules
+    names = _names("schedules", [canonical_name(name) for name in wanted])
     recompute = _choices("recompute", recompute)
     sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding)
     ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
@@ -110,7 +114,7 @@ def plan(
         pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
-        chunk_sizes=_counts("chunk_sizes", chunk_sizes) or (),
+        chunk_sizes=_chunks(chunk_sizes),
     )
     fixed: list[tuple[Configuration, Ends]] = []
     if data_sizes is None and pipeline_sizes is None and 1 in ways and cluster.num_devices <= MAX_DEVICES:
@@ -144,6 +148,10 @@ def plan(
     )
 
 
+def _listed(values: Sequence[int] | None) -> str:
+    return "None" if values is None else ", ".join(map(str, values))
+
+
 def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
     if not values:
         raise ValueError(f"{what}=(): expected at least one name")
@@ -166,6 +174,13 @@ def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(count(what, value) for value in values))
 
 
+def _chunks(values: Sequence[int]) -> tuple[int, ...]:
+    sizes = _counts("chunk_sizes", values) or ()
+    if 1 in sizes:
+        raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
+    return sizes
+
+
 def _tensor_sizes(
     source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None, *, runnable: bool
 ) -> tuple[int, ...]:
@@ -176,20 +191,20 @@ def _tensor_sizes(
     if not sizes:
         why = " with runnable=True" if runnable else ""
         raise ValueError(
-            f"tensor_sizes={wanted}{why}: expected some of {', '.join(map(str, known)) or '1'}, the sizes that the "
-            f"profiles and the cluster allow"
+            f"tensor_sizes={_listed(wanted)}{why}: expected some of {', '.join(map(str, known)) or '1'}, the sizes "
+            f"that the profiles and the cluster allow"
         )
     return sizes
 
 
 def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[str]:
     tally, best = search.tally, found[0]
-    notes = [f"{label(best.evaluated)}", *best.evaluated.model.cuts.notes]
+    notes = [f"{CHOSEN}{label(best.evaluated)}", *best.evaluated.model.cuts.notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
     done = f"{tally.considered:,} configurations: {tally.cut:,} cut, {tally.simulated:,} simulated"
     if tally.unfit:
-        done += f", {tally.unfit:,} do not fit"
+        done += f", {tally.unfit:,} do not fit the memory or the schedule"
     if tally.too_long:
         done += f", {tally.too_long:,} too long to simulate"
     notes.append(done)
@@ -206,17 +221,22 @@ def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[s
 def _why_nothing(search: Search, space: SearchSpace) -> str:
     miss = search.miss
     if miss is None:
+        sizes = {"pipeline_sizes": space.pipeline_sizes, "data_sizes": space.data_sizes}
+        given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
+        asked = f" with {' and '.join(given)}" if given else ""
+        refused = f" ({search.refusal})" if search.refusal is not None else ""
         return (
-            f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices: expected sizes whose "
-            f"product is at most {space.num_devices}, with replicas that divide the microbatches, at most "
-            f"{space.max_stages} stages, and enough microbatches for the schedule"
+            f"no configuration of a batch of {space.global_batch} on {space.num_devices} devices{asked}{refused}: "
+            f"expected sizes whose product is at most {space.num_devices}, with replicas that divide the microbatches, "
+            f"at most {space.max_stages} stages, and enough microbatches for the schedule"
         )
     c = miss.configuration
     ranks = c.stage_ranks[miss.stage_group]
+    needed, too_many = math.ceil(miss.limit + miss.too_many), math.ceil(miss.too_many)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     return (
-        f"nothing fits the memory: nearest is {c.label}, which on {where} needs {miss.limit + miss.too_many:,.0f} "
-        f"bytes of {miss.limit:,.0f}, {miss.too_many:,.0f} too many{_done_about_it(search)}: expected devices with "
+        f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
+        f"bytes of {miss.limit:,.0f}, {too_many:,} too many{_done_about_it(search)}: expected devices with "
         f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
     )
 

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from ...schedules.ir import ScheduleError
 from ..chunks import level_ranks, neighbours
 from .cuts import candidate_ends, few_ways
-from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, Simulated
+from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, RefusedError, Simulated
 from .links import Link
 from .memory import MemoryRules
 from .model import Model
@@ -26,6 +26,7 @@ _REFINED_ACTIONS = 600_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
 _LEAST_FILL = 0.5
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
+_MISSES = 400  # configurations that are looked at for the nearest miss alone
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
@@ -91,7 +92,9 @@ class Search:
         self.tally = Tally()
         self._rings: dict[tuple[int, int], Link] = {}
         self.miss: Miss | None = None
+        self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
+        self.refusal: str | None = None  # of sizes that a schedule does not take, the first
         self.least_left: float | None = None
 
     def run(self, configurations: Iterable[Configuration], fixed: Sequence[tuple[Configuration, Ends]]) -> list[Found]:
@@ -102,10 +105,7 @@ class Search:
         self.tally.considered = len(queue) + len(fixed)
         heapify(queue)
         for number, (c, ends) in enumerate(fixed):
-            try:
-                fitting = self._fitting(c, [ends])
-            except ValueError:  # the schedule does not take these replicas
-                fitting = []
+            fitting = self._fitting(c, [ends])
             self.tally.unfit += not fitting
             if fitting:
                 heappush(queue, (fitting[0].bound, 2, c.key, -1 - number, fitting))
@@ -136,12 +136,16 @@ class Search:
                 if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
                     self.tally.too_long += 1
                     continue
-                found += self._simulated(item)
-                self.tally.simulated += 1
+                ran = self._simulated(item)
+                found += ran
+                self.tally.simulated += bool(ran)
+                self.tally.unfit += not ran
                 best = min(each.seconds for each in found) if found else None
             if self.progress is not None:
                 self.progress(self.tally, best)
         self.tally.left = len(queue)
+        if not found:
+            self._find_miss()
         found.sort(key=_rank)
         return self._refined(found)
 
@@ -173,19 +177,30 @@ class Search:
         return ring + float(model.update[-1]) / self.evaluator.machine.fastest / c.data
 
     def _candidates(self, c: Configuration) -> list[Evaluated]:
-        if self._hopeless(c):
+        if self._is_hopeless(c):
             self.tally.unfit += 1
             return []
-        try:
-            ends = candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
-        except ValueError:  # the schedule does not take these sizes
-            self.tally.unfit += 1
-            return []
-        fitting = self._fitting(c, ends)
+        fitting = self._with_cuts(c)
         self.tally.unfit += not fitting
         return fitting
 
-    def _hopeless(self, c: Configuration) -> bool:
+    def _with_cuts(self, c: Configuration) -> list[Evaluated]:
+        """Its candidates that fit; none where the schedule does not take its sizes."""
+        try:
+            ends = candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
+        except RefusedError as error:
+            self._note_refusal(error)
+            return []
+        return self._fitting(c, ends)
+
+    def _find_miss(self) -> None:
+        """What the hopeless ones lack in truth: those first that lack least on average, while they may be nearest."""
+        for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
+            if self.miss is not None and (excess >= self.miss.too_many or tried >= _MISSES):
+                break
+            self._with_cuts(c)
+
+    def _is_hopeless(self, c: Configuration) -> bool:
         """Whether all devices together are too small for the weights alone, without another look at the cuts."""
         model = self.evaluator.model(c)
         rules = self.rules_of(model)
@@ -194,7 +209,7 @@ class Search:
         excess = held / c.pipeline - self.evaluator.machine.largest_memory
         if excess <= 0:
             return False
-        self._note_miss(c, (), MisfitError(stage_group=0, too_many=excess, limit=self.evaluator.machine.largest_memory))
+        self._hopeless.append((excess, c))
         return True
 
     def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
@@ -205,6 +220,9 @@ class Search:
                 fitting.append(self.evaluator.evaluate(c, ends))
             except MisfitError as error:
                 self._note_miss(c, ends, error)
+            except RefusedError as error:
+                self._note_refusal(error)
+                break
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
 
     def _levelled(self, fitting: list[Evaluated]) -> list[Evaluated]:
@@ -226,8 +244,11 @@ class Search:
                 configuration=c, ends=ends, stage_group=error.stage_group, too_many=error.too_many, limit=error.limit
             )
 
+    def _note_refusal(self, error: RefusedError) -> None:
+        self.refusal = str(error) if self.refusal is None else self.refusal
+
     def _simulated(self, candidates: list[Evaluated]) -> list[Found]:
-        """The best of its candidates, those that can't win left out; one at least."""
+        """The best of its candidates, those that can't win left out; none where all turn out not to run."""
         found: list[Found] = []
         for evaluated in candidates:
             least = min((each.seconds for each in found), default=None)
@@ -238,6 +259,9 @@ class Search:
             except MisfitError as error:
                 self._note_miss(evaluated.configuration, evaluated.ends, error)
                 continue
+            except RefusedError as error:
+                self._note_refusal(error)
+                break
             try:
                 simulated = self.evaluator.simulate(exact)
             except ScheduleError as error:  # such as an order that deadlocks with these replicas

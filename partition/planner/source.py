@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from ..profile import Profile
@@ -25,7 +26,7 @@ class ProfileSource(Protocol):
 class MeasuredProfiles:
     """Profiles by microbatch size; tensors are never split.
 
-    Raises ValueError for a size that contradicts its profile.
+    Raises ValueError for a size that contradicts its profile, and for profiles of several models, devices or types.
     """
 
     def __init__(self, profiles: Mapping[int, Profile]) -> None:
@@ -39,6 +40,14 @@ class MeasuredProfiles:
                     f"the size that it was measured at"
                 )
         self.profiles = dict(sorted(profiles.items()))
+        first = next(iter(self.profiles))
+        for size in list(self.profiles)[1:]:
+            differs = difference(self.profiles[first], self.profiles[size])
+            if differs is not None:
+                raise ValueError(
+                    f"profiles of microbatches of {first} and of {size}: {differs}: expected profiles of one model, "
+                    f"device and type"
+                )
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
         """The measured one."""
@@ -48,6 +57,28 @@ class MeasuredProfiles:
     def tensor_sizes(self, limit: int) -> Sequence[int]:
         """1 alone."""
         return (1,)
+
+
+def difference(one: Profile, other: Profile) -> str | None:
+    """Why these two are not of one model on one device in one type; None where they are."""
+    for field in ("device", "dtype"):
+        a, b = getattr(one, field), getattr(other, field)
+        if a != b:
+            return f"{field} {a!r} and {b!r}"
+    ours, theirs = ({node.name: node.parameter_bytes for node in each.nodes} for each in (one, other))
+    for name in (*ours, *theirs):
+        if name not in ours or name not in theirs:
+            return f"node {name!r} is only in the {'first' if name in ours else 'second'}"
+        if ours[name] != theirs[name]:
+            return f"node {name!r} has {ours[name]:,.0f} and {theirs[name]:,.0f} bytes of parameters"
+    edges, others = (set(_edges(each)) for each in (one, other))
+    for src, dst in sorted(edges ^ others):
+        return f"edge {src} -> {dst} is only in the {'first' if (src, dst) in edges else 'second'}"
+    return None
+
+
+def _edges(profile: Profile) -> Iterable[tuple[str, str]]:
+    return pairwise(node.name for node in profile.nodes) if profile.edges is None else profile.edges
 
 
 def as_source(source: Profile | Mapping[int, Profile] | ProfileSource) -> ProfileSource:

@@ -24,7 +24,8 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     profile, out = written(tmp_path / "a.json", 1), tmp_path / "plan.json"
     assert main(["plan", "--profile", profile, "--ranks", "4", "--batch", "8", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("4 on 4 devices")
+    assert printed.startswith("pipe 1 x data 4, 1f1b, microbatch 1\n4 on 4 devices")
+    assert printed.count("pipe 1 x data 4, 1f1b, microbatch 1\n") == 1
     assert "runner-up pipe 2 x data 2, interleaved V=2, microbatch 1: " in printed
     assert "configurations: " in printed
     assert "planned in " in printed
@@ -70,11 +71,32 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--pipedream", "{vgg}", "--ranks", "3", "--cluster", "2:a=1GB/s"], "--ranks 3 with a cluster of 2 devices"),
         (["--pipedream", "{vgg}", "--cluster", "2:a=1GB"], "cluster '2:a=1GB': link 'a': bandwidth: '1GB'"),
         (["--pipedream", "nowhere.txt", "--ranks", "2"], "nowhere.txt: No such file or directory"),
-        (["--pipedream", "{vgg}", "--ranks", "2", "--memory", "many"], "--memory 'many': expected a number and a unit"),
-        (["--pipedream", "{vgg}", "--ranks", "2", "--schedules", "1f2b"], "unknown schedule '1f2b'"),
+        (
+            ["--pipedream", "{vgg}", "--ranks", "2", "--memory", "many"],
+            "--memory 'many': expected a number above 0 and a unit",
+        ),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--schedules", "1f2b"], "--schedules: unknown schedule '1f2b'"),
         (["--transformer", "layers=4,depth=2", "--ranks", "2"], "--transformer: 'depth=2': expected name=value"),
         (["--transformer", "layers=four", "--ranks", "2"], "--transformer: layers=four: expected a whole number"),
         (["--transformer", "layers=4", "--ranks", "2"], "hidden, heads, vocabulary, length missing"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--memory", "0GB"], "--memory '0GB': expected a number above 0 and"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--chunks", "1"], "--chunks 1: expected at least 2"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--pipeline", "9"], "on 2 devices with --pipeline 9: expected sizes"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--pipeline", "0"], "--pipeline 0: expected a whole number"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--data", "3"], "on 2 devices with --data 3: expected sizes"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2"], "--tensor 2: expected some of 1"),
+        (
+            ["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2", "--runnable"],
+            "--tensor 2 with --runnable: expected some of 1",
+        ),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--microbatches", "2"], "--microbatches: no profile of 2 samples"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--microbatches", "0"], "--microbatches 0: expected a whole number"),
+        (
+            ["--pipedream", "{vgg}", "--ranks", "2", "--out", "/nonexistent/x.json"],
+            "--out /nonexistent/x.json: cannot write: expected a file in a folder that exists",
+        ),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--out", "/"], "--out /: cannot write: Is a directory: expected a"),
+        (["--profile", "{vgg}", "--ranks", "2"], "; PipeDream's text is read with --pipedream"),
         (["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"], "unknown device 'a1000'"),
     ],
 )
@@ -89,3 +111,26 @@ def test_several_profiles_need_sizes(tmp_path: Path, capsys: pytest.CaptureFixtu
     for other, message in ((same, "a second profile of microbatches of 1"), (unknown, "microbatch_size: missing")):
         assert main(["plan", "--profile", one, other, "--ranks", "2", "--batch", "4"]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_batch_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", written(tmp_path / "a", 1), "--ranks", "2", "--batch", "0"]) == 2
+    assert "--batch 0: expected a whole number of at least 1" in capsys.readouterr().err
+    assert main(["plan", "--profile", written(tmp_path / "a", 2), "--ranks", "2", "--batch", "3"]) == 2
+    assert "--batch 3 is no multiple of any microbatch size" in capsys.readouterr().err
+
+
+def test_profiles_of_two_models_name_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = written(tmp_path / "one.json", 1), tmp_path / "two.json"
+    two.write_text(Profile(nodes=Profile.load(one).nodes, microbatch_size=2, dtype="bfloat16").to_json())
+    assert main(["plan", "--profile", one, str(two), "--ranks", "2", "--batch", "4"]) == 2
+    assert f"{one} and {two}: dtype " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--profile", "--pipedream", "--cluster"])
+def test_a_file_that_is_no_text_is_named(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, profile = tmp_path / "x.json", written(tmp_path / "a", 1)
+    path.write_bytes(b"\xff\xfe\x00")
+    given = [option, str(path), *(["--profile", profile] if option == "--cluster" else ["--ranks", "2"])]
+    assert main(["plan", *given, "--batch", "4"]) == 2
+    assert f"{path}: no UTF-8 text at byte 0" in capsys.readouterr().err

@@ -171,3 +171,10 @@ def test_a_profile_needs_one_process(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["profile"]) == 2
     assert "a profile needs one process" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_no_text_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"\xff\xfe")
+    assert main(["profile", "--from-json", str(path)]) == 2
+    assert f"{path}: no UTF-8 text at byte 0: expected a JSON file" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(tmp_path: Path,
 
 
 def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_plan(tmp_path, ("a", "b"))
+    path = write_plan(tmp_path, nodes_of_the_model())
     assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "1-1 on 2 devices, microbatches of 2" in shown
@@ -121,6 +122,7 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
     [
         (("--plan", "nowhere.json"), "--plan nowhere.json: no such file: expected one that `stagewright plan --out"),
         (("--plan", "auto", "--schedule", "1f1b"), "--schedule 1f1b beside --plan auto: leave it away"),
+        (("--schedule", "auto"), "--schedule auto: expected --plan auto"),
         (("--plan", "auto", "--dry-run"), "--dry-run measures nothing"),
         (("--plan", "PLAN", "--microbatches", "4"), "--microbatches 4 beside --plan"),
         (("--plan", "PLAN", "--ranks", "3"), "is for 2 ranks: expected --ranks 2, not 3"),
@@ -142,3 +144,27 @@ def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.Ca
     path.write_text('{"version": 1, "stages": []}')
     assert main(["train", "--plan", str(path)]) == 2
     assert f"{path}: num_devices: missing: expected a whole number" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_plan(tmp_path, ("a", "b"))
+    nodes = nodes_of_the_model()
+    for json_mode in ((), ("--json",)):
+        assert main(["train", *TINY, "--plan", str(path), "--dry-run", *json_mode]) == 2
+        captured = capsys.readouterr()
+        assert "the plan is for another model (2 nodes, the model has" in captured.err
+        assert captured.out == ""
+    plan = Plan.load(write_plan(tmp_path, nodes))
+    heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=12.0) for stage in plan.stages))
+    path.write_text(heavy.to_json())
+    assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 2
+    assert "has 12 bytes of parameters in the plan and " in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_meant_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_plan(tmp_path, ("a", "b"), schedule="1f2b")
+    assert main(["train", *TINY, "--plan", str(path)]) == 2
+    assert f"{path}: unknown schedule '1f2b'" in capsys.readouterr().err
+    path.write_bytes(b"\xff\xfe")
+    assert main(["train", *TINY, "--plan", str(path)]) == 2
+    assert f"{path}: no UTF-8 text at byte 0" in capsys.readouterr().err

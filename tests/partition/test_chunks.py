@@ -84,6 +84,8 @@ def test_bad_chunks() -> None:
     cluster = Cluster.from_levels([(2, 1e9)])
     with pytest.raises(ValueError, match="expected a number of microbatches"):
         partition(chain([1, 1]), cluster, schedule="interleaved", num_chunks=2)
+    with pytest.raises(ValueError, match="num_chunks=1 with schedule='interleaved': expected at least 2"):
+        partition(chain([1, 1]), cluster, schedule="interleaved", num_microbatches=4)
     with pytest.raises(ValueError, match="num_chunks=2 with schedule=None: expected 1, or interleaved or looped-bfs"):
         partition(chain([1, 1]), cluster, num_chunks=2)
     with pytest.raises(ValueError, match="no configuration of a batch of 4 on 2 devices"):

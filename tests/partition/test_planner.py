@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -126,8 +127,9 @@ def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
         ({"schedules": ()}, r"schedules=\(\): expected at least one name"),
         ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
         ({"recompute": ("half",)}, "recompute: 'half': expected some of none, full"),
-        ({"tensor_sizes": (2,)}, r"tensor_sizes=\(2,\): expected some of 1"),
-        ({"data_sizes": (3,)}, "no configuration of a batch of 8 on 4 devices"),
+        ({"tensor_sizes": (2,)}, "tensor_sizes=2: expected some of 1"),
+        ({"data_sizes": (3,)}, "no configuration of a batch of 8 on 4 devices with data_sizes=3: expected"),
+        ({"chunk_sizes": (1, 2)}, r"chunk_sizes: 1: expected at least 2 \(a schedule with one stage a rank is 1f1b\)"),
         ({"pipeline_sizes": ()}, r"pipeline_sizes=\(\): expected at least one size"),
         ({"memory_limit": -1.0}, "memory_limit: -1.0: expected a finite number"),
     ],
@@ -190,3 +192,54 @@ def test_a_slow_network_card() -> None:
     assert machine.between((2,), (3,), tensor=1).seconds_a_byte == 1 / 8
     assert machine.between((1,), (2,), tensor=1).seconds_a_byte == 1.0
     assert machine.across((0, 1, 2, 3)).seconds_a_byte == 1.0
+
+
+def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
+    """2BW needs more microbatches than a deep pipeline gets here."""
+    found = plan(chain(6), Cluster.parse("4:l=1GB/s"), global_batch=2, schedules=["2bw", "1f1b"])
+    assert found.schedule in ("2bw", "1f1b")
+    assert any("do not fit the memory or the schedule" in note for note in found.notes)
+    with pytest.raises(ValueError, match=r"no configuration .* \(num_microbatches=2 under 2bw: expected at least 3"):
+        plan(chain(6), FOUR, global_batch=2, schedules="2bw", pipeline_sizes=(4,), data_sizes=(1,))
+
+
+def test_one_schedule_as_text() -> None:
+    assert plan(chain(4), FOUR, global_batch=4, schedules="1F1B").schedule == "1f1b"
+
+
+def test_no_seconds_at_all() -> None:
+    found = plan(chain(4, forward_seconds=0.0, backward_seconds=0.0), FOUR, global_batch=4)
+    assert " a batch, -; " in found.explain()
+
+
+@pytest.mark.parametrize("figures", [{"parameter_bytes": 10.0}, {"parameter_bytes": 1.5, "stash_bytes": 7.3}])
+@pytest.mark.parametrize("limit", [1.0, 8.0, 13.0])
+@pytest.mark.parametrize("recompute", [("none",), ("none", "full")])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_the_nearest_miss_needs_is_enough(
+    figures: dict[str, float], limit: float, recompute: tuple[str, ...], replicas: int
+) -> None:
+    """Once of the first rank that was too small, or of all ranks on average."""
+    options = {"global_batch": 8, "recompute": recompute, "data_sizes": (replicas,)}
+    with pytest.raises(ValueError, match="nothing fits the memory") as error:
+        plan(chain(7, **figures), FOUR, memory_limit=limit, **options)  # type: ignore[arg-type]
+    needed = re.search(r"needs ([\d,]+) bytes", str(error.value))
+    assert needed is not None
+    enough = float(needed[1].replace(",", ""))
+    assert max(plan(chain(7, **figures), FOUR, memory_limit=enough, **options).memory_bytes.values()) <= enough  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype '.*' and 'bfloat16'"),
+        ({"device": "other"}, "device '.*' and 'other'"),
+        ({"nodes": chain(5).nodes, "edges": None}, "node 'n4' is only in the second"),
+        ({"nodes": chain(4, parameter_bytes=3.0).nodes}, "node 'n0' has 0 and 3 bytes of parameters"),
+        ({"edges": (("n0", "n1"), ("n0", "n2"), ("n2", "n3"))}, "edge n0 -> n2 is only in the second"),
+    ],
+)
+def test_profiles_of_several_models(other: dict[str, object], message: str) -> None:
+    second = replace(chain(4), microbatch_size=2, **other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"profiles of microbatches of 1 and of 2: {message}"):
+        plan({1: chain(4), 2: second}, FOUR, global_batch=8)

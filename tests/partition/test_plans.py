@@ -46,12 +46,12 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices, default model: 2.000 ms a microbatch at the slowest stage, at most 100.00% above the best "
-        "possible",
+        "3-1 on 5 devices, default model: its slowest stage takes 2.000 ms a microbatch, at most 100.00% above the "
+        "least possible",
         "simulated, 1f1b, 8 microbatches: 30.000 ms a batch, bubble 25.0%",
-        "stage  nodes  ranks       F ms       B ms    step ms  in flight  memory GB  recompute",
-        "    0      2  0-2            1.000      2.000      2.000          2      2.000  none       a .. b",
-        "    1      1  3              1.000      2.000      2.000          2      2.000  none       c .. c",
+        "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute",
+        "    0      2  0-2            1.000      2.000      2.000          2     2.000 GB  none       a .. b",
+        "    1      1  3              1.000      2.000      2.000          2     2.000 GB  none       c .. c",
         "memory, MB   ranks    "
         "    parameters     gradients     optimizer       buffers   activations     workspace "
         "communication         total",
@@ -94,3 +94,30 @@ def test_bad_plans() -> None:
         replace(PLAN, stages=(stage("ab", 0), stage("c", 0)))
     with pytest.raises(ValueError, match="expected at least one of each"):
         stage("", 0)
+
+
+def test_explain_shows_what_is_split_and_the_choice_first() -> None:
+    split = replace(stage("ab", 0, 1, 2, 3), tensor=2, optimizer_shards=2, memory=MemoryUse(parameters=5e6))
+    lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()
+    assert lines[0] == "pipe 1 x data 2"
+    assert lines[3].endswith("recompute  tensor  shards")
+    assert lines[4].endswith("    5.000 MB  none            2       2  a .. b")
+    assert [line for line in lines if line.startswith("note: ")] == ["note: a note"]
+    chunks = replace(PLAN, stages=(stage("a", 0), stage("b", 0)), num_chunks=2)
+    assert "its slowest rank takes" in chunks.explain()
+
+
+def test_explain_folds_long_tables() -> None:
+    stages = tuple(replace(stage("x", rank), nodes=(f"n{rank}",), in_flight=rank + 1) for rank in range(25))
+    lines = replace(PLAN, stages=stages, num_devices=25).explain().splitlines()
+    rows = [line for line in lines if " .. n" in line]
+    assert [int(row.split()[0]) for row in rows] == [*range(8), *range(17, 25)]
+    assert "  ... 9 more stages, in the plan's JSON ..." in lines
+
+
+def test_numbers_beyond_all_floats() -> None:
+    record = {**json.loads(PLAN.to_json()), "bound": 10**400}
+    with pytest.raises(ValueError, match=r"q\.json: bound: 1000.*\.\.\. \(401 characters\): expected a finite number"):
+        Plan.from_json(json.dumps(record), source="q.json")
+    with pytest.raises(ValueError, match=r"q\.json: .*expected one JSON object"):
+        Plan.from_json('{"bound": 1' + "0" * 5000 + "}", source="q.json")

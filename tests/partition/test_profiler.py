@@ -364,3 +364,14 @@ class Untraceable(nn.Module):
 def test_mistakes(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_hooks_that_step_an_optimizer_do_not_run() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    profile_model(model, (torch.randn(2, 4),), repetitions=3, seconds=1)
+    assert calls == []
+    model(torch.randn(2, 4)).sum().backward()
+    assert len(calls) == 4

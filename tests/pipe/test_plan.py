@@ -199,3 +199,9 @@ def test_the_plan_of_a_graph_goes_with_the_graph() -> None:
     plan = plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1), num_devices=2)
     with pytest.raises(ValueError, match=r"needs 'right.0' of the later stage 1"):
         PipelineModule(make_towers(), plan=plan, loss_fn=F.mse_loss, example_inputs=(X,))
+
+
+def test_idle_ranks_need_a_flush() -> None:
+    plan = plan_of(stage("0 1", 0), stage("2 3", 2), num_devices=3, schedule="2bw", num_microbatches=4)
+    with pytest.raises(ValueError, match="leaves rank 1 idle under the asynchronous schedule '2bw': expected a plan"):
+        PipelineModule(make_chain(), plan=plan, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, example_inputs=(X,))
