@@ -165,8 +165,6 @@ def _load(name: str) -> Plan:
         raise ValueError(f"--plan {name}: no such file: expected one that `stagewright plan --out FILE` wrote, or auto")
     try:
         return Plan.load(path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a plan's JSON file") from None
     except OSError as error:
         raise ValueError(f"--plan {name}: cannot read: {error.strerror or error}: expected a readable file") from None
 
