@@ -262,10 +262,15 @@ class Profile:
             )
 
     def typical(self) -> Profile:
-        """The same with the seconds that a run on this machine will see: all of them times `slowdown`."""
-        nodes = tuple(
-            replace(node, **{name: getattr(node, name) * self.slowdown for name in _SECONDS}) for node in self.nodes
-        )
+        """The same with the seconds that a run on this machine will see.
+
+        All nodes are scaled alike, so that F + B of all together are what the whole took on average (or `slowdown` times
+        as long, where the whole was not measured): each part has its own undisturbed moments, the whole has fewer.
+        """
+        factor = self.slowdown
+        if self.step_seconds is not None and self.parts_seconds > 0:
+            factor *= self.step_seconds / self.parts_seconds
+        nodes = tuple(replace(node, **{name: getattr(node, name) * factor for name in _SECONDS}) for node in self.nodes)
         return replace(self, nodes=nodes, slowdown=1.0)
 
     def to_json(self) -> str:

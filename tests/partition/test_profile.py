@@ -151,3 +151,16 @@ def test_holdings_by_data_structure() -> None:
 def test_bad_figures_of_a_profile(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}: .*: expected a "):
         Profile(nodes=(node("a"),), **{field: value})  # type: ignore[arg-type]
+
+
+def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
+    nodes = (
+        Node(name="a", forward_seconds=1.0, backward_seconds=2.0),
+        Node(name="b", forward_seconds=2, backward_seconds=3),
+    )
+    whole = Profile(nodes=nodes, step_seconds=10.0, slowdown=1.2).typical()
+    assert whole.parts_seconds == pytest.approx(12.0)
+    assert whole.nodes[0].forward_seconds == pytest.approx(1.5)
+    assert whole.slowdown == 1.0
+    assert Profile(nodes=nodes, slowdown=1.5).typical().parts_seconds == pytest.approx(12.0)
+    assert Profile.from_json(Profile(nodes=nodes, slowdown=1.5).to_json()).slowdown == 1.5
