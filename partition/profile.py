@@ -264,8 +264,8 @@ class Profile:
     def typical(self) -> Profile:
         """The same with the seconds that a run on this machine will see.
 
-        All nodes are scaled alike, so that F + B of all together are what the whole took on average (or `slowdown` times
-        as long, where the whole was not measured): each part has its own undisturbed moments, the whole has fewer.
+        All nodes are scaled alike, so that F + B of all together are what the whole took on average (or `slowdown`
+        times as long, where the whole was not measured): each part had undisturbed moments, the whole fewer.
         """
         factor = self.slowdown
         if self.step_seconds is not None and self.parts_seconds > 0:

@@ -89,7 +89,8 @@ class Runtime:
         check_inputs(inputs, len(self._own_microbatches()))
         with self._guard.together():
             self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
-        gc.collect()  # graphs in reference cycles hold the weights of other ranks' stages
+        if self._world.distributed and self._assembled.parts.train_output is not None:
+            gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
 
     def ready(self, arguments: Sequence[Any]) -> None:
         """Build the stages for such arguments, unless they are built."""
