@@ -22,16 +22,16 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train", "train a GPT on the standard library's source through a pipeline"),
-    "schedule": Command("schedule_command", "print a schedule as a grid, or export it as CSV or JSON"),
-    "simulate": Command("simulate_command", "simulate a schedule: makespan, bubbles, activations, lower bound"),
+    "train": Command("training.command", "train a GPT on the standard library's source through a pipeline"),
+    "schedule": Command("commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
+    "simulate": Command("commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
     "timeline": Command(
-        "timeline_command", "draw a run's timeline, predicted above measured, and export it for Perfetto"
+        "commands.timeline", "draw a run's timeline, predicted above measured, and export it for Perfetto"
     ),
-    "profile": Command("profile_command", "measure what each part of the GPT costs, or the links between processes"),
-    "plan": Command("plan_command", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
-    "experiment": Command("experiment_command", "run a scripted experiment: convergence"),
-    "bench": Command("bench", "measure this runtime beside torch.distributed.pipelining"),
+    "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
+    "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
+    "experiment": Command("commands.experiment", "run a scripted experiment: convergence"),
+    "bench": Command("bench.command", "measure this runtime beside torch.distributed.pipelining"),
 }
 
 

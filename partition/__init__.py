@@ -7,9 +7,9 @@ from .cluster import Cluster, DeviceKind, Level
 from .memory_use import MemoryUse
 from .pipedream_text import read_pipedream_profile
 from .planner import ProfileSource, plan
-from .plans import Plan, PlanStage, RunnerUp
+from .plans.plan import Plan, PlanStage, RunnerUp
 from .profile import Node, Profile
-from .solve import partition
+from .solver.solve import partition
 
 __all__ = [
     "Cluster",

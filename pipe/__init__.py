@@ -1,7 +1,7 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
-from .batches import NonFiniteLossError
+from .batch.batches import NonFiniteLossError
+from .batch.results import EvalResult, StepResult
 from .module import PipelineModule
-from .results import EvalResult, StepResult
 
 __all__ = ["EvalResult", "NonFiniteLossError", "PipelineModule", "StepResult"]

@@ -25,25 +25,25 @@ from ..comm import (
 from ..comm.groups import RECEIVES_AHEAD
 from ..comm.process_group import Link
 from ..schedules import Schedule, check, check_lowered, lower
-from ..schedules.lower import RankProgram, Sharing, Transfer
-from ..schedules.stream import make_stream
-from .agreement import check_agreement, describe
-from .batches import read_loss, split_tensor
-from .build import Parts, cut_model, with_model_inputs
-from .clock import clock_for
-from .engine import Engine, LocalRank
-from .gradients import Gradients
+from ..schedules.lowering.lower import RankProgram, Sharing, Transfer
+from ..schedules.lowering.stream import make_stream
+from .batch.agreement import check_agreement, describe
+from .batch.batches import read_loss, split_tensor
 from .layout import Layout
-from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
-from .ownership import Ownership
-from .randomness import Seeder
-from .recorder import Recorder
-from .shapes import Inference, Signature, signature
-from .stage import LossValue, Stage, Tensors
-from .stream_parts import make_updates, sharing_of, with_late_updates
-from .streaming import Streaming
-from .wiring import OutputSpecs, Wiring
-from .worker import Worker
+from .measure.clock import clock_for
+from .measure.recorder import Recorder
+from .run.engine import Engine, LocalRank
+from .run.worker import Worker
+from .stages.build import Parts, cut_model, with_model_inputs
+from .stages.ownership import Ownership
+from .stages.randomness import Seeder
+from .stages.shapes import Inference, Signature, signature
+from .stages.stage import LossValue, Stage, Tensors
+from .stages.wiring import OutputSpecs, Wiring
+from .update.gradients import Gradients
+from .update.optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
+from .update.stream_parts import make_updates, sharing_of, with_late_updates
+from .update.streaming import Streaming
 
 STREAM_WINDOW = 4  # batches in a measured timeline of an asynchronous schedule
 

@@ -22,13 +22,13 @@ from ..comm import Collectives, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
-from ..partition.plans import Plan
+from ..partition.plans.plan import Plan
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from .assembly import Settings
-from .batches import check_inputs, split_target, split_tensor, to_device
+from .batch.batches import check_inputs, split_target, split_tensor, to_device
 from .layout import Layout, layout_of_plan
-from .optimizers import clip_factor, scale_gradients, squared_norm
+from .update.optimizers import clip_factor, scale_gradients, squared_norm
 
 T = TypeVar("T")
 

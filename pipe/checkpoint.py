@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ..comm import Collectives
-from .optimizers import StageOptimizer
-from .ownership import Ownership
-from .versions import WeightVersions
+from .stages.ownership import Ownership
+from .update.optimizers import StageOptimizer
+from .update.versions import WeightVersions
 
 _VERSION = 1
 _MANIFEST = "checkpoint.json"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm import World
-from ..partition.plans import Plan
+from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, check
-from ..schedules.replicas import replicate
-from .stage import RECOMPUTE
+from ..schedules.builders.replicas import replicate
+from .stages.stage import RECOMPUTE
 
 ScheduleLike = str | os.PathLike[str] | Schedule
 PlanLike = Plan | str | os.PathLike[str]

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..comm import World, join_world, read_mesh
-from ..partition.plans import Plan
+from ..partition.plans.plan import Plan
 from ..schedules import Costs, Schedule, canonical_name
 from .assembly import Settings
+from .batch.results import EvalResult, StepResult
 from .layout import (
     Layout,
     PlanLike,
@@ -24,9 +25,8 @@ from .layout import (
     read_plan,
     read_schedule,
 )
-from .optimizers import OptimizerFactory, SchedulerFactory
-from .results import EvalResult, StepResult
 from .runtime import Runtime
+from .update.optimizers import OptimizerFactory, SchedulerFactory
 
 if TYPE_CHECKING:
     from .auto import AutoLayout

@@ -21,12 +21,12 @@ from ..comm import (
     World,
 )
 from ..comm.ping_pong import one_way_seconds
-from ..partition.plans import Plan
+from ..partition.plans.plan import Plan
 from ..schedules import Action, Costs, Op, Schedule, Timeline, check
 from ..schedules.ir import ScheduleError
 from . import checkpoint
 from .assembly import Assembly, Mode, Pipeline, Settings
-from .batches import (
+from .batch.batches import (
     Batch,
     GroupLoss,
     check_inputs,
@@ -39,17 +39,17 @@ from .batches import (
     to_device,
     weigh,
 )
-from .build import Parts
-from .engine import LocalRank, refuse_what_cannot_run
-from .gradients import Gradients
+from .batch.results import EvalResult, StepResult
 from .layout import Layout
-from .measure import gather_costs, gather_records
-from .ownership import Ownership
-from .recorder import RankRecord, assemble_stream, assemble_timeline
-from .results import EvalResult, StepResult
-from .shapes import signature
-from .streaming import Streaming
-from .versions import WeightVersions
+from .measure.gather import gather_costs, gather_records
+from .measure.recorder import RankRecord, assemble_stream, assemble_timeline
+from .run.engine import LocalRank, refuse_what_cannot_run
+from .stages.build import Parts
+from .stages.ownership import Ownership
+from .stages.shapes import signature
+from .update.gradients import Gradients
+from .update.streaming import Streaming
+from .update.versions import WeightVersions
 
 
 class Runtime:

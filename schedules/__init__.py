@@ -5,15 +5,15 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
                   -> lower     the same with sends and receives, for the engine
 """
 
-from .attribution import attribute_idle
-from .bounds import lower_bound
 from .check import Report, check, check_lowered
-from .costs import Costs
 from .ir import Action, Edge, Op, Schedule, ScheduleError
-from .lower import Lowered, Message, MessageKind, lower
+from .lowering.lower import Lowered, Message, MessageKind, lower
 from .registry import BUILDERS, build, canonical_name
-from .simulate import ideal_makespan, simulate
-from .timeline import Idle, RankTrace, Span, Timeline
+from .timing.attribution import attribute_idle
+from .timing.bounds import lower_bound
+from .timing.costs import Costs
+from .timing.simulate import ideal_makespan, simulate
+from .timing.timeline import Idle, RankTrace, Span, Timeline
 
 __all__ = [
     "BUILDERS",

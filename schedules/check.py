@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
-from .lower import STAGE_KINDS, Finish, Lowered, Message, MessageKind, RankProgram, Transfer, message_for
+from .lowering.lower import STAGE_KINDS, Finish, Lowered, Message, MessageKind, RankProgram, Transfer, message_for
 from .needs import Needs
 from .versions import check_rule, check_updates, derive_versions
 

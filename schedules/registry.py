@@ -6,12 +6,12 @@ import difflib
 import inspect
 from collections.abc import Callable
 
-from .gpipe import gpipe
-from .interleaved import interleaved
+from .builders.gpipe import gpipe
+from .builders.interleaved import interleaved
+from .builders.looped_bfs import looped_bfs
+from .builders.one_f_one_b import one_f_one_b
+from .builders.pipedream import pipedream, two_bw
 from .ir import Schedule
-from .looped_bfs import looped_bfs
-from .one_f_one_b import one_f_one_b
-from .pipedream import pipedream, two_bw
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from .costs import UNIT_COSTS
 from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError
-from .simulate import simulate
+from .timing.costs import UNIT_COSTS
+from .timing.simulate import simulate
 
 _JSON_VERSION = 1
 _JSON_KEYS = frozenset(

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ...comm import join_world
-from ...partition.plans import Plan
+from ...partition.plans.plan import Plan
 from ...pipe import PipelineModule
 from ...pipe.assembly import Settings
-from ...pipe.results import StepResult
+from ...pipe.batch.results import StepResult
 from .whole_models import WholeProblem
 
 _TIMEOUT = 120.0  # [s]

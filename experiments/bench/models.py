@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..gpt import GPTConfig, gpt_stages
+from ..training.gpt import GPTConfig, gpt_stages
 from .workloads import ModelKind, Workload
 
 TINY_WIDTH = 8

@@ -8,11 +8,11 @@ from statistics import median
 
 import torch.distributed as dist
 
-from ...partition.plan_text import describe
-from ...partition.plans import Plan
+from ...partition.plans.as_text import describe
+from ...partition.plans.plan import Plan
 from ...schedules import simulate
-from ..gpt import GPTConfig
-from ..run_folder import MemoryMeter
+from ..training.gpt import GPTConfig
+from ..training.run_folder import MemoryMeter
 from .model_side import ModelSide, plan_by_measuring
 from .plan_workloads import MemoryKind, PlannedRun
 from .records import PlannedMemory, PlannedTimes

@@ -14,7 +14,7 @@ import tyro
 from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
 from ...partition.formulas.device_model import DeviceModel
 from ...partition.formulas.transformer import Transformer, TransformerSource
-from ...partition.plan_text import describe
+from ...partition.plans.as_text import describe
 from .plan_workloads import PIPEDREAM_DATA, PUBLISHED
 from .records import PlanningSpeed, write_records
 from .simulator import peak_resident_bytes

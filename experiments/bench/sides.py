@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from ...pipe import PipelineModule
-from ...pipe.results import StepResult
+from ...pipe.batch.results import StepResult
 from ...schedules import build
 from .models import Problem
 from .workloads import Workload

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..gpt import GPT, GPTConfig
+from ..training.gpt import GPT, GPTConfig
 from .models import GPT_MICROBATCH, GPT_SIZE, TINY_WIDTH, SleepingStage
 from .plan_workloads import Contest, ContestModel, PlannedModel, PlannedRun
 

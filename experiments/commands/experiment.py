@@ -23,6 +23,6 @@ def run(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(argv[0], EXPERIMENTS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"unknown experiment {argv[0]!r}{hint}\nexperiments: {', '.join(EXPERIMENTS)}")
-    module = importlib.import_module(f".{argv[0]}.command", __package__)
+    module = importlib.import_module(f"..{argv[0]}.command", __package__)
     status: int = module.run(argv[1:])
     return status

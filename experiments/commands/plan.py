@@ -18,10 +18,10 @@ from typing import Literal, TypeVar
 
 import tyro
 
-from ..partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
-from ..partition.formulas.device_model import PRESETS, DeviceModel
-from ..partition.formulas.transformer import Transformer, TransformerSource
-from ..partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
+from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
+from ...partition.formulas.device_model import PRESETS, DeviceModel
+from ...partition.formulas.transformer import Transformer, TransformerSource
+from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 
 T = TypeVar("T")
 

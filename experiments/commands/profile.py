@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..partition import Node, Profile, read_pipedream_profile
-from ..partition.stage_memory import StageMemory, stage_memory
+from ...partition import Node, Profile, read_pipedream_profile
+from ...partition.solver.stage_memory import StageMemory, stage_memory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..comm.links import MeasuredLinks
+    from ...comm.links import MeasuredLinks
 
 DEFAULT_RANKS = 2
 BUSY = 0.1  # spread of the whole step from which on its figures say little
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
 def _memory(profile: Profile, options: ProfileOptions) -> list[StageMemory]:
     if options.stages is None:
         return []
-    from ..comm.groups import RECEIVES_AHEAD
+    from ...comm.groups import RECEIVES_AHEAD
 
     return stage_memory(
         profile,
@@ -151,10 +151,10 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the GPT that the options describe; what it is doing goes to the standard error."""
     import torch
 
-    from ..partition.profiler import profile_model
-    from .corpus import loss_fn
-    from .gpt import GPT, GPTConfig
-    from .training import make_optimizer
+    from ...partition.profiler import profile_model
+    from ..training.corpus import loss_fn
+    from ..training.gpt import GPT, GPTConfig
+    from ..training.loop import make_optimizer
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here: expected --device cpu")
@@ -295,7 +295,7 @@ def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
     if ranks < 2:
         raise ValueError(f"--ranks {ranks} with --links: expected at least 2, a link has two ends")
     if world is None:
-        from .launcher import launch
+        from ..launcher import launch
 
         result = launch([sys.executable, "-P", "-m", "stagewright", "profile", *argv], num_ranks=ranks)
         if result.report:
@@ -308,9 +308,9 @@ def _links_of_this_rank(options: ProfileOptions) -> int:
     import torch
     import torch.distributed as dist
 
-    from ..comm import join_world
-    from ..comm.links import measure_links
-    from .launcher import report_to_launcher
+    from ...comm import join_world
+    from ...comm.links import measure_links
+    from ..launcher import report_to_launcher
 
     with report_to_launcher():
         device = torch.device(options.device)
@@ -330,7 +330,7 @@ def _links_of_this_rank(options: ProfileOptions) -> int:
 
 
 def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
-    from ..pipe.auto import cluster_of
+    from ...pipe.auto import cluster_of
 
     cluster = cluster_of(measured)
     if options.out is not None:

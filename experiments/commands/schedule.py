@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..schedules import Schedule, build, check
+from ...schedules import Schedule, build, check
 from .schedule_options import NAME_HELP, BuildOptions
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from ..schedules import BUILDERS
+from ...schedules import BUILDERS
 
 NAMES = ", ".join(BUILDERS)
 NAME_HELP = tyro.conf.arg(help=f"Name of the schedule: {NAMES}.")

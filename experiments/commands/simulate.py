@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ..schedules import (
+from ...schedules import (
     Costs,
     Schedule,
     Timeline,
@@ -21,7 +21,7 @@ from ..schedules import (
     lower_bound,
     simulate,
 )
-from .schedule_command import read_schedule
+from .schedule import read_schedule
 from .schedule_options import NAME_HELP, BuildOptions
 
 

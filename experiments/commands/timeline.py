@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tyro
 
-from ..schedules import Timeline
-from .run_folder import find_run
+from ...schedules import Timeline
+from ..training.run_folder import find_run
 
 _TRACE = "timeline.json"
 
@@ -45,7 +45,7 @@ class Traces:
 
     def draw(self, folder: Path) -> tuple[Path, Path]:
         """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
-        from ..viz import render_comparison, write_perfetto  # matplotlib: only where something is drawn
+        from ...viz import render_comparison, write_perfetto  # matplotlib: only where something is drawn
 
         picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
         render_comparison(self.predicted, self.measured, picture)

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...pipe import PipelineModule
 from ...schedules import Schedule, build
-from ..corpus import Batch, load_corpus, loss_fn
-from ..gpt import GPT, GPTConfig
 from ..launcher import report_to_launcher
-from ..training import learning_rate_curve, make_optimizer
+from ..training.corpus import Batch, load_corpus, loss_fn
+from ..training.gpt import GPT, GPTConfig
+from ..training.loop import learning_rate_curve, make_optimizer
 from .curves import Curve
 from .methods import METHODS, Method
 

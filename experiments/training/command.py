@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ..partition.plans import Plan
-from ..schedules import Schedule, build, check
+from ...partition.plans.plan import Plan
+from ...schedules import Schedule, build, check
+from ..commands.schedule import read_schedule
+from ..commands.schedule_options import NAMES
 from .run_folder import RunFolder
-from .schedule_command import read_schedule
-from .schedule_options import NAMES
 
 if TYPE_CHECKING:
     from .gpt import GPTConfig
@@ -115,7 +115,7 @@ def run(argv: Sequence[str]) -> int:
 
         return show(options, what)
     if "WORLD_SIZE" in os.environ or options.ranks == 1:
-        from .training import train
+        from .loop import train
 
         return train(options, what)
     _check_before_launch(options)
@@ -226,7 +226,7 @@ def _check_before_launch(options: TrainOptions) -> None:
 
 
 def _launch(argv: Sequence[str], options: TrainOptions) -> int:
-    from .launcher import launch
+    from ..launcher import launch
 
     assert options.ranks is not None
     # -P: the folder that the user stands in may hold modules with any name.

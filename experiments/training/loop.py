@@ -19,17 +19,17 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..partition.plans import Plan
-from ..partition.profiler.memory import peaks
-from ..pipe import PipelineModule, StepResult
-from ..schedules import Schedule, simulate
+from ...partition.plans.plan import Plan
+from ...partition.profiler.memory import peaks
+from ...pipe import PipelineModule, StepResult
+from ...schedules import Schedule, simulate
+from ..commands.timeline import Traces
+from ..launcher import report_to_launcher
+from ..progress import Progress, make_progress
+from .command import DEFAULT_MICROBATCHES, TrainOptions, model_config
 from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
 from .gpt import GPT, sample
-from .launcher import report_to_launcher
-from .progress import Progress, make_progress
 from .run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary
-from .timeline_command import Traces
-from .train import DEFAULT_MICROBATCHES, TrainOptions, model_config
 
 WARMUP = 0.1  # of the steps
 FINAL_RATE = 0.05  # of the peak learning rate

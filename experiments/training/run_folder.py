@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .launcher import num_cores
+from ..launcher import num_cores
 
 RUNS = Path("runs")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from ..antichains import Floats
-from ..chunks import all_stages, equal_stages, even_stages
+from ..solver.antichains import Floats
+from ..solver.chunks import all_stages, equal_stages, even_stages
 from .evaluate import Ends, Evaluator
 from .in_flight import InFlight
 from .memory import RECEIVES_AHEAD, MemoryRules

@@ -18,11 +18,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...schedules.costs import Costs
 from ...schedules.ir import Schedule
 from ...schedules.registry import build
-from ...schedules.simulate import simulate
-from ..antichains import Floats
+from ...schedules.timing.costs import Costs
+from ...schedules.timing.simulate import simulate
+from ..solver.antichains import Floats
 from .in_flight import InFlight, count_in_flight, merged
 from .links import Machine, ring_seconds
 from .memory import MemoryRules, RankMemory, RankPlace

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schedules.ir import BACKWARD_OPS, Action, Op, Schedule
 from ...schedules.versions import derive_versions
-from ..antichains import Floats
+from ..solver.antichains import Floats
 
 
 class Peak(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..cluster import Cluster
-from ..plans import Plan
+from ..plans.plan import Plan
 from ..profile import Profile
 from ..strict import count
 from .plan import plan

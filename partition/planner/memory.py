@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..antichains import Floats
 from ..memory_use import MemoryUse
+from ..solver.antichains import Floats
 from .in_flight import InFlight
 from .model import StageSums
 

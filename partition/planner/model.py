@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..antichains import Cuts, Floats, all_cuts
 from ..profile import Profile
+from ..solver.antichains import Cuts, Floats, all_cuts
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...schedules.registry import canonical_name, takes_chunks
-from ..antichains import MAX_CUTS
 from ..cluster import Cluster
-from ..plan_text import CHOSEN
-from ..plans import RECOMPUTE, Plan
+from ..plans.as_text import CHOSEN
+from ..plans.plan import RECOMPUTE, Plan
 from ..profile import Profile
+from ..solver.antichains import MAX_CUTS
 from ..strict import count, number
 from .evaluate import Ends, Evaluator
 from .links import Machine

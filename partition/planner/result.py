@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plans import Plan, PlanStage, RunnerUp
+from ..plans.plan import Plan, PlanStage, RunnerUp
 from .evaluate import Evaluated
 from .links import Machine
 from .search import Found

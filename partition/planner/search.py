@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from ...schedules.ir import ScheduleError
-from ..chunks import level_ranks, neighbours
+from ..solver.chunks import level_ranks, neighbours
 from .cuts import candidate_ends, few_ways
 from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, RefusedError, Simulated
 from .links import Link

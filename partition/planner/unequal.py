@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from ...schedules.registry import BUILDERS
 from ..cluster import Cluster
-from ..dynamic import MAX_STEPS, num_steps, piece_ranks, solve
-from ..orders import node_orders
-from ..stage_costs import SCHEDULES, Memory, StageCosts
+from ..solver.dynamic import MAX_STEPS, num_steps, piece_ranks, solve
+from ..solver.orders import node_orders
+from ..solver.stage_costs import SCHEDULES, Memory, StageCosts
 from .evaluate import Ends
 from .model import Model
 from .space import Configuration

@@ -6,11 +6,11 @@ import json
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from .memory_use import MemoryUse
-from .strict import Fields, parse_object
+from ..memory_use import MemoryUse
+from ..strict import Fields, parse_object
 
 if TYPE_CHECKING:
-    from .plans import Plan, PlanStage, RunnerUp
+    from .plan import Plan, PlanStage, RunnerUp
 
 _JSON_VERSION = 1
 _MODELS = ("default", "pipedream")
@@ -23,7 +23,7 @@ def to_json(plan: Plan) -> str:
 
 def from_json(text: str, *, source: str) -> Plan:
     """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
-    from .plans import Plan
+    from .plan import Plan
 
     record = parse_object(text, source=source)
     record.version(_JSON_VERSION)
@@ -50,7 +50,7 @@ def from_json(text: str, *, source: str) -> Plan:
 
 
 def _stage(record: Fields) -> PlanStage:
-    from .plans import RECOMPUTE, PlanStage
+    from .plan import RECOMPUTE, PlanStage
 
     memory = record.optional_object("memory")
     stage = PlanStage(
@@ -78,7 +78,7 @@ def _memory(record: Fields) -> MemoryUse:
 
 
 def _runner_up(record: Fields) -> RunnerUp:
-    from .plans import RunnerUp
+    from .plan import RunnerUp
 
     other = RunnerUp(
         label=record.text("label", default=""),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from .memory_use import MemoryUse
+from ..memory_use import MemoryUse
 
 if TYPE_CHECKING:
-    from .plans import Plan, PlanStage, RunnerUp
+    from .plan import Plan, PlanStage, RunnerUp
 
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice

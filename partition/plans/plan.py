@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .memory_use import MemoryUse
-from .strict import read_text
+from ..memory_use import MemoryUse
+from ..strict import read_text
 
 if TYPE_CHECKING:
-    from ..schedules.ir import Schedule
+    from ...schedules.ir import Schedule
 
 RECOMPUTE = ("none", "full")
 
@@ -194,26 +194,26 @@ class Plan:
 
     def build_schedule(self, *, num_microbatches: int | None = None) -> Schedule:
         """The schedule that carries the plan out, on its ranks; see `plan_schedule.schedule_of`."""
-        from .plan_schedule import schedule_of
+        from .to_schedule import schedule_of
 
         return schedule_of(self, num_microbatches=num_microbatches)
 
     def explain(self) -> str:
         """A table of the stages, then the runners-up with what each loses, then the notes."""
-        from .plan_text import explain
+        from .as_text import explain
 
         return explain(self)
 
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
-        from .plan_json import to_json
+        from .as_json import to_json
 
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
         """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
-        from .plan_json import from_json
+        from .as_json import from_json
 
         return from_json(text, source=source)
 

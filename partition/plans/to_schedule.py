@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-from ..schedules.ir import Schedule
-from ..schedules.registry import BUILDERS, build, canonical_name
-from ..schedules.replicas import on_ranks, replicate
+from ...schedules.builders.replicas import on_ranks, replicate
+from ...schedules.ir import Schedule
+from ...schedules.registry import BUILDERS, build, canonical_name
 
 if TYPE_CHECKING:
-    from .plans import Plan
+    from .plan import Plan
 
 DEFAULT_SCHEDULE = "1f1b"
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.source_line import first_line, users_line
+from ..graph.trace import MODEL_INPUT
 from ..profile import Node, Profile
-from ..source_line import first_line, users_line
-from ..trace import MODEL_INPUT
 from .memory import bytes_of, peaks
 from .parts import Tensors, make_parts
 from .passes import Passes, Sample

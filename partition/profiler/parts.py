@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..export import OutputForm
-from ..source_line import first_line, users_line
-from ..trace import MODEL_INPUT, TracedModel, ValueRef
+from ..graph.export import OutputForm
+from ..graph.source_line import first_line, users_line
+from ..graph.trace import MODEL_INPUT, TracedModel, ValueRef
 from .fingerprint import graph_form, module_form
 
 Tensors = tuple[torch.Tensor, ...]

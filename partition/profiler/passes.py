@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ..trace import MODEL_INPUT, ValueRef
+from ..graph.split_backward import SplitBackward
+from ..graph.trace import MODEL_INPUT, ValueRef
 from .fingerprint import tensor_form
 from .memory import Stash, bytes_of
 from .parts import Part, PartsOfModel, Tensors, sources_of
-from .split import SplitBackward
 from .timing import Clock
 
 

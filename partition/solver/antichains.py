@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from .profile import Profile
+from ..profile import Profile
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..cluster import Cluster
 from .antichains import Floats
-from .cluster import Cluster
 from .stage_costs import StageCosts
 
 MAX_STEPS = 4e8  # elementary ones; about 2 s

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from .cluster import Cluster
+from ..cluster import Cluster
 
 MAX_ORDERS = 100
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schedules.costs import Costs
-from ..schedules.ir import Schedule
-from ..schedules.registry import BUILDERS, build
-from ..schedules.simulate import simulate
-from .cluster import Cluster
+from ...schedules.ir import Schedule
+from ...schedules.registry import BUILDERS, build
+from ...schedules.timing.costs import Costs
+from ...schedules.timing.simulate import simulate
+from ..cluster import Cluster
+from ..profile import Profile
 from .dynamic import Solution
-from .profile import Profile
 from .stage_costs import StageCosts
 
 MAX_ACTIONS = 200_000

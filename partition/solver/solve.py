@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..cluster import Cluster
+from ..planner.looped import LOOPING, partition_looped
+from ..plans.plan import Plan, PlanStage, RunnerUp
+from ..profile import Profile
+from ..strict import count, number
 from .antichains import MAX_CUTS, Cuts, all_cuts, pipedream_cuts
-from .cluster import Cluster
 from .dynamic import MAX_STEPS, Solution, num_steps, piece_ranks, solve
 from .orders import node_orders, total_speed
 from .pipedream_model import Block, PipeDreamModel
-from .planner.looped import LOOPING, partition_looped
-from .plans import Plan, PlanStage, RunnerUp
-from .profile import Profile
 from .rerank import Simulated, simulate_solution
 from .stage_costs import SCHEDULES, Memory, StageCosts
-from .strict import count, number
 from .thresholds import solve_large
 
 COST_MODELS = ("default", "pipedream")

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..cluster import Cluster
+from ..memory_use import MemoryUse
 from .antichains import Cuts, Floats
-from .cluster import Cluster
-from .memory_use import MemoryUse
 
 SCHEDULES = ("1f1b", "2bw", "pipedream")
 Indices = npt.NDArray[np.intp]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..schedules import build
-from ..schedules.lower import STAGE_KINDS, Message, Transfer, lower
-from .cluster import Cluster
-from .profile import Profile
+from ...schedules import build
+from ...schedules.lowering.lower import STAGE_KINDS, Message, Transfer, lower
+from ..cluster import Cluster
+from ..profile import Profile
 from .solve import partition
 
 _FREE = 1e15  # [bytes/s]: the cut follows compute alone

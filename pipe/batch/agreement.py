@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from ..comm import Collectives
-from ..schedules import Schedule
-from .shapes import Signature
+from ...comm import Collectives
+from ...schedules import Schedule
+from ..stages.shapes import Signature
 
 
 def describe(schedule: Schedule, names: Sequence[str], microbatch: Signature, **options: object) -> str:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from .stage import LossValue
-from .wiring import OutputSpecs
+from ..stages.stage import LossValue
+from ..stages.wiring import OutputSpecs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..schedules import Timeline
+from ...schedules import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

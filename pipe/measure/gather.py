@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..comm import Collectives
-from ..schedules import Costs, Op, Schedule, Timeline
+from ...comm import Collectives
+from ...schedules import Costs, Op, Schedule, Timeline
 from .recorder import RankRecord, Recorder, costs_from_medians
 
 

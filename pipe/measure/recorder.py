@@ -7,9 +7,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
-from ..schedules.lower import STAGE_KINDS
-from ..schedules.stream import Stream
+from ...schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
+from ...schedules.lowering.lower import STAGE_KINDS
+from ...schedules.lowering.stream import Stream
 from .clock import Clock, Stamp
 
 _WINDOW = 400  # durations remembered of each (stage, op)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..comm import PipelineError, Transport
-from ..schedules import Action, Message, Op, Schedule, ScheduleError
-from ..schedules.lower import Finish, RankProgram, Transfer
+from ...comm import PipelineError, Transport
+from ...schedules import Action, Message, Op, Schedule, ScheduleError
+from ...schedules.lowering.lower import Finish, RankProgram, Transfer
+from ..measure.recorder import Recorder
 from .machine import Instruction, Machine, Wait
-from .recorder import Recorder
 from .worker import Worker
 
 

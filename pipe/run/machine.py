@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..schedules import Message
-from ..schedules.lower import RankProgram, Transfer, Work
+from ...schedules import Message
+from ...schedules.lowering.lower import RankProgram, Transfer, Work
 
 
 class Wait(NamedTuple):

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..comm import TensorSpec
-from ..partition.trace import MODEL_INPUT
-from ..schedules import Action, Message, MessageKind, Op, Schedule
-from ..schedules.lower import STAGE_KINDS, Finish
-from .batches import SUMMARY_SIZE, Batch, summarize_losses
-from .randomness import Seeder
-from .stage import LossValue, Stage, Tensors
-from .updates import Updates
-from .wiring import Wiring
+from ...comm import TensorSpec
+from ...partition.graph.trace import MODEL_INPUT
+from ...schedules import Action, Message, MessageKind, Op, Schedule
+from ...schedules.lowering.lower import STAGE_KINDS, Finish
+from ..batch.batches import SUMMARY_SIZE, Batch, summarize_losses
+from ..stages.randomness import Seeder
+from ..stages.stage import LossValue, Stage, Tensors
+from ..stages.wiring import Wiring
+from ..update.updates import Updates
 
 
 class Worker:

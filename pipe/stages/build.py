@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..partition.cut import cut_evenly
-from ..partition.export import BatchSizes, OutputForm
-from ..partition.plans import Plan
-from ..partition.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
+from ...partition.graph.cut import cut_evenly
+from ...partition.graph.export import BatchSizes, OutputForm
+from ...partition.graph.trace import MODEL_INPUT, TracedModel, TracedStage, ValueRef
+from ...partition.plans.plan import Plan
 from .chain import Chain, Unit, sequential_units, stage_units
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder

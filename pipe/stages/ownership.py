@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..comm import Collectives
+from ...comm import Collectives
 from .build import Parts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..partition.plans import Plan
+from ...partition.plans.plan import Plan
 
 
 def stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..comm import TensorSpec
-from ..partition.export import BatchSizes
-from ..partition.source_line import first_line, users_line
-from ..partition.trace import MODEL_INPUT, ValueRef
+from ...comm import TensorSpec
+from ...partition.graph.export import BatchSizes
+from ...partition.graph.source_line import first_line, users_line
+from ...partition.graph.trace import MODEL_INPUT, ValueRef
 from .chain import NOT_TENSORS, Chain
 from .randomness import Seeder
 from .stage import Face

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..partition.trace import ValueRef
-from .versions import WeightVersions
+from ...partition.graph.trace import ValueRef
+from ..update.versions import WeightVersions
 
 Tensors = tuple[torch.Tensor, ...]
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comm import TensorSpec
-from ..partition.trace import MODEL_INPUT
-from ..schedules import Edge, Message, MessageKind
+from ...comm import TensorSpec
+from ...partition.graph.trace import MODEL_INPUT
+from ...schedules import Edge, Message, MessageKind
 from .stage import Face
 
 OutputSpecs = Sequence[Sequence[TensorSpec]]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..comm import Collectives
-from ..partition.planner.memory import BUCKET_BYTES
+from ...comm import Collectives
+from ...partition.planner.memory import BUCKET_BYTES
+from ..stages.ownership import Ownership
 from .optimizers import clip_factor, scale_gradients, squared_norm
-from .ownership import Ownership
 
 
 class Gradients:

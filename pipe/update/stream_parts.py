@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..schedules import Schedule, check
-from ..schedules.lower import Sharing
-from ..schedules.pipedream import defer_updates
-from .batches import Batch
-from .build import Parts
+from ...schedules import Schedule, check
+from ...schedules.builders.pipedream import defer_updates
+from ...schedules.lowering.lower import Sharing
+from ..batch.batches import Batch
+from ..stages.build import Parts
+from ..stages.ownership import Ownership
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
-from .ownership import Ownership
 from .updates import SharedGradient, Updates
 from .versions import WeightVersions
 

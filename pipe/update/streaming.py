@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 import torch
 
-from ..schedules.lower import RankProgram
-from ..schedules.stream import Stream
-from .batches import Batch
-from .engine import Engine
+from ...schedules.lowering.lower import RankProgram
+from ...schedules.lowering.stream import Stream
+from ..batch.batches import Batch
+from ..run.engine import Engine
+from ..stages.wiring import Wiring
 from .updates import Known, Updates
-from .wiring import Wiring
 
 
 class Streaming:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm import TensorSpec
-from ..schedules import Message, MessageKind, Schedule
-from ..schedules.lower import Finish
-from .batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
+from ...comm import TensorSpec
+from ...schedules import Message, MessageKind, Schedule
+from ...schedules.lowering.lower import Finish
+from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
+from ..stages.stage import Tensors
 from .optimizers import StageOptimizer, clip_factor, squared_norm
-from .stage import Tensors
 from .versions import WeightVersions
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .ir import Action, Op, Schedule
+from ..ir import Action, Op, Schedule
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .ir import Action, Op, Schedule
+from ..ir import Action, Op, Schedule
 from .one_f_one_b import pair_up
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..ir import Action, Op, Schedule
 from .interleaved import cyclic_placement
-from .ir import Action, Op, Schedule
 
 
 def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .ir import Action, Op, Schedule
+from ..ir import Action, Op, Schedule
 from .replicas import plain_warmup, replica_counts
 
 

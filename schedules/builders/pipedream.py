@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .ir import Action, Op, Schedule, ScheduleError
+from ..ir import Action, Op, Schedule, ScheduleError
 from .replicas import plain_warmup, replica_counts
 
 Warmup = str | Sequence[int]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .ir import Action, Op, Schedule, ScheduleError
+from ..ir import Action, Op, Schedule, ScheduleError
 
 
 def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from .ir import BACKWARD_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule
+from ..ir import BACKWARD_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule
 
 
 class MessageKind(StrEnum):

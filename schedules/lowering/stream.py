@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .check import check, check_lowered
-from .ir import Action, Op, Schedule, ScheduleError
+from ..check import check, check_lowered
+from ..ir import Action, Op, Schedule, ScheduleError
+from ..versions import derive_versions
 from .lower import STAGE_KINDS, Finish, Lowered, Message, RankProgram, Sharing, Step, Transfer, Work, lower
-from .versions import derive_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .ir import Action, Op
-from .lower import Message, message_for
-from .needs import Needs
+from ..ir import Action, Op
+from ..lowering.lower import Message, message_for
+from ..needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 
 

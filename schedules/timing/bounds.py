@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..ir import Op, Schedule
 from .costs import Costs, CostTable
-from .ir import Op, Schedule
 
 
 def lower_bound(schedule: Schedule, costs: Costs) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 
-from .ir import Op
+from ..ir import Op
 
 PerStage = float | Sequence[float]
 

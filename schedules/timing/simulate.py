@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from ..ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
+from ..lowering.lower import Message, MessageKind
 from .costs import Costs, CostTable
-from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
-from .lower import Message, MessageKind
 from .timeline import RankTrace, Span, Timeline
 
 _OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)

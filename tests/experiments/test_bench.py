@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stagewright.experiments.bench import run
+from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.figure import Figure, Judged, Target
 from stagewright.experiments.bench.figures import figures_of
 from stagewright.experiments.bench.in_process import break_down

@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.pool import Pool
 
-from stagewright.experiments.bench import plan_workloads, run
+from stagewright.experiments.bench import plan_workloads
+from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.cuts import run_contest
 from stagewright.experiments.bench.figure import Figure
 from stagewright.experiments.bench.figures import figures_of

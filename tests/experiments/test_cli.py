@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.experiments.cli import COMMANDS, main
-from stagewright.experiments.schedule_options import BuildOptions
+from stagewright.experiments.commands.schedule_options import BuildOptions
 from stagewright.schedules import BUILDERS, Schedule, build
 
 

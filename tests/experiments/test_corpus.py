@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stagewright.experiments.corpus import (
+from stagewright.experiments.training.corpus import (
     Corpus,
     bits_per_byte,
     is_held_out,

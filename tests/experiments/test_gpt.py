@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.experiments.gpt import GPT, GPTConfig, gpt_stages, sample
+from stagewright.experiments.training.gpt import GPT, GPTConfig, gpt_stages, sample
 
 SMALL = GPTConfig(vocabulary=256, length=12, layers=3, width=16, heads=2)
 

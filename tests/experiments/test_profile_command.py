@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.profile_command import (
+from stagewright.experiments.commands.profile import (
     folded,
     summary,
 )

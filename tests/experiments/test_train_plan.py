@@ -28,8 +28,8 @@ def text(tmp_path: Path) -> str:
 def nodes_of_the_model() -> tuple[str, ...]:
     import torch
 
-    from stagewright.experiments.gpt import GPT, GPTConfig
-    from stagewright.partition.trace import TracedModel
+    from stagewright.experiments.training.gpt import GPT, GPTConfig
+    from stagewright.partition.graph.trace import TracedModel
 
     model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
     traced = TracedModel(model, (torch.zeros((2, 16), dtype=torch.int64),), enter_unit=None)

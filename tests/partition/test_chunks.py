@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile, partition
-from stagewright.partition.antichains import all_cuts
-from stagewright.partition.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
+from stagewright.partition.solver.antichains import all_cuts
+from stagewright.partition.solver.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
 
 WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 

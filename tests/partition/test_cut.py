@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.partition.cut import SLACK, cut_evenly
+from stagewright.partition.graph.cut import SLACK, cut_evenly
 
 steady = settings(max_examples=150, deadline=None, derandomize=True)
 weights = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.antichains import all_cuts
-from stagewright.partition.dynamic import Solution, num_steps, solve
-from stagewright.partition.stage_costs import SCHEDULES, Memory, StageCosts
+from stagewright.partition.solver.antichains import all_cuts
+from stagewright.partition.solver.dynamic import Solution, num_steps, solve
+from stagewright.partition.solver.stage_costs import SCHEDULES, Memory, StageCosts
 
 from .small import CLUSTERS, least_bottleneck, profiles, stage_seconds
 

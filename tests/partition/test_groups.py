@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from support import models
 from torch import Tensor, nn
 
-from stagewright.experiments.gpt import GPT, GPTConfig
-from stagewright.partition.groups import unit_paths
-from stagewright.partition.trace import MODEL_INPUT, TracedModel
+from stagewright.experiments.training.gpt import GPT, GPTConfig
+from stagewright.partition.graph.groups import unit_paths
+from stagewright.partition.graph.trace import MODEL_INPUT, TracedModel
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 

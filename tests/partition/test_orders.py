@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition
-from stagewright.partition import solve as solve_module
-from stagewright.partition.orders import node_orders, total_speed
+from stagewright.partition.solver import solve as solve_module
+from stagewright.partition.solver.orders import node_orders, total_speed
 
 from .small import least_bottleneck, profiles
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Profile, partition, read_pipedream_profile
-from stagewright.partition.antichains import Cuts, pipedream_cuts
-from stagewright.partition.pipedream_model import PipeDreamModel
+from stagewright.partition.solver.antichains import Cuts, pipedream_cuts
+from stagewright.partition.solver.pipedream_model import PipeDreamModel
 
 from .small import profiles
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
 from stagewright.schedules import Costs, build, simulate
-from stagewright.schedules.replicas import replicate
+from stagewright.schedules.builders.replicas import replicate
 
 TENTHS = st.integers(0, 30).map(lambda n: n / 10)
 CLUSTERS = st.sampled_from(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.experiments.bench.models import TINY_WIDTH, SleepingStage
-from stagewright.experiments.gpt import GPT, GPTConfig
+from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.partition import Node, Profile
 from stagewright.partition.profiler import profile_model
 

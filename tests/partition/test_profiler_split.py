@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stagewright.experiments.gpt import Block, GPTConfig
-from stagewright.partition.profiler.split import SplitBackward
+from stagewright.experiments.training.gpt import Block, GPTConfig
+from stagewright.partition.graph.split_backward import SplitBackward
 
 
 class Branches(nn.Module):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition import rerank as rerank_module
-from stagewright.partition.antichains import all_cuts
-from stagewright.partition.dynamic import Piece, Solution
-from stagewright.partition.rerank import Simulated, simulate_solution
-from stagewright.partition.stage_costs import Memory, StageCosts
+from stagewright.partition.solver import rerank as rerank_module
+from stagewright.partition.solver.antichains import all_cuts
+from stagewright.partition.solver.dynamic import Piece, Solution
+from stagewright.partition.solver.rerank import Simulated, simulate_solution
+from stagewright.partition.solver.stage_costs import Memory, StageCosts
 from stagewright.schedules import Costs, build, simulate
 
 CLUSTER = Cluster.parse("4:net=10B/s@1s")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.partition import solve as solve_module
+from stagewright.partition.solver import solve as solve_module
 from stagewright.schedules import Costs, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"

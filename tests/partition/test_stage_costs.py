@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.antichains import all_cuts
-from stagewright.partition.stage_costs import Memory, StageCosts
+from stagewright.partition.solver.antichains import all_cuts
+from stagewright.partition.solver.stage_costs import Memory, StageCosts
 from stagewright.schedules import BUILDERS, build, check
 
 

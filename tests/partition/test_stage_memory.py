@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagewright.partition import Node, Profile
-from stagewright.partition.stage_memory import StageMemory, communication_peaks, crossing, stage_memory
+from stagewright.partition.solver.stage_memory import StageMemory, communication_peaks, crossing, stage_memory
 
 CHAIN = Profile(
     nodes=tuple(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition.dynamic import solve
-from stagewright.partition.stage_costs import SCHEDULES
-from stagewright.partition.thresholds import solve_large
+from stagewright.partition.solver.dynamic import solve
+from stagewright.partition.solver.stage_costs import SCHEDULES
+from stagewright.partition.solver.thresholds import solve_large
 
 from .small import CLUSTERS, profiles
 from .test_dynamic import OPTIONS, check_solution, costs_of

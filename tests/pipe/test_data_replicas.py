@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import ScheduleError, build, check
-from stagewright.schedules.replicas import on_ranks, replicate
+from stagewright.schedules.builders.replicas import on_ranks, replicate
 
 WIDTH = 6
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")

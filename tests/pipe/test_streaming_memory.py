@@ -12,7 +12,7 @@ from support.small import WIDTH, stream
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stagewright.pipe.worker import Worker
+from stagewright.pipe.run.worker import Worker
 
 
 class _Storages(TorchDispatchMode):

@@ -9,9 +9,9 @@ from support.async_pipeline import run
 from support.async_reference import AsyncCase, agree
 from torch import nn
 
-from stagewright.pipe.batches import Batch
-from stagewright.pipe.versions import WeightVersions
-from stagewright.pipe.worker import Worker
+from stagewright.pipe.batch.batches import Batch
+from stagewright.pipe.run.worker import Worker
+from stagewright.pipe.update.versions import WeightVersions
 
 CONV = AsyncCase(task="conv-norm", num_ranks=2)
 RECOMPUTED = AsyncCase(task="small-gpt", num_ranks=2, recompute="full")

@@ -21,7 +21,7 @@ from stagewright.schedules import (
     build,
     simulate,
 )
-from stagewright.schedules.attribution import find_gaps
+from stagewright.schedules.timing.attribution import find_gaps
 
 from .builders import ASYNC
 from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of

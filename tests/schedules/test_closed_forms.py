@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.schedules import Costs, build, check, lower_bound, simulate
-from stagewright.schedules.interleaved import microbatch_groups
+from stagewright.schedules.builders.interleaved import microbatch_groups
 
 RANKS = (1, 2, 3, 4, 7)
 MICROBATCHES = (1, 2, 3, 4, 5, 8, 13)

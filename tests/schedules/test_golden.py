@@ -13,11 +13,11 @@ from textwrap import dedent
 import pytest
 
 from stagewright.schedules import BUILDERS, Costs, Op, Schedule, build, check, ir, lower_bound, simulate
-from stagewright.schedules.gpipe import gpipe
-from stagewright.schedules.interleaved import interleaved
-from stagewright.schedules.looped_bfs import looped_bfs
-from stagewright.schedules.one_f_one_b import one_f_one_b, pair_up
-from stagewright.schedules.pipedream import pipedream, two_bw
+from stagewright.schedules.builders.gpipe import gpipe
+from stagewright.schedules.builders.interleaved import interleaved
+from stagewright.schedules.builders.looped_bfs import looped_bfs
+from stagewright.schedules.builders.one_f_one_b import one_f_one_b, pair_up
+from stagewright.schedules.builders.pipedream import pipedream, two_bw
 from stagewright.schedules.registry import takes_chunks
 from stagewright.schedules.text import unit_time_cells
 from stagewright.schedules.versions import derive_versions

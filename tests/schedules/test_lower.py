@@ -24,8 +24,8 @@ from stagewright.schedules import (
     check_lowered,
     lower,
 )
-from stagewright.schedules.lower import RankProgram, Sharing, Step, Transfer
-from stagewright.schedules.lower import __doc__ as picture_of_lowering
+from stagewright.schedules.lowering.lower import RankProgram, Sharing, Step, Transfer
+from stagewright.schedules.lowering.lower import __doc__ as picture_of_lowering
 
 from .random_schedules import by_hand, schedules, steady
 from .reference import data_edges

@@ -7,8 +7,8 @@ from collections import deque
 import pytest
 
 from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
-from stagewright.schedules.lower import Lowered, Sharing, Transfer
-from stagewright.schedules.pipedream import defer_updates
+from stagewright.schedules.builders.pipedream import defer_updates
+from stagewright.schedules.lowering.lower import Lowered, Sharing, Transfer
 from stagewright.schedules.versions import derive_versions
 
 from .builders import ASYNC

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered
-from stagewright.schedules import stream as stream_module
-from stagewright.schedules.lower import (
+from stagewright.schedules.builders.pipedream import defer_updates
+from stagewright.schedules.lowering import stream as stream_module
+from stagewright.schedules.lowering.lower import (
     STAGE_KINDS,
     Finish,
     Lowered,
@@ -21,8 +22,7 @@ from stagewright.schedules.lower import (
     Transfer,
     Work,
 )
-from stagewright.schedules.pipedream import defer_updates
-from stagewright.schedules.stream import Stream, make_stream
+from stagewright.schedules.lowering.stream import Stream, make_stream
 from stagewright.schedules.versions import derive_versions
 
 from .random_schedules import by_hand

@@ -18,7 +18,7 @@ from stagewright.schedules import (
     build,
     simulate,
 )
-from stagewright.schedules.attribution import find_gaps
+from stagewright.schedules.timing.attribution import find_gaps
 from stagewright.viz.arrows import Arrow, find_arrows
 from stagewright.viz.lanes import assign_lanes
 

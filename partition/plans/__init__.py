@@ -1,0 +1,5 @@
+"""Plans: which nodes make a stage, on which ranks, what that is predicted to take; as JSON, as text, as a schedule."""
+
+from .plan import Plan, PlanStage, RunnerUp
+
+__all__ = ["Plan", "PlanStage", "RunnerUp"]

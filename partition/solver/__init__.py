@@ -1,0 +1,1 @@
+"""`partition()`: which cuts, how many replicas, on which ranks; exact, by dynamic programming."""

@@ -1,0 +1,1 @@
+"""From a model to stages, and one stage on its rank."""

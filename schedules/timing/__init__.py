@@ -1,0 +1,1 @@
+"""Time: costs, the event-driven simulator, timelines, lower bounds, and why a rank was idle."""
