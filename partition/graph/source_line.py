@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from pathlib import Path
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = str(Path(__file__).absolute().parents[2])
 _NOT_THE_USERS = (
     *(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules")),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
