@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ..comm import World
 from ..partition.plans.plan import Plan
-from ..schedules import Schedule, build, check
+from ..schedules import Schedule, build
 from ..schedules.builders.replicas import replicate
+from ..schedules.text import read_schedule
 from .stages.stage import RECOMPUTE
 
 ScheduleLike = str | os.PathLike[str] | Schedule
@@ -108,7 +109,7 @@ def read_plan(plan: PlanLike) -> Plan:
         raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
 
 
-def read_schedule(schedule: ScheduleLike) -> Schedule | None:
+def whole_schedule(schedule: ScheduleLike) -> Schedule | None:
     """A schedule that was given whole: itself, or from a file. None: it is a name."""
     if isinstance(schedule, Schedule):
         return schedule
@@ -117,16 +118,7 @@ def read_schedule(schedule: ScheduleLike) -> Schedule | None:
     path = Path(schedule)
     if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
         return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
-    try:
-        read = Schedule.from_json(text) if path.suffix == ".json" else Schedule.from_csv(text, name=path.stem)
-        check(read)
-    except ValueError as error:
-        raise type(error)(f"{path}: {error}") from None
-    return read
+    return read_schedule(path)
 
 
 def build_schedule(

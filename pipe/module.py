@@ -23,7 +23,7 @@ from .layout import (
     layout_of_options,
     layout_of_plan,
     read_plan,
-    read_schedule,
+    whole_schedule,
 )
 from .runtime import Runtime
 from .update.optimizers import OptimizerFactory, SchedulerFactory
@@ -141,7 +141,7 @@ class PipelineModule:
             self._auto = AutoLayout(model, self.world, settings, num_ranks=num_ranks, num_microbatches=num_microbatches)
         else:
             wanted = DEFAULT_SCHEDULE if schedule is None else schedule
-            whole = read_schedule(wanted)
+            whole = whole_schedule(wanted)
             if whole is None:
                 canonical_name(str(wanted))  # refuse an unknown name before looking for other ranks
             self.world = join_world(device=run_on, timeout=timeout)

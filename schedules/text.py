@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from .check import check
 from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError
 from .timing.costs import UNIT_COSTS
 from .timing.simulate import simulate
@@ -14,6 +16,23 @@ _JSON_KEYS = frozenset(
 )
 _OPTIONAL_KEYS = frozenset({"update_every"})  # files written before there were update groups have none
 _LOWERED_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The checked schedule of a file: JSON where the text begins as an object, else CSV, whatever its name ends in.
+
+    Raises ValueError for a file that cannot be read, ScheduleError for a schedule that is faulty; both name the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
+    try:
+        schedule = from_json(text) if text.lstrip().startswith("{") else from_csv(text, name=path.stem)
+        check(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    return schedule
 
 
 def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import Schedule, build, check
+from ...schedules import build, check
 from .schedule_options import NAME_HELP, BuildOptions
 
 
@@ -45,17 +44,3 @@ def run(argv: Sequence[str]) -> int:
         case "json":
             print(schedule.to_json())
     return 0
-
-
-def read_schedule(path: Path) -> Schedule:
-    """A schedule from a file, JSON or CSV by its content; ValueError names the file and what is wrong."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the schedule {str(path)!r}: {error}") from error
-    try:
-        if text.lstrip().startswith("{"):
-            return Schedule.from_json(text)
-        return Schedule.from_csv(text, name=path.stem)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

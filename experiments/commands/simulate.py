@@ -21,7 +21,7 @@ from ...schedules import (
     lower_bound,
     simulate,
 )
-from .schedule import read_schedule
+from ...schedules.text import read_schedule
 from .schedule_options import NAME_HELP, BuildOptions
 
 
@@ -79,7 +79,6 @@ def run(argv: Sequence[str]) -> int:
     """Build or read, check, simulate, print."""
     options = tyro.cli(SimulateOptions, args=argv, prog="stagewright simulate")
     schedule = _schedule(options)
-    check(schedule)
     costs = Costs(
         forward=_per_stage(options.forward),
         backward=None if options.backward is None else _per_stage(options.backward),
@@ -144,13 +143,15 @@ def _schedule(options: SimulateOptions) -> Schedule:
             "a schedule needs a name, --ranks and --microbatches, such as "
             "`stagewright simulate 1f1b --ranks 4 --microbatches 8`, or --csv FILE"
         )
-    return build(
+    schedule = build(
         options.schedule,
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_chunks=options.chunks,
         **options.given(),
     )
+    check(schedule)
+    return schedule
 
 
 def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:

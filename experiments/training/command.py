@@ -22,7 +22,7 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import Schedule, build, check
-from ..commands.schedule import read_schedule
+from ...schedules.text import read_schedule
 from ..commands.schedule_options import NAMES
 from .run_folder import RunFolder
 
@@ -189,7 +189,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
             num_microbatches=DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
             num_chunks=options.chunks,
         )
-    check(schedule)
+        check(schedule)
     _check_batch(options, schedule)
     return schedule
 

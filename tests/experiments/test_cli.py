@@ -233,7 +233,7 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
             "3 numbers",
         ),
         (("simulate", "1f1b", "--ranks", "2", "--microbatches", "3", "--input-grad", "1"), "both or neither"),
-        (("simulate", "--csv", "nowhere.csv"), "cannot read the schedule 'nowhere.csv'"),
+        (("simulate", "--csv", "nowhere.csv"), "schedule file 'nowhere.csv' cannot be read: "),
         (("timeline", "nowhere"), "no run folder nowhere"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stagewright.schedules import Edge, Op, Schedule, ScheduleError, build, check
+from stagewright.schedules.text import read_schedule
 
 from .builders import ASYNC, FLUSH
 from .random_schedules import by_hand, schedules, steady
@@ -234,3 +236,39 @@ def test_a_grid_shows_each_action_once_in_order(schedule: Schedule) -> None:
         assert label == f"rank {rank}"
         shown = [cell for cell in cells.split() if cell != "."]
         assert shown == [str(a) if several else f"{Op(a.op).value}{a.index}" for a in schedule.programs[rank]]
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.json", "mine"])
+def test_a_file_is_read_by_what_it_holds(name: str, tmp_path: Path) -> None:
+    schedule, path = build("1f1b", num_ranks=2, num_microbatches=3), tmp_path / name
+    path.write_text(schedule.to_json())
+    assert read_schedule(path) == schedule
+    path.write_text(schedule.to_csv())
+    assert read_schedule(path) == replace(schedule, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0Q0\n", r"mine\.csv: row 1, column 2: cannot read the action '0Q0'"),
+        ("0F0,0B0\n1F0\n", r"mine\.csv: missing: 1B0"),
+        ("{", r"mine\.csv: not JSON"),
+        ("", r"mine\.csv: the table has no action"),
+    ],
+)
+def test_a_faulty_file_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        read_schedule(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"schedule file '.*none' cannot be read: .*No such file"):
+        read_schedule(tmp_path / "none")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"schedule file '.*binary' cannot be read: .*codec can't decode"):
+        read_schedule(tmp_path / "binary")
