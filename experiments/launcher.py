@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from .host import num_cores
+
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _TAIL_LINES = 30
 _POLL_S = 0.02
@@ -87,6 +89,15 @@ def launch(
         finally:
             _end(ranks)
             _restore_terminal()
+
+
+def launch_command(words: Sequence[str], *, num_ranks: int) -> int:
+    """Run `stagewright WORDS` once a rank, say how it ended if not well, and return the exit status."""
+    # -P: the folder that the user stands in may hold modules with any name.
+    result = launch([sys.executable, "-P", "-m", "stagewright", *words], num_ranks=num_ranks)
+    if result.report:
+        print(result.report, file=sys.stderr)
+    return result.status
 
 
 @contextmanager
@@ -296,13 +307,6 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in (name for _, name in socket.if_nameindex()):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     return variables
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...schedules import simulate
+from ..host import MemoryMeter
 from ..training.gpt import GPTConfig
-from ..training.run_folder import MemoryMeter
 from .model_side import ModelSide, plan_by_measuring
 from .plan_workloads import MemoryKind, PlannedRun
 from .records import PlannedMemory, PlannedTimes

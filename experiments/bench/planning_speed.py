@@ -15,9 +15,9 @@ from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pip
 from ...partition.formulas.device_model import DeviceModel
 from ...partition.formulas.transformer import Transformer, TransformerSource
 from ...partition.plans.as_text import describe
+from ..host import peak_resident_bytes
 from .plan_workloads import PIPEDREAM_DATA, PUBLISHED
 from .records import PlanningSpeed, write_records
-from .simulator import peak_resident_bytes
 
 PARTITIONER, PLANNER = "partitioner", "planner"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import __version__
-from ..launcher import num_cores
+from ..host import num_cores, processor
 from .figure import Figure, Judged, Target
 from .records import Breakdown, Measurement, PingPong, Record, Spread
 from .workloads import WORKLOADS, Workload
@@ -154,18 +154,7 @@ def environment() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(num_cores()),
         "load": f"{os.getloadavg()[0]:.1f}",
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from statistics import median
 import tyro
 
 from ...schedules import Costs, build, check, simulate
+from ..host import peak_resident_bytes
 from .records import SimulatorSpeed, write_records
 
 _COSTS = Costs(forward=1.0, backward=2.0, latency=0.01)
@@ -58,16 +57,6 @@ def _rate() -> float:
         simulate(schedule, _COSTS)
         times.append(time.perf_counter() - start)
     return num_actions / median(times)
-
-
-def peak_resident_bytes() -> int:
-    """VmHWM: unlike ru_maxrss it does not begin with what the starting process had."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss depends on the system
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":

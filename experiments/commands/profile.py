@@ -154,7 +154,7 @@ def measure(options: ProfileOptions) -> Profile:
     from ...partition.profiler import profile_model
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
-    from ..training.loop import make_optimizer
+    from ..training.recipe import make_optimizer
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here: expected --device cpu")
@@ -295,12 +295,9 @@ def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
     if ranks < 2:
         raise ValueError(f"--ranks {ranks} with --links: expected at least 2, a link has two ends")
     if world is None:
-        from ..launcher import launch
+        from ..launcher import launch_command
 
-        result = launch([sys.executable, "-P", "-m", "stagewright", "profile", *argv], num_ranks=ranks)
-        if result.report:
-            print(result.report, file=sys.stderr)
-        return result.status
+        return launch_command(["profile", *argv], num_ranks=ranks)
     return _links_of_this_rank(options)
 
 

@@ -21,7 +21,7 @@ from ...schedules import Schedule, build
 from ..launcher import report_to_launcher
 from ..training.corpus import Batch, load_corpus, loss_fn
 from ..training.gpt import GPT, GPTConfig
-from ..training.loop import learning_rate_curve, make_optimizer
+from ..training.recipe import learning_rate_curve, make_optimizer
 from .curves import Curve
 from .methods import METHODS, Method
 

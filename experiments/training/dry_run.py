@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ...partition.plans.plan import Plan
 from ...schedules import Costs, Schedule, lower_bound, simulate
-from .command import TrainOptions
 from .corpus import loss_fn
 from .gpt import GPT
-from .loop import make_model, make_pipe
+from .options import TrainOptions
+from .recipe import make_model, make_pipe
 
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
 BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest

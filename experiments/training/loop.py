@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ...partition.plans.plan import Plan
 from ...partition.profiler.memory import peaks
-from ...pipe import PipelineModule, StepResult
+from ...pipe import StepResult
 from ...schedules import Schedule, simulate
-from ..commands.timeline import Traces
+from ..host import MemoryMeter
 from ..launcher import report_to_launcher
-from ..progress import Progress, make_progress
-from .command import DEFAULT_MICROBATCHES, TrainOptions, model_config
-from .corpus import Corpus, bits_per_byte, load_corpus, loss_fn
+from .corpus import Corpus, bits_per_byte, load_corpus
 from .gpt import GPT, sample
-from .run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary
+from .options import TrainOptions
+from .progress import Progress, make_progress
+from .recipe import learning_rate_curve, make_model, make_pipe
+from .run_folder import Manifest, Metrics, RunFolder, Summary
+from .traces import Traces
 
-WARMUP = 0.1  # of the steps
-FINAL_RATE = 0.05  # of the peak learning rate
-WEIGHT_DECAY = 0.1
-MAX_GRAD_NORM = 1.0
 VALIDATION_WINDOWS = 512
 TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
 WATCHED_STEP = 2  # when all memory has been in use once
@@ -58,60 +51,6 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
-
-
-def make_pipe(
-    options: TrainOptions, what: Schedule | Plan | None, model: nn.Module, tokens: torch.Tensor
-) -> PipelineModule:
-    """The pipeline that the options describe; tokens: one batch [B, T]."""
-    choice: dict[str, Any]
-    if isinstance(what, Plan):
-        choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
-    elif what is None:
-        mesh = {"pipe": options.ranks} if options.ranks else None
-        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches}
-    else:
-        choice = {"schedule": what, "mesh": {"pipe": what.num_ranks}, "recompute": options.recompute}
-    return PipelineModule(
-        model,
-        **choice,
-        loss_fn=loss_fn,
-        optimizer=lambda parameters: make_optimizer(parameters, lr=options.lr),
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
-        max_grad_norm=MAX_GRAD_NORM,
-        example_inputs=(tokens,),
-        seed=options.seed,
-        timeout=options.timeout,
-    )
-
-
-def make_model(options: TrainOptions) -> GPT:
-    """The same weights on each rank, from the seed."""
-    torch.manual_seed(options.seed)
-    return GPT(model_config(options))
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float, beta1: float = 0.9) -> Optimizer:
-    """AdamW; decay pulls at matrices only (biases and norms have no scale to lose)."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW([group for group in groups if group["params"]], lr=lr, betas=(beta1, 0.95))
-
-
-def learning_rate_curve(steps: int, *, warmup_part: float = WARMUP) -> Callable[[int], float]:
-    """Fraction of the peak rate at each step: a straight line up, then half a cosine down to FINAL_RATE."""
-    warmup = max(1, round(warmup_part * steps)) if warmup_part else 0
-
-    def fraction(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return fraction
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,12 +8,10 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..launcher import num_cores
+from ..host import num_cores, package_versions, processor
 
 RUNS = Path("runs")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
@@ -52,12 +50,12 @@ class Manifest:
             corpus_sha256=corpus_sha256,
             versions={
                 "python": platform.python_version(),
-                **_package_versions("stagewright", "torch", "numpy"),
+                **package_versions("stagewright", "torch", "numpy"),
             },
             host={
                 "name": platform.node(),
                 "system": platform.platform(),
-                "processor": _processor(),
+                "processor": processor(),
                 "cores": str(num_cores()),
             },
             command=tuple(sys.argv),
@@ -173,53 +171,11 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
     raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
 
 
-class MemoryMeter:
-    """Peak resident memory of this process above what stands when the meter is made [bytes].
-
-    Reads /proc/self/status; 0 on systems without it.
-    """
-
-    def __init__(self) -> None:
-        with suppress(OSError):  # where it may not be reset, the peak counts what came before as well
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch and reading the corpus
-        self.at_start = _status_bytes("VmRSS")
-
-    def peak(self) -> int:
-        """The peak so far."""
-        return max(0, _status_bytes("VmHWM") - self.at_start)
-
-
-def _status_bytes(key: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
-
-
 def _free_name(root: Path, name: str) -> str:
     number = 2
     while (root / f"{name}-{number}").exists():
         number += 1
     return f"{name}-{number}"
-
-
-def _package_versions(*names: str) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _dumps(record: Mapping[str, object]) -> str:

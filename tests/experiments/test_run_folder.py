@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.experiments.training.run_folder import Manifest, MemoryMeter, Metrics, RunFolder, Summary, find_run
+from stagewright.experiments.host import MemoryMeter
+from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder, Summary, find_run
 
 
 def manifest(name: str) -> Manifest:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.progress import describe, make_progress
-from stagewright.experiments.training.command import TrainOptions, make_schedule, resolve
 from stagewright.experiments.training.dry_run import kept_bytes, predict
 from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.experiments.training.loop import learning_rate_curve, make_model, make_optimizer, printable
+from stagewright.experiments.training.loop import printable
+from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve
+from stagewright.experiments.training.progress import describe, make_progress
+from stagewright.experiments.training.recipe import learning_rate_curve, make_model, make_optimizer
 from stagewright.experiments.training.run_folder import Metrics
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")

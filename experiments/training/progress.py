@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from .training.run_folder import Metrics
+from .run_folder import Metrics
 
 PLAIN_LINES = 20  # in a whole run
 

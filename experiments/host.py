@@ -1,0 +1,69 @@
+"""This machine, and what the process takes of it: cores, processor, resident memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    """Installed versions by package."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far [bytes]."""
+    # unlike ru_maxrss, VmHWM does not begin with what the starting process had
+    unit = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss depends on the system
+    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MemoryMeter:
+    """Peak resident memory of this process above what stands when the meter is made [bytes].
+
+    Reads /proc/self/status; 0 on systems without it.
+    """
+
+    def __init__(self) -> None:
+        with suppress(OSError):  # where it may not be reset, the peak counts what came before as well
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch and reading the corpus
+        self.at_start = _status_bytes("VmRSS")
+
+    def peak(self) -> int:
+        """The peak so far."""
+        return max(0, _status_bytes("VmHWM") - self.at_start)
+
+
+def _status_bytes(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

@@ -1,0 +1,185 @@
+"""Options of `stagewright train`, and the schedule, plan and model sizes that they mean. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ...partition.plans.plan import Plan
+from ...schedules import BUILDERS, Schedule, build, check
+from ...schedules.text import read_schedule
+
+if TYPE_CHECKING:
+    from .gpt import GPTConfig
+
+DEFAULT_RANKS = 2
+DEFAULT_MICROBATCHES = 8
+DEFAULT_SCHEDULE = "interleaved"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Train a GPT over bytes through a pipeline; writes runs/<name>/.
+
+    The defaults train 5.1 million parameters on 698,368 bytes of the Python standard library's source.
+    """
+
+    schedule: Annotated[
+        str | None, tyro.conf.arg(help=f"{', '.join(BUILDERS)}, or a file (.csv or .json) (default: interleaved).")
+    ] = None
+    plan: str | None = None
+    """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
+    ranks: int | None = None
+    """P, pipeline ranks: processes on this machine (default 2; under torchrun, its number of processes)."""
+    chunks: int | None = None
+    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    microbatches: int | None = None
+    """M, microbatches of a batch (default: 8)."""
+    layers: int = 4
+    """Transformer blocks."""
+    width: int = 320
+    """Of the hidden vectors."""
+    heads: int | None = None
+    """Attention heads a block (default: one for each 64 of the width)."""
+    length: int = 128
+    """Bytes of one sequence."""
+    batch: int = 16
+    """Sequences of one batch."""
+    steps: int = 341
+    """Batches to train on."""
+    lr: float = 2e-3
+    """Peak learning rate of AdamW: warmed up over the first tenth, then down along a cosine."""
+    dropout: float = 0.0
+    """Probability."""
+    text: tuple[str, ...] = ()
+    """Train on these files instead of the standard library's source."""
+    seed: int = 0
+    """Of initial weights, batches, dropout and the sample."""
+    name: str | None = None
+    """Of the run and its folder (default: the time of day)."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep no activations but the stage inputs; compute the rest again in the backward."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for another before it gives up and says for what."""
+    dry_run: bool = False
+    """Show the cut, the grid, predicted bubble and memory, and stop."""
+    json: bool = False
+    """Print one JSON object (the summary); progress goes to the standard error."""
+
+    def check(self) -> None:
+        """ValueError for numbers that cannot be meant."""
+        for option, least in (("steps", 1), ("batch", 1), ("length", 1), ("lr", 0.0), ("timeout", 0.0)):
+            value = getattr(self, option)
+            if value < least or (isinstance(least, float) and value == 0):
+                raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if self.schedule == AUTO:
+            raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
+        if self.plan is None:
+            return
+        decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
+        if self.plan != AUTO:
+            decided["microbatches"] = self.microbatches
+        for option, value in decided.items():
+            if value not in (None, "none"):
+                raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
+        if self.plan == AUTO and self.dry_run:
+            raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
+
+
+def resolve(options: TrainOptions) -> TrainOptions:
+    """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
+    options.check()
+    world = os.environ.get("WORLD_SIZE")
+    planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
+    ranks = options.ranks if options.ranks is not None else int(world or planned or DEFAULT_RANKS)
+    if world is not None and int(world) != ranks:
+        raise ValueError(
+            f"--ranks {ranks} in one of {world} processes (WORLD_SIZE={world}): leave --ranks away under "
+            f"torchrun, or start {ranks} processes"
+        )
+    name = options.name or time.strftime("gpt-%Y%m%d-%H%M%S")
+    return replace(options, ranks=ranks, name=name)
+
+
+def read_plan(options: TrainOptions) -> Plan | None:
+    """The plan's file, checked against the options; None: it is still to be made (auto)."""
+    if options.plan == AUTO:
+        return None
+    plan = _load(str(options.plan))
+    if plan.num_devices != options.ranks:
+        raise ValueError(
+            f"{options.plan} is for {plan.num_devices} ranks: expected --ranks {plan.num_devices}, not {options.ranks}"
+        )
+    try:
+        schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
+    except ValueError as error:  # such as a schedule that nobody knows
+        raise ValueError(f"{options.plan}: {error}") from None
+    _check_batch(options, schedule)
+    if plan.microbatch_size is not None and plan.microbatch_size * schedule.num_microbatches != options.batch:
+        raise ValueError(
+            f"{options.plan} is for {schedule.num_microbatches} microbatches of {plan.microbatch_size} sequences: "
+            f"expected --batch {schedule.num_microbatches * plan.microbatch_size}, not {options.batch}"
+        )
+    return plan
+
+
+def _load(name: str) -> Plan:
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--plan {name}: no such file: expected one that `stagewright plan --out FILE` wrote, or auto")
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise ValueError(f"--plan {name}: cannot read: {error.strerror or error}: expected a readable file") from None
+
+
+def make_schedule(options: TrainOptions) -> Schedule:
+    """The schedule that the options mean, checked."""
+    assert options.ranks is not None
+    name = options.schedule or DEFAULT_SCHEDULE
+    if name.endswith((".csv", ".json")):
+        schedule = read_schedule(Path(name))
+        for option in ("chunks", "microbatches"):
+            if getattr(options, option) is not None:
+                raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
+        if schedule.num_ranks != options.ranks:
+            raise ValueError(
+                f"{name} is for {schedule.num_ranks} ranks: expected --ranks {schedule.num_ranks}, not {options.ranks}"
+            )
+    else:
+        schedule = build(
+            name,
+            num_ranks=options.ranks,
+            num_microbatches=DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
+            num_chunks=options.chunks,
+        )
+        check(schedule)
+    _check_batch(options, schedule)
+    return schedule
+
+
+def _check_batch(options: TrainOptions, schedule: Schedule) -> None:
+    if options.batch < schedule.num_microbatches:
+        raise ValueError(
+            f"--batch {options.batch} for {schedule.num_microbatches} microbatches: one would be empty; "
+            f"expected --batch {schedule.num_microbatches} or more, or fewer --microbatches"
+        )
+
+
+def model_config(options: TrainOptions) -> GPTConfig:
+    """The GPT that the options mean; ValueError for sizes that do not fit."""
+    from .gpt import GPTConfig  # torch, which a mistake in the options above need not wait for
+
+    return GPTConfig(
+        length=options.length,
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        dropout=options.dropout,
+    )
