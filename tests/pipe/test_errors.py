@@ -127,7 +127,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers that do not fit": (
         {"model": nn.Sequential(nn.Linear(6, 6), nn.Linear(5, 5))},
-        r"stage 1 cannot take \(\(2, 6\) torch\.float32\).*\[2, 6\] X \[5, 5\]",
+        r"stage 1 cannot take \(\(2, 6\) torch\.float32\): .*\[2, 6\] X \[5, 5\]",  # no line of ours is told
     ),
 }
 
