@@ -169,7 +169,7 @@ class Assembly:
         wired = train.schedule
         stream = None
         programs = (*train.programs, *evaluate.programs)
-        if wired.streams:
+        if wired.is_asynchronous:
             sharing = sharing_of(wired, ownership, max_grad_norm=settings.max_grad_norm)
             wired = with_late_updates(wired, sharing)
             stream = make_stream(wired, sharing=sharing, receives_ahead=RECEIVES_AHEAD)
@@ -208,7 +208,7 @@ class Assembly:
         wiring = Wiring(faces, inference.outputs(microbatch))
         wired = schedule.with_edges(wiring.edges())
         check(wired)
-        if wired.streams:
+        if wired.is_asynchronous:
             return Mode(inference=inference, wiring=wiring, schedule=wired, programs=())
         share_loss = self._world.distributed and self._settings.loss_fn is not None
         lowered = lower(wired, sharing=Sharing(loss=share_loss), receives_ahead=RECEIVES_AHEAD)
@@ -228,8 +228,7 @@ class Assembly:
         """Weight versions and optimizers of the local ranks of a stream; returns the first owner's by stage."""
         settings = self._settings
         assert settings.optimizer is not None
-        # Behind a flush all updates are done, and 2bw still begins with the version before the newest.
-        versions = [2 if schedule.weight_rule == "2bw" else n for n in check(schedule).peak_versions]
+        versions = [schedule.rule.versions_kept(n) for n in check(schedule).peak_versions]
         taken: set[str] = set()
         optimizers: dict[int, StageOptimizer] = {}
         for one in engine.ranks:
@@ -269,7 +268,7 @@ class Assembly:
         for rank, transport in zip(self._local, transports, strict=True):
             stages = {s: self._make_stage(s) for s in schedule.placement[rank]}
             worker = Worker(rank, stages, schedule=schedule, seeder=self._seeder)
-            recorder = Recorder(clock, window=STREAM_WINDOW if schedule.streams else 1)
+            recorder = Recorder(clock, window=STREAM_WINDOW if schedule.is_asynchronous else 1)
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorder))
         return Engine(ranks, timeout=settings.timeout)
 

@@ -62,7 +62,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
-    if idle and schedule.streams:
+    if idle and schedule.is_asynchronous:
         raise ValueError(
             f"the plan leaves rank {idle[0]} idle under the asynchronous schedule {schedule.name!r}: expected a plan "
             f"that uses all {plan.num_devices} ranks, or a flush schedule such as '1f1b'"

@@ -44,7 +44,7 @@ class PipelineModule:
 
     Arguments:
         model: nn.Sequential, or any module that torch.export traces whole.
-        schedule: a name (`stagewright.schedules.BUILDERS`), a Schedule, or a .csv or .json file; "1f1b" by default.
+        schedule: a name (`stagewright.schedules.FAMILIES`), a Schedule, or a .csv or .json file; "1f1b" by default.
             "auto": the first batch is profiled on this machine, and the planner decides on schedule, cut, replicas
             and microbatches; `plan` then tells.
         plan: instead of a schedule: a Plan or its .json file (`stagewright plan`), with stages, ranks, recomputation.

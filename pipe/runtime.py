@@ -73,7 +73,7 @@ class Runtime:
         self._num_steps = 0
         self._latency: float | None = None
         check(schedule)
-        if schedule.streams and settings.optimizer is None:
+        if schedule.is_asynchronous and settings.optimizer is None:
             raise ValueError(
                 f"schedule {schedule.name!r} updates its weights while other batches run: expected "
                 f"optimizer=lambda params: torch.optim.AdamW(params), or a flush schedule such as '1f1b'"
@@ -137,7 +137,7 @@ class Runtime:
                 "train_step needs an optimizer: expected PipelineModule(..., optimizer=lambda params: "
                 "torch.optim.AdamW(params)), or call forward_backward and step an optimizer of your own"
             )
-        if self.schedule.streams:
+        if self.schedule.is_asynchronous:
             return self._stream_step(arguments)
         loss, step = self._run_training(arguments)
         with self._guard.together():
@@ -200,7 +200,7 @@ class Runtime:
             return self._flush_gradients.clip(max_norm)
 
     def _refuse_in_stream(self, what: str, instead: str) -> None:
-        if self.schedule.streams:
+        if self.schedule.is_asynchronous:
             raise ValueError(
                 f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
                 f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"

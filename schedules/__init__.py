@@ -6,9 +6,10 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
 """
 
 from .check import Report, check, check_lowered
+from .families import Family
 from .ir import Action, Edge, Op, Schedule, ScheduleError
 from .lowering.lower import Lowered, Message, MessageKind, lower
-from .registry import BUILDERS, build, canonical_name
+from .registry import FAMILIES, build, canonical_name, family
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
@@ -16,10 +17,11 @@ from .timing.simulate import ideal_makespan, simulate
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 
 __all__ = [
-    "BUILDERS",
+    "FAMILIES",
     "Action",
     "Costs",
     "Edge",
+    "Family",
     "Idle",
     "Lowered",
     "Message",
@@ -36,6 +38,7 @@ __all__ = [
     "canonical_name",
     "check",
     "check_lowered",
+    "family",
     "ideal_makespan",
     "lower",
     "lower_bound",

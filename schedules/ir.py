@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from .weight_rules import RULES, WeightRule
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run as it stands; the message says where and why."""
@@ -101,7 +103,7 @@ class Schedule:
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
         num_batches: how many batches the program spans; 1 for every flush schedule.
-        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `versions.RULES`.
+        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
         update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
         edges: the stage graph; a chain where not given. Skip connections add edges.
 
@@ -132,6 +134,10 @@ class Schedule:
             raise ScheduleError(
                 f"update_every={self.update_every} for {self.num_microbatches} microbatches a batch: expected a number "
                 f"that divides {self.num_microbatches}"
+            )
+        if self.weight_rule not in RULES:
+            raise ScheduleError(
+                f"weight_rule={self.weight_rule!r} of schedule {self.name!r}: expected one of {', '.join(RULES)}"
             )
         object.__setattr__(self, "owners", _find_owners(self.placement))
         if self.edges is None:
@@ -170,9 +176,14 @@ class Schedule:
         return self.num_microbatches // self.group_size
 
     @property
-    def streams(self) -> bool:
-        """Whether batches overlap (an asynchronous schedule): the engine runs batch after batch without a flush."""
-        return self.weight_rule != "flush" and self.has_backward
+    def rule(self) -> WeightRule:
+        """What the weight rule decides."""
+        return RULES[self.weight_rule]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether batches overlap: the engine runs batch after batch without a flush."""
+        return self.rule.is_asynchronous and self.has_backward
 
     @property
     def has_backward(self) -> bool:
@@ -182,7 +193,7 @@ class Schedule:
     @property
     def has_epilogue(self) -> bool:
         """Whether the optimizer steps come behind the program (one batch, flushed) and not in it."""
-        return self.weight_rule == "flush" and self.num_batches == 1 and self.has_backward
+        return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous
 
     def owner(self, stage: int, index: int) -> int:
         """The rank that runs microbatch `index` of `stage`."""

@@ -9,30 +9,10 @@ backward of a microbatch uses the version of its forward, so a version must be k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .ir import Action, Op, Schedule, ScheduleError
-
-
-class Seen(NamedTuple):
-    """What stands before a forward: the newest version of its stage, and what the input stage used (if it has run)."""
-
-    newest: int
-    at_input: int
-
-
-# Rule name -> the version that microbatch `index` of M a batch must use, given what its stage and the input stage saw.
-RULES: dict[str, Callable[[int, int, Seen], int]] = {
-    "flush": lambda index, num_microbatches, seen: index // num_microbatches,
-    "2bw": lambda index, num_microbatches, seen: max(index // num_microbatches - 1, 0),
-    "stashing": lambda index, num_microbatches, seen: seen.newest,
-    "vertical-sync": lambda index, num_microbatches, seen: seen.at_input,
-}
-
-# The most versions of a stage that a rule may ask a rank to keep; no limit where not named.
-MOST_VERSIONS = {"flush": 1, "2bw": 2}
+from .weight_rules import Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +42,11 @@ def derive_versions(schedule: Schedule) -> Versions:
                 made[stage] = made.get(stage, 0) + 1
             elif op is Op.F:
                 newest[stage, index] = made.get(stage, 0)
-    if schedule.streams or schedule.num_batches > 1:
-        rule = _rule(schedule)
+    if schedule.is_asynchronous or schedule.num_batches > 1:
         used = {
-            (stage, index): rule(index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0)))
+            (stage, index): schedule.rule.version(
+                index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0))
+            )
             for (stage, index), version in newest.items()
         }
     else:
@@ -103,31 +84,22 @@ def _walk(schedule: Schedule, program: tuple[Action, ...], used: dict[tuple[int,
 
 def check_rule(schedule: Schedule, versions: Versions) -> None:
     """Raise ScheduleError where a forward's version is not there yet, or no longer, by the updates in its program."""
-    rule = schedule.weight_rule
-    _rule(schedule)
+    rule = schedule.rule
+    most = rule.most_versions
     for (stage, index), version in versions.used.items():
         newest = versions.newest[stage, index]
-        if version > newest or (rule == "flush" and version != newest):
+        if version > newest or (most == 1 and version != newest):
             raise ScheduleError(
                 f"{stage}F{index} stands behind {newest} updates of stage {stage}, so its newest weight version is "
-                f"{newest}, but the rule {rule!r} asks for version {version}: move an update (U) of stage {stage} on "
-                f"rank {schedule.owner(stage, index)}"
+                f"{newest}, but the rule {rule.name!r} asks for version {version}: move an update (U) of stage "
+                f"{stage} on rank {schedule.owner(stage, index)}"
             )
-    most = MOST_VERSIONS.get(rule)
     for rank, peak in enumerate(versions.peak_live):
         if most is not None and peak > most:
             raise ScheduleError(
-                f"rank {rank} must keep {peak} weight versions of a stage at once, and the rule {rule!r} allows "
+                f"rank {rank} must keep {peak} weight versions of a stage at once, and the rule {rule.name!r} allows "
                 f"{most}: move an update (U) behind the last forward and backward that use the version it replaces"
             )
-
-
-def _rule(schedule: Schedule) -> Callable[[int, int, Seen], int]:
-    if schedule.weight_rule not in RULES:
-        raise ScheduleError(
-            f"weight_rule={schedule.weight_rule!r} of schedule {schedule.name!r}: expected one of {', '.join(RULES)}"
-        )
-    return RULES[schedule.weight_rule]
 
 
 def check_updates(schedule: Schedule) -> None:

@@ -279,7 +279,7 @@ def causes_of(timeline: Timeline) -> list[str]:
 
 def is_window(timeline: Timeline) -> bool:
     """Whether it shows a few batches of a stream, each rank from the first forward of the first one."""
-    return timeline.measured and timeline.schedule.streams
+    return timeline.measured and timeline.schedule.is_asynchronous
 
 
 def idle_shares(timeline: Timeline) -> list[Idle]:

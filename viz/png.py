@@ -87,7 +87,7 @@ class _Panel:
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
-        if t.schedule.streams:
+        if t.schedule.is_asynchronous:
             return f"{self.caption}:  {self._steady_state(unit_name, unit, before)}"
         ratio = ""
         if before is not None and before.timeline.makespan > 0:
@@ -101,7 +101,7 @@ class _Panel:
         """The figures of a batch among others; a measured timeline shows a few batches only."""
         t = self.timeline
         ratio = ""
-        if before is not None and before.timeline.schedule.streams and before.timeline.batch_seconds > 0:
+        if before is not None and before.timeline.schedule.is_asynchronous and before.timeline.batch_seconds > 0:
             ratio = f" ({t.batch_seconds / before.timeline.batch_seconds:.3f} times {before.caption})"
         return (
             f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
@@ -204,7 +204,7 @@ class _Page:
     @staticmethod
     def _has_end(panel: _Panel) -> bool:
         """Whether its end is one that the next panel should reach: a stream goes on."""
-        return panel.timeline.makespan > 0 and not panel.timeline.schedule.streams
+        return panel.timeline.makespan > 0 and not panel.timeline.schedule.is_asynchronous
 
     def _bar_limit(self) -> float:
         """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
@@ -224,7 +224,9 @@ def _title(panels: Sequence[_Panel]) -> str:
     titles = []
     for timeline in (panel.timeline for panel in panels):
         schedule = timeline.schedule
-        batches = f", {schedule.num_batches} batches" if schedule.num_batches > 1 and not schedule.streams else ""
+        batches = (
+            f", {schedule.num_batches} batches" if schedule.num_batches > 1 and not schedule.is_asynchronous else ""
+        )
         titles.append(
             f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(timeline)}  "
             f"M={schedule.num_microbatches}{batches}"

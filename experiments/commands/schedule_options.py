@@ -7,9 +7,9 @@ from typing import Literal
 
 import tyro
 
-from ...schedules import BUILDERS
+from ...schedules import FAMILIES
 
-NAMES = ", ".join(BUILDERS)
+NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(help=f"Name of the schedule: {NAMES}.")
 
 

@@ -104,7 +104,7 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulated
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
         num_batches=schedule.num_batches,
-        streams=schedule.streams,
+        streams=schedule.is_asynchronous,
         makespan=timeline.makespan,
         batch_seconds=timeline.batch_seconds,
         makespan_bubble=timeline.makespan_bubble,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ...partition.plans.plan import Plan
-from ...schedules import BUILDERS, Schedule, build, check
+from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.text import read_schedule
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TrainOptions:
     """
 
     schedule: Annotated[
-        str | None, tyro.conf.arg(help=f"{', '.join(BUILDERS)}, or a file (.csv or .json) (default: interleaved).")
+        str | None, tyro.conf.arg(help=f"{', '.join(FAMILIES)}, or a file (.csv or .json) (default: interleaved).")
     ] = None
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from ...schedules.ir import Schedule
-from ...schedules.registry import build
+from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.simulate import simulate
 from ..solver.antichains import Floats
@@ -31,9 +31,6 @@ from .place import Place, Places
 from .space import Configuration
 
 Ends = tuple[int, ...]
-STREAMING = ("2bw", "pipedream")
-# What these hold of one batch does not grow with the batch, once the pipeline is full.
-_FULL_AFTER = {"1f1b": 1, "2bw": 1, "pipedream": 1, "interleaved": 3}
 _KEPT_SCHEDULES = 8
 
 
@@ -148,7 +145,7 @@ class Evaluator:
         """One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all."""
         c, s = evaluated.configuration, evaluated.seconds
         schedule = self._schedule(c, _per_replica(c))
-        update = s.step if schedule.streams else s.ring + s.step
+        update = s.step if schedule.is_asynchronous else s.ring + s.step
         costs = Costs(
             forward=s.forward.tolist(),
             backward=s.backward.tolist(),
@@ -171,7 +168,7 @@ class Evaluator:
         RefusedError where the schedule does not take these sizes.
         """
         m = _per_replica(c)
-        full = _FULL_AFTER.get(c.schedule)
+        full = family(c.schedule).full_after
         if not exact and c.is_equal and full is not None and m > (full + 2) * c.pipeline:
             m = (full + 1) * c.pipeline + m % c.pipeline
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m)
@@ -247,9 +244,9 @@ def _by_rank(c: Configuration, figures: Floats) -> Floats:
 def _sending(c: Configuration, s: StageSeconds) -> float:
     """What the busiest rank has to send in a batch [s]; of a stream its rings as well, once an update."""
     total = _by_rank(c, s.sending) * _shares(c)
-    if c.schedule in STREAMING:
-        updates = c.num_microbatches // np.lcm.reduce(c.counts) if c.schedule == "pipedream" else 1
-        total = total + _by_rank(c, s.ring) * updates
+    rule = family(c.schedule).rule
+    if rule.is_asynchronous:
+        total = total + _by_rank(c, s.ring) * rule.updates_per_batch(c.num_microbatches, c.counts)
     return float(total.max())
 
 
@@ -262,8 +259,9 @@ def _bounds(c: Configuration, s: StageSeconds) -> tuple[float, float]:
     work, update = _by_rank(c, s.work) * _shares(c), _by_rank(c, s.ring + s.step)
     sending = _sending(c, s)
     bottleneck = max(float(work.max()), sending) / c.num_microbatches
-    if c.schedule in STREAMING:
-        updates = c.num_microbatches // np.lcm.reduce(c.counts) if c.schedule == "pipedream" else 1
+    rule = family(c.schedule).rule
+    if rule.is_asynchronous:
+        updates = rule.updates_per_batch(c.num_microbatches, c.counts)
         return bottleneck, max(float((work + _by_rank(c, s.step) * updates).max()), sending)
     front = c.pipeline - 1
     head, tail = (

@@ -63,9 +63,9 @@ class InFlight:
 
 def count_in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
     """By rank. O(actions)."""
-    versions = derive_versions(schedule).peak_live if schedule.streams else (1,) * schedule.num_ranks
+    versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
-        _of_program(program, stages, version, streams=schedule.streams)
+        _of_program(program, stages, version, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...schedules.registry import canonical_name, takes_chunks
+from ...schedules.registry import canonical_name, family
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import RECOMPUTE, Plan
@@ -108,7 +108,7 @@ def plan(
     space = SearchSpace(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
-        schedules=[(name, takes_chunks(name)) for name in names],
+        schedules=[(name, family(name).takes_chunks) for name in names],
         microbatch_sizes=sizes,
         tensor_sizes=ways,
         pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from ...schedules.ir import ScheduleError
+from ...schedules.registry import family
 from ..solver.chunks import level_ranks, neighbours
 from .cuts import candidate_ends, few_ways
-from .evaluate import STREAMING, Ends, Evaluated, Evaluator, MisfitError, RefusedError, Simulated
+from .evaluate import Ends, Evaluated, Evaluator, MisfitError, RefusedError, Simulated
 from .links import Link
 from .memory import MemoryRules
 from .model import Model
@@ -160,7 +161,7 @@ class Search:
         model = self.evaluator.model(c)
         m = c.num_microbatches // c.data
         work = model.seconds / self.evaluator.machine.fastest
-        if c.schedule in STREAMING:
+        if family(c.schedule).rule.is_asynchronous:
             return work * m / c.pipeline
         fill = 0.0 if few_ways(model, c.num_stages) else _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
         if c.num_chunks == 1:
@@ -281,7 +282,7 @@ class Search:
 
     def _move_cuts(self, start: Found, budget: float) -> tuple[Found, float]:
         best, c = start, start.evaluated.configuration
-        cost = self.evaluator.num_actions(c) * (_STREAM_BATCHES if c.schedule in STREAMING else 1)
+        cost = self.evaluator.num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
         moved = True
         while moved:
             moved = False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 from ...schedules.builders.replicas import on_ranks, replicate
 from ...schedules.ir import Schedule
-from ...schedules.registry import BUILDERS, build, canonical_name
+from ...schedules.registry import build, canonical_name, family
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -46,7 +45,7 @@ def schedule_of(plan: Plan, *, num_microbatches: int | None = None) -> Schedule:
 
 def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_microbatches: int) -> Schedule:
     """Ranks in the order of the stages."""
-    if num_chunks == 1 and max(counts) > 1 and "replicas" in inspect.signature(BUILDERS[name]).parameters:
+    if num_chunks == 1 and max(counts) > 1 and family(name).takes_replicas:
         return build(name, num_ranks=sum(counts), num_microbatches=num_microbatches, replicas=counts)
     each = counts[0]
     if len(set(counts)) > 1:

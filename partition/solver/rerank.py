@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...schedules.ir import Schedule
-from ...schedules.registry import BUILDERS, build
+from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.simulate import simulate
 from ..cluster import Cluster
@@ -63,7 +62,7 @@ def simulate_solution(solution: Solution, costs: StageCosts, cluster: Cluster, p
         weights = float(costs.cuts.parameters[last] - costs.cuts.parameters[first])
         sync = weights * float(shape.sync) * num_microbatches
         own = costs.cuts.members[last] & ~costs.cuts.members[first]
-        update.append((0.0 if schedule.streams else sync) + float(steps[own].sum()) / speed)
+        update.append((0.0 if schedule.is_asynchronous else sync) + float(steps[own].sum()) / speed)
     timeline = simulate(schedule, Costs(forward=forward, backward=backward, latency=latency, update=update))
     # The simulator does not queue messages that share a link; the bottleneck counts them.
     least = max(timeline.batch_seconds, solution.seconds * num_microbatches)
@@ -78,6 +77,6 @@ def _schedule(name: str, replicas: list[int], num_microbatches: int) -> Schedule
     """ValueError where the schedule can't have these replicas (yet)."""
     if max(replicas) == 1:
         return build(name, num_ranks=len(replicas), num_microbatches=num_microbatches)
-    if "replicas" not in inspect.signature(BUILDERS[name]).parameters:
+    if not family(name).takes_replicas:
         raise ValueError(f"schedule {name!r} takes no replicas yet")
     return build(name, num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=tuple(replicas))

@@ -275,7 +275,7 @@ def _own_seconds(cuts: Cuts, first: int, last: int) -> tuple[float, float]:
 
 def _why_nothing_fits(profile: Profile, costs: StageCosts, largest_device: float) -> str:
     limit = largest_device if costs.memory.limit is None else costs.memory.limit
-    copies = {"1f1b": 1, "2bw": 2, "pipedream": 1}[costs.schedule] + 1 + costs.memory.optimizer
+    copies = costs.rule.versions_kept(1) + 1 + costs.memory.optimizer
     alone = [node.parameter_bytes * copies + node.buffer_bytes + node.stash_bytes for node in profile.nodes]
     largest = max(range(len(alone)), key=lambda i: alone[i])
     if alone[largest] > limit:

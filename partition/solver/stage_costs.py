@@ -31,11 +31,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...schedules.registry import FAMILIES, family
 from ..cluster import Cluster
 from ..memory_use import MemoryUse
 from .antichains import Cuts, Floats
 
-SCHEDULES = ("1f1b", "2bw", "pipedream")
+# The families that follow PipeDream's warm-up, see `in_flight`.
+SCHEDULES = tuple(sorted(each.name for each in FAMILIES.values() if each.takes_replicas))
 Indices = npt.NDArray[np.intp]
 Index = Any  # a number or an array of cuts, replicas or devices; they broadcast
 
@@ -72,6 +74,7 @@ class StageCosts:
         memory: Memory,
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches, self.memory = cuts, schedule, num_microbatches, memory
+        self.rule = family(schedule).rule
         self.num_devices = cluster.num_devices
         kinds = {kind.name: kind for kind in cluster.kinds}
         by_device = [kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)][::-1]
@@ -141,7 +144,7 @@ class StageCosts:
     def in_flight(self, r: Index, e: Index) -> Indices:
         """Microbatches that one replica holds at once."""
         depth = -(-np.asarray(e) // r)
-        if self.schedule == "1f1b" and self.num_microbatches is not None:
+        if not self.rule.is_asynchronous and self.num_microbatches is not None:
             depth = np.minimum(depth, -(-self.num_microbatches // np.asarray(r)))
         return np.asarray(depth, dtype=np.intp)
 
@@ -169,9 +172,10 @@ class StageCosts:
         """Bytes of a stage held in any case, and for each microbatch in flight."""
         cuts = self.cuts
         weights, buffers, stash = (each[last] - each[first] for each in (cuts.parameters, cuts.buffers, cuts.stash))
-        versions = {"1f1b": 1, "2bw": 2, "pipedream": 0}[self.schedule]
+        versions = self.rule.versions_kept(0)
+        each_in_flight = self.rule.versions_kept(1) - versions
         fixed = weights * (versions + 1 + self.memory.optimizer) + buffers
-        return fixed, stash + weights if self.schedule == "pipedream" else stash
+        return fixed, stash + weights * each_in_flight
 
     def memory_use(self, first: int, last: int, in_flight: int) -> MemoryUse:
         """`bytes` of one stage by data structure."""
@@ -179,9 +183,8 @@ class StageCosts:
         weights, buffers, stash = (
             max(0.0, float(each[last] - each[first])) for each in (cuts.parameters, cuts.buffers, cuts.stash)
         )
-        versions = {"1f1b": 1, "2bw": 2, "pipedream": in_flight}[self.schedule]
         return MemoryUse(
-            parameters=weights * versions,
+            parameters=weights * self.rule.versions_kept(in_flight),
             gradients=weights,
             optimizer=weights * self.memory.optimizer,
             buffers=buffers,

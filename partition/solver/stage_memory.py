@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...schedules import build
+from ...schedules import build, family
 from ...schedules.lowering.lower import STAGE_KINDS, Message, Transfer, lower
 from ..cluster import Cluster
 from ..profile import Profile
 from .solve import partition
 
 _FREE = 1e15  # [bytes/s]: the cut follows compute alone
-_VERSIONS = {"1f1b": 1, "2bw": 2}  # of the weights; pipedream: as many as microbatches in flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ def stage_memory(
                 stage=s,
                 nodes=stage.nodes[0] if len(stage.nodes) == 1 else f"{stage.nodes[0]} .. {stage.nodes[-1]}",
                 in_flight=in_flight,
-                parameters=held.parameters * _VERSIONS.get(schedule, in_flight),
+                parameters=held.parameters * family(schedule).rule.versions_kept(in_flight),
                 gradients=held.gradients,
                 optimizer_state=held.optimizer_state,
                 activations=held.activations,

@@ -165,7 +165,7 @@ class _Search:
             fits = np.where(fixed > limit, 0.0, fits)
             replicas = np.where(behind > 0, np.ceil(behind / (fits - 1)), 1.0)  # 1 + ceil(behind / r) <= fits
             replicas = np.where((fits <= 1) & (behind > 0), np.inf, replicas)
-            if costs.schedule == "1f1b" and costs.num_microbatches is not None:
+            if not costs.rule.is_asynchronous and costs.num_microbatches is not None:
                 replicas = np.minimum(replicas, np.ceil(costs.num_microbatches / fits))
         return np.where(fits < 1, np.inf, replicas)
 

@@ -116,7 +116,7 @@ class Engine:
 
 def refuse_what_cannot_run(schedule: Schedule) -> None:
     """The engine runs whole backwards; flush schedules of one batch; asynchronous ones as streams."""
-    if not schedule.streams and schedule.num_batches > 1:
+    if not schedule.is_asynchronous and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
             f"batches: expected a flush schedule of one batch, which the engine repeats"

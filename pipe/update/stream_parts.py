@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...schedules import Schedule, check
-from ...schedules.builders.pipedream import defer_updates
+from ...schedules.builders.late_updates import defer_updates
 from ...schedules.lowering.lower import Sharing
 from ..batch.batches import Batch
 from ..stages.build import Parts
@@ -26,24 +26,20 @@ def sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(ranks) for ranks in schedule.owners}
     ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]
-    if schedule.weight_rule != "2bw":
-        if max_grad_norm is not None:
-            raise ValueError(
-                f"max_grad_norm={max_grad_norm} under schedule {schedule.name!r}: its stages update one after the "
-                f"other, before the norm over all of them is known. Expected schedule='2bw', or max_grad_norm=None"
-            )
-        if ties:
-            raise ValueError(
-                f"parameter {ties[0][0]!r} is tied over the ranks {ties[0][1]} under schedule {schedule.name!r}: its "
-                f"stages update at different times, so they would drift apart. Expected schedule='2bw' or '1f1b', or "
-                f"a model that does not tie them"
-            )
+    rule = schedule.rule
+    if max_grad_norm is not None and rule.why_no_norm:
+        raise ValueError(f"max_grad_norm={max_grad_norm} under schedule {schedule.name!r}: {rule.why_no_norm}")
+    if ties and rule.why_no_ties:
+        name, ranks = ties[0]
+        raise ValueError(
+            f"parameter {name!r} is tied over the ranks {ranks} under schedule {schedule.name!r}: {rule.why_no_ties}"
+        )
     return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums))
 
 
 def with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     """The schedule with updates that wait for other ranks as late as they may be."""
-    if schedule.weight_rule != "2bw" or not (sharing.norm or sharing.sums):
+    if not schedule.rule.updates_may_wait or not (sharing.norm or sharing.sums):
         return schedule
     late = defer_updates(schedule)
     check(late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..families import Family
 from ..ir import Action, Op, Schedule
 
 
@@ -22,3 +23,12 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
         programs=programs,
         num_microbatches=num_microbatches,
     )
+
+
+GPIPE = Family(
+    name="gpipe",
+    build=gpipe,
+    aliases=("schedulegpipe",),
+    batch_seconds=lambda equal: (equal.num_microbatches + equal.num_ranks - 1) * equal.both,
+    peak_activations=lambda equal: (equal.num_microbatches,) * equal.num_ranks,
+)

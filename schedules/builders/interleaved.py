@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from .one_f_one_b import pair_up
+from .warmup import pair_up
 
 
 def cyclic_placement(*, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -79,3 +80,28 @@ def _table(op: Op, rank: int, sizes: Sequence[int], *, chunks: range, num_ranks:
             actions += [Action(stage, op, k) for k in range(first, first + size)]
         first += size
     return actions
+
+
+def looped_seconds(equal: EqualStages) -> float | None:
+    """(M V + P - 1)(F + B), where M is at least P."""
+    if equal.num_microbatches < equal.num_ranks:
+        return None
+    return (equal.num_microbatches * equal.num_chunks + equal.num_ranks - 1) * equal.both
+
+
+def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
+    if equal.num_microbatches % equal.num_ranks:
+        return None
+    P, all_of_them = equal.num_ranks, equal.num_microbatches * equal.num_chunks
+    return tuple(min(all_of_them, (equal.num_chunks - 1) * P + 2 * (P - 1 - rank) + 1) for rank in range(P))
+
+
+INTERLEAVED = Family(
+    name="interleaved",
+    build=interleaved,
+    options=("groups", "num_chunks"),
+    aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
+    full_after=3,
+    batch_seconds=looped_seconds,
+    peak_activations=_peak_activations,
+)

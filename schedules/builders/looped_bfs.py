@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..families import Family
 from ..ir import Action, Op, Schedule
-from .interleaved import cyclic_placement
+from .interleaved import cyclic_placement, looped_seconds
 
 
 def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -26,3 +27,13 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
         programs=tuple(programs),
         num_microbatches=num_microbatches,
     )
+
+
+LOOPED_BFS = Family(
+    name="looped-bfs",
+    build=looped_bfs,
+    options=("num_chunks",),
+    aliases=("loopedbfs", "scheduleloopedbfs"),
+    batch_seconds=looped_seconds,
+    peak_activations=lambda equal: (equal.num_microbatches * equal.num_chunks,) * equal.num_ranks,
+)

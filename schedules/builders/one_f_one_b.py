@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from .replicas import plain_warmup, replica_counts
-
-
-def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the rest of the backwards.
-
-    forwards   F0 F1 F2 F3     warmup=2:  F0 F1 | F2 B0 F3 B1 | B2 B3
-    backwards  B0 B1 B2 B3
-    """
-    warmup = min(warmup, len(forwards))
-    program = list(forwards[:warmup])
-    steady = len(forwards) - warmup
-    for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True):
-        program += (forward, backward)
-    program += backwards[steady:]
-    return tuple(program)
+from .replicas import replica_counts
+from .warmup import pair_up, plain_warmup
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -50,3 +37,18 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
     return Schedule(
         name="1f1b", placement=tuple(placement), programs=tuple(programs), num_microbatches=num_microbatches
     )
+
+
+def _peak_activations(equal: EqualStages) -> tuple[int, ...]:
+    return tuple(min(equal.num_microbatches, equal.num_ranks - rank) for rank in range(equal.num_ranks))
+
+
+ONE_F_ONE_B = Family(
+    name="1f1b",
+    build=one_f_one_b,
+    options=("replicas",),
+    aliases=("schedule1f1b", "pipedream-flush", "dapple"),
+    full_after=1,
+    batch_seconds=lambda equal: (equal.num_microbatches + equal.num_ranks - 1) * equal.both,
+    peak_activations=_peak_activations,
+)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from ..ir import Action, Op, Schedule, ScheduleError
-from .replicas import plain_warmup, replica_counts
+from ..families import EqualStages, Family
+from ..ir import Action, Op, Schedule
+from .replicas import replica_counts
+from .warmup import plain_warmup
 
 Warmup = str | Sequence[int]
 
@@ -72,6 +73,7 @@ def pipedream(
         counts=counts,
         num_microbatches=num_microbatches,
         warmups=warmups,
+        most_ahead=math.inf,
         update_every=update_every,
         num_batches=num_batches,
     )
@@ -112,38 +114,10 @@ def two_bw(
         counts=counts,
         num_microbatches=num_microbatches,
         warmups=warmups,
+        most_ahead=num_microbatches,
         update_every=num_microbatches,
         num_batches=num_batches,
     )
-
-
-def defer_updates(schedule: Schedule) -> Schedule:
-    """2BW with each update as late as its rule allows: U(t) right before the first forward of batch t + 2.
-
-    What the update waits for (the global gradient norm, the gradients of tied weights and replicas) comes from ranks
-    that end batch t later; so nobody stands still for it. A rank then holds two sets of gradients.
-
-    Raises ScheduleError for another rule.
-    """
-    if schedule.weight_rule != "2bw":
-        raise ScheduleError(
-            f"schedule {schedule.name!r} follows the rule {schedule.weight_rule!r}: only the updates of '2bw' can wait"
-        )
-    return replace(schedule, programs=tuple(_defer(schedule, program) for program in schedule.programs))
-
-
-def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
-    updates = [action for action in program if action.op is Op.U]
-    deferred: list[Action] = []
-    for action in program:
-        if action.op is Op.U:
-            continue
-        if action.op is Op.F:
-            due = [u for u in updates if u.stage == action.stage and u.index <= action.index // schedule.group_size - 2]
-            deferred += due
-            updates = [u for u in updates if u not in due]
-        deferred.append(action)
-    return tuple(deferred + updates)
 
 
 def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> list[int]:
@@ -187,6 +161,7 @@ def _build(
     counts: Sequence[int],
     num_microbatches: int,
     warmups: Sequence[int],
+    most_ahead: float,
     update_every: int,
     num_batches: int | None,
 ) -> Schedule:
@@ -199,7 +174,7 @@ def _build(
     programs = []
     # In microbatches of all replicas. It never grows along the stages: no stage waits for a forward that the one before
     # makes behind a backward that waits for this stage. 2BW's begins at most one batch ahead, see `two_bw`.
-    reach = num_microbatches if rule == "2bw" else math.inf
+    reach = most_ahead
     for stage, count in enumerate(counts):
         reach = min(reach, warmups[stage] * count)
         for replica in range(count):
@@ -244,3 +219,29 @@ def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, n
     if not own:
         update_behind(0)
     return tuple(program)
+
+
+def _peak_activations(equal: EqualStages) -> tuple[int, ...]:
+    return tuple(range(equal.num_ranks, 0, -1))
+
+
+PIPEDREAM = Family(
+    name="pipedream",
+    build=pipedream,
+    options=("num_batches", "replicas", "update_every", "vertical_sync"),
+    weight_rules=("stashing", "vertical-sync"),
+    full_after=1,
+    batch_seconds=lambda equal: equal.num_microbatches * equal.both,
+    peak_activations=_peak_activations,
+)
+
+TWO_BW = Family(
+    name="2bw",
+    build=two_bw,
+    options=("num_batches", "replicas", "warmup"),
+    aliases=("pipedream-2bw",),
+    weight_rules=("2bw",),
+    full_after=1,
+    batch_seconds=lambda equal: equal.num_microbatches * equal.both,
+    peak_activations=_peak_activations,
+)

@@ -1,8 +1,7 @@
-"""Replicated stages: how many ranks each stage has, how far they run ahead, and any schedule over equal replicas."""
+"""Replicated stages: how many ranks each stage has, and any schedule over equal replicas or on other ranks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,12 +19,6 @@ def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
             f"{num_ranks} in all"
         )
     return counts
-
-
-def plain_warmup(counts: Sequence[int], stage: int) -> int:
-    """Forwards of one replica ahead of its backwards, so that all ranks behind it have work (PipeDream's rule,
-    Narayanan et al., SOSP 2019): P - 1 - s without replicas."""
-    return math.ceil(sum(counts[stage:]) / counts[stage]) - 1
 
 
 def replicate(schedule: Schedule, num_replicas: int) -> Schedule:

@@ -253,7 +253,7 @@ class _Links:
             if receiver == rank:
                 continue
             message = Message(MessageKind.LOSS, rank, receiver, group)
-            if self.schedule.streams:
+            if self.schedule.is_asynchronous:
                 self._add(message, made_by, rank, Finish(False, group), receiver)
             else:
                 self.outputs[rank].setdefault(made_by, []).append((message, receiver))
@@ -279,7 +279,7 @@ class _Links:
 def _with_finishes(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
     """The actions of a rank with their positions; in a streaming program a Finish goes with the last backward of each
     update group (with its update, where the rank has no backward in it)."""
-    if not schedule.streams:
+    if not schedule.is_asynchronous:
         return [(action, position) for position, action in enumerate(program)]
     last: dict[int, int] = {}  # update group -> position of its last backward
     for position, action in enumerate(program):

@@ -45,14 +45,17 @@ class Stream:
     def version(self, stage: int, index: int, *, first_batch: int) -> int:
         """The weight version of the forward (and backward) of microbatch `index` of a stage.
 
-        2bw goes by the batch alone, over flushes too; the others by what is updated, which a flush brings up to date.
+        Some rules go by the batch alone, over flushes too; others by what is updated, which a flush brings up to date.
         """
         schedule = self.schedule
         batch, microbatch = divmod(index, schedule.num_microbatches)
-        if schedule.weight_rule == "2bw":
-            return max(batch - 1, 0)
         groups = schedule.groups_per_batch
-        return max(first_batch * groups, batch * groups + self.offsets[stage, microbatch])
+        return schedule.rule.version_in_stream(
+            index,
+            schedule.num_microbatches,
+            oldest=first_batch * groups,
+            steady=batch * groups + self.offsets[stage, microbatch],
+        )
 
     def unrolled(self, num_batches: int) -> Schedule:
         """The program of `num_batches` batches, from empty to empty."""

@@ -115,11 +115,11 @@ class Timeline:
     @property
     def batch_seconds(self) -> float:
         """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state."""
-        steady = self._steady_state() if self.schedule.streams else None
+        steady = self._steady_state() if self.schedule.is_asynchronous else None
         return self.makespan if steady is None else steady.period
 
     def _idle_fraction(self, length: float) -> float:
-        steady = self._steady_state() if self.schedule.streams else None
+        steady = self._steady_state() if self.schedule.is_asynchronous else None
         busy = sum(rank.busy for rank in self.ranks)
         if steady is not None:
             busy, length = steady.busy, steady.period

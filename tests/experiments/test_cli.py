@@ -13,7 +13,7 @@ import pytest
 
 from stagewright.experiments.cli import COMMANDS, main
 from stagewright.experiments.commands.schedule_options import BuildOptions
-from stagewright.schedules import BUILDERS, Schedule, build
+from stagewright.schedules import FAMILIES, Schedule, build
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -198,7 +198,7 @@ def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit):
             main([command, "--help"])
         words = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(".", " ").split()
-        assert set(BUILDERS) <= set(words)
+        assert set(FAMILIES) <= set(words)
 
 
 def test_options_that_are_not_given_are_not_passed_on() -> None:

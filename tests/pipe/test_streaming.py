@@ -48,7 +48,7 @@ def test_a_measured_timeline_spans_a_few_batches() -> None:
         result = pipe.train_step(X, Y)
     assert result is not None
     timeline = result.timeline()
-    assert timeline.schedule.streams
+    assert timeline.schedule.is_asynchronous
     assert timeline.schedule.num_batches in (4, 5)
     assert 0 < timeline.bubble < 1
     assert timeline.batch_seconds < timeline.makespan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagewright.schedules import BUILDERS
+from stagewright.schedules import FAMILIES
 
-ASYNC = ("pipedream", "2bw")
-FLUSH = tuple(name for name in BUILDERS if name not in ASYNC)
+ASYNC = tuple(name for name, each in FAMILIES.items() if each.rule.is_asynchronous)
+FLUSH = tuple(name for name in FAMILIES if name not in ASYNC)

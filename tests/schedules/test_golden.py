@@ -12,13 +12,12 @@ from textwrap import dedent
 
 import pytest
 
-from stagewright.schedules import BUILDERS, Costs, Op, Schedule, build, check, ir, lower_bound, simulate
+from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, ir, lower_bound, simulate
 from stagewright.schedules.builders.gpipe import gpipe
 from stagewright.schedules.builders.interleaved import interleaved
 from stagewright.schedules.builders.looped_bfs import looped_bfs
 from stagewright.schedules.builders.one_f_one_b import one_f_one_b, pair_up
 from stagewright.schedules.builders.pipedream import pipedream, two_bw
-from stagewright.schedules.registry import takes_chunks
 from stagewright.schedules.text import unit_time_cells
 from stagewright.schedules.versions import derive_versions
 
@@ -29,7 +28,7 @@ SIZES = [(4, 8, 2), (4, 6, 2), (4, 4, 3), (3, 7, 2), (4, 3, 2), (2, 5, 3), (1, 3
 
 
 def made(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    chunks = num_chunks if takes_chunks(name) else None
+    chunks = num_chunks if FAMILIES[name].takes_chunks else None
     return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)
 
 
@@ -81,7 +80,7 @@ def drawn_streams(name: str) -> str:
 
 
 def drawn_flushes(name: str) -> str:
-    sizes = SIZES if takes_chunks(name) else list(dict.fromkeys((P, M, 1) for P, M, _ in SIZES))
+    sizes = SIZES if FAMILIES[name].takes_chunks else list(dict.fromkeys((P, M, 1) for P, M, _ in SIZES))
     blocks = []
     for P, M, V in sizes:
         schedule = made(name, P, M, V)
@@ -89,7 +88,7 @@ def drawn_flushes(name: str) -> str:
         timeline = simulate(schedule, costs)
         peaks = " ".join(map(str, check(schedule).peak_activations))
         blocks.append(
-            f"{name}  P={P} M={M}{f' V={V}' if takes_chunks(name) else ''}\n"
+            f"{name}  P={P} M={M}{f' V={V}' if FAMILIES[name].takes_chunks else ''}\n"
             f"F=1 B=2: makespan {timeline.makespan:g}, lower bound {lower_bound(schedule, costs):g}, "
             f"makespan bubble {timeline.makespan_bubble:.4f}, span bubble {timeline.span_bubble:.4f}, "
             f"peak activations {peaks}\n{schedule.grid()}\n"
@@ -97,7 +96,7 @@ def drawn_flushes(name: str) -> str:
     return "\n".join(blocks)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_golden(name: str, update_golden: bool) -> None:
     path = GOLDEN / f"{name}.txt"
     if update_golden:
@@ -108,7 +107,7 @@ def test_golden(name: str, update_golden: bool) -> None:
 
 
 def test_golden_holds_nothing_else() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(BUILDERS)
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(FAMILIES)
 
 
 # --- the same order, small enough to follow by eye ---

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.schedules import (
-    BUILDERS,
+    FAMILIES,
     Action,
     Lowered,
     Message,
@@ -175,7 +175,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         assert program.peak_receives == most
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("P", "V"), [(2, 2), (4, 2), (4, 3), (3, 1)])
 def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, V: int) -> None:
     chunks = V if name in ("interleaved", "looped-bfs") else None

@@ -19,7 +19,7 @@ from stagewright.schedules import (
     check,
     simulate,
 )
-from stagewright.schedules.builders.pipedream import defer_updates
+from stagewright.schedules.builders.late_updates import defer_updates
 
 from .builders import ASYNC
 from .random_schedules import quarters, steady

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import product
+
 import pytest
 
-from stagewright.schedules import BUILDERS, build, canonical_name, check
-from stagewright.schedules.registry import ALIASES
+from stagewright.schedules import FAMILIES, Costs, Family, Op, build, canonical_name, check, family, simulate
+from stagewright.schedules.families import EqualStages
+from stagewright.schedules.weight_rules import RULES
 
 from .builders import ASYNC, FLUSH
 
@@ -34,9 +38,45 @@ def test_names(name: str, canonical: str) -> None:
     assert build(name, num_ranks=2, num_microbatches=2).name == canonical
 
 
-def test_aliases_lead_to_builders_and_hide_none() -> None:
-    assert set(ALIASES.values()) <= set(BUILDERS)
-    assert not set(ALIASES) & set(BUILDERS)
+def test_each_name_and_alias_belongs_to_one_family() -> None:
+    names = [name for each in FAMILIES.values() for name in (each.name, *each.aliases)]
+    assert len(names) == len(set(names))
+    assert all(family(name).name == each.name for each in FAMILIES.values() for name in each.aliases)
+
+
+@pytest.mark.parametrize("each", FAMILIES.values(), ids=FAMILIES)
+def test_a_family_says_what_its_builder_does(each: Family) -> None:
+    assert set(inspect.signature(each.build).parameters) == {"num_ranks", "num_microbatches", *each.options}
+    assert list(each.options) == sorted(each.options)
+    assert each.rule is RULES[each.weight_rules[0]]
+    options = [{}, *({name: True} for name in ("vertical_sync",) if name in each.options)]
+    built = [build(each.name, num_ranks=2, num_microbatches=4, **option) for option in options]
+    assert [schedule.weight_rule for schedule in built] == list(each.weight_rules)
+    ops = {action.op for program in built[0].programs for action in program}
+    assert (Op.I in ops) == each.splits_backward
+
+
+def test_what_is_full_after_some_rounds_grows_no_more() -> None:
+    for each, P in product(FAMILIES.values(), (2, 3, 4)):
+        if each.full_after is not None:
+            rounds = range(each.full_after, each.full_after + 4)
+            peaks = {check(build(each.name, num_ranks=P, num_microbatches=n * P)).peak_activations for n in rounds}
+            assert len(peaks) == 1, each.name
+
+
+@pytest.mark.parametrize("each", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+def test_closed_forms_of_the_families(each: Family, P: int) -> None:
+    for M, V in product(range(max(1, P - 1), 3 * P + 2), (1, 2, 3) if each.takes_chunks else (1,)):
+        schedule = build(each.name, num_ranks=P, num_microbatches=M, num_chunks=V)
+        equal = EqualStages(
+            num_ranks=P, num_microbatches=M, num_chunks=V, forward=1.0, input_grad=0.5, weight_grad=0.75
+        )
+        if each.batch_seconds is not None and (seconds := each.batch_seconds(equal)) is not None:
+            costs = Costs(forward=1.0, input_grad=0.5, weight_grad=0.75)
+            assert simulate(schedule, costs).batch_seconds == seconds
+        if each.peak_activations is not None and (peaks := each.peak_activations(equal)) is not None:
+            assert check(schedule).peak_activations == peaks
 
 
 @pytest.mark.parametrize("name", FLUSH)
@@ -56,7 +96,7 @@ def test_every_size_of_several_batches(name: str, P: int, M: int, batches: int |
     schedule = build(name, num_ranks=P, num_microbatches=M, num_batches=batches)
     assert check(schedule).num_actions == 2 * M * P * schedule.num_batches
     assert schedule.num_batches == batches or batches is None
-    assert schedule.streams
+    assert schedule.is_asynchronous
     assert not schedule.has_epilogue
 
 

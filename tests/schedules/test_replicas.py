@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
-from stagewright.schedules.builders.pipedream import defer_updates
+from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.lowering.lower import Lowered, Sharing, Transfer
 from stagewright.schedules.versions import derive_versions
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered
-from stagewright.schedules.builders.pipedream import defer_updates
+from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.lowering import stream as stream_module
 from stagewright.schedules.lowering.lower import (
     STAGE_KINDS,

@@ -1,0 +1,35 @@
+"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..ir import Action
+
+
+def plain_warmup(counts: Sequence[int], stage: int) -> int:
+    """Forwards of one replica ahead of its backwards, so that all ranks behind it have work.
+
+    P - 1 - s without replicas. PipeDream's rule (Narayanan et al., SOSP 2019).
+    One more microbatch than this is in flight at once.
+
+    >>> [plain_warmup([1, 1, 1], stage) for stage in range(3)], plain_warmup([2, 1, 1], 0)
+    ([2, 1, 0], 1)
+    """
+    return math.ceil(sum(counts[stage:]) / counts[stage]) - 1
+
+
+def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the rest of the backwards.
+
+    forwards   F0 F1 F2 F3     warmup=2:  F0 F1 | F2 B0 F3 B1 | B2 B3
+    backwards  B0 B1 B2 B3
+    """
+    warmup = min(warmup, len(forwards))
+    program = list(forwards[:warmup])
+    steady = len(forwards) - warmup
+    for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True):
+        program += (forward, backward)
+    program += backwards[steady:]
+    return tuple(program)

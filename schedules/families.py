@@ -1,0 +1,69 @@
+"""What the registry knows of a schedule family: a record beside each builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .ir import Schedule
+from .weight_rules import RULES, WeightRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages:
+    """P, M, V, and seconds of one stage action where all stages are equal and links are free."""
+
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+
+    @property
+    def both(self) -> float:
+        """F + B [s]."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A schedule by name. Adding one = a file with a builder and this record, and a line in the registry.
+
+    Arguments:
+        name: canonical, lower case.
+        build: builder; takes `num_ranks`, `num_microbatches` and the options.
+        options: further arguments of the builder, by name.
+        aliases: other names, lower case with hyphens.
+        weight_rules: names of the rules that it may follow, the default first.
+        splits_backward: whether its programs hold I and W.
+        full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
+        batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
+            does not hold for the sizes.
+        peak_activations: [P] closed form of the stage activations alive at once, likewise.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    options: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    weight_rules: tuple[str, ...] = ("flush",)
+    splits_backward: bool = False
+    full_after: int | None = None
+    batch_seconds: Callable[[EqualStages], float | None] | None = None
+    peak_activations: Callable[[EqualStages], tuple[int, ...] | None] | None = None
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a rank may have several stages."""
+        return "num_chunks" in self.options
+
+    @property
+    def takes_replicas(self) -> bool:
+        """Whether stages may have different numbers of replicas."""
+        return "replicas" in self.options
+
+    @property
+    def rule(self) -> WeightRule:
+        """The weight rule, unless options ask for another."""
+        return RULES[self.weight_rules[0]]
