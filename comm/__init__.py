@@ -3,12 +3,14 @@
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard
-from .groups import Mesh, World, join_world, link_lanes, read_mesh
+from .groups import join_world, link_lanes
+from .mesh import Coordinates, Mesh, Place, World, read_mesh
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
     "Collectives",
+    "Coordinates",
     "FailureBoard",
     "Guard",
     "InProcessTransport",
@@ -17,6 +19,7 @@ __all__ = [
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",
+    "Place",
     "ProcessGroupTransport",
     "TensorSpec",
     "Transport",

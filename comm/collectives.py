@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .groups import World, as_one, make_group
+from .groups import as_one, make_group
+from .mesh import Place
 from .process_group import break_group
 
 T = TypeVar("T")
@@ -17,44 +18,46 @@ T = TypeVar("T")
 class Collectives:
     """All-reduce, broadcast and gather over all processes, or over some of them. Alone, they do nothing.
 
-    Making it is collective: it makes a group of its own, so that its time-out is the run's. So is `subgroup`.
+    Ranks are those of the schedule. Making it is collective: it makes a group of its own, so that its time-out is
+    the run's. So is `subgroup`.
     """
 
-    def __init__(self, world: World, *, device: torch.device, timeout: float) -> None:
-        self._world = world
+    def __init__(self, place: Place, *, device: torch.device, timeout: float) -> None:
+        self._place = place
+        self._world = place.world
         self._device = device
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._everyone = tuple(range(world.size))
-        self.subgroup(self._everyone)
+        self._everyone = tuple(range(self._world.size))
+        self._make(self._everyone)
 
     def subgroup(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks, if there is none yet."""
-        key = tuple(ranks)
-        if self._world.distributed and key not in self._groups:
-            self._groups[key] = make_group(key, self._world, device=self._device, timeout=self._timeout)
+        self._make(self._processes(ranks))
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None) -> None:
         """Sum `tensor` over the ranks, in place."""
         if self._world.distributed:
-            self._run(lambda group: dist.all_reduce(tensor, group=group), tuple(ranks or self._everyone), what)
+            processes = self._everyone if ranks is None else self._processes(ranks)
+            self._run(lambda group: dist.all_reduce(tensor, group=group), processes, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
         if not self._world.distributed:
             return tensor
-        mine = self._world.rank == source
+        owner = self._place.process_of(source)
+        mine = self._world.rank == owner
         buffer = (
             tensor.to(self._device).contiguous()
             if mine
             else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         )
         wire = buffer.reshape(-1).view(torch.uint8)  # backends know few types
-        self._run(lambda group: dist.broadcast(wire, src=source, group=group), self._everyone, what)
+        self._run(lambda group: dist.broadcast(wire, src=owner, group=group), self._everyone, what)
         return buffer
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """[size] what every rank gives, on every rank."""
+        """[size] what every process gives, on every process."""
         if not self._world.distributed:
             return [mine]
         everyone: list[T] = [mine] * self._world.size
@@ -63,10 +66,17 @@ class Collectives:
 
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
-        for ranks, group in self._groups.items():
-            if self._world.rank in ranks:
+        for processes, group in self._groups.items():
+            if self._world.rank in processes:
                 break_group(group, self._device)
 
-    def _run(self, collective: Callable[[dist.ProcessGroup], object], ranks: tuple[int, ...], what: str) -> None:
-        group = self._groups[ranks]
-        as_one(lambda: collective(group), what=what, world=self._world, ranks=ranks, timeout=self._timeout)
+    def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._place.process_of(rank) for rank in ranks)
+
+    def _make(self, processes: tuple[int, ...]) -> None:
+        if self._world.distributed and processes not in self._groups:
+            self._groups[processes] = make_group(processes, self._world, device=self._device, timeout=self._timeout)
+
+    def _run(self, collective: Callable[[dist.ProcessGroup], object], processes: tuple[int, ...], what: str) -> None:
+        group = self._groups[processes]
+        as_one(lambda: collective(group), what=what, world=self._world, ranks=processes, timeout=self._timeout)

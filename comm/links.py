@@ -19,7 +19,8 @@ import torch
 
 from ..schedules import Message, MessageKind
 from .collectives import Collectives
-from .groups import World, link_lanes
+from .groups import link_lanes
+from .mesh import Place, World
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
@@ -127,14 +128,15 @@ def measure_links(
     """
     if not world.distributed:
         return MeasuredLinks(levels=())
-    together = Collectives(world, device=device, timeout=timeout)
+    place = Place.line(world)
+    together = Collectives(place, device=device, timeout=timeout)
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):
         by_host.setdefault(host, []).append(rank)
     hosts = list(by_host.values())
     wanted = [("host", _inside(hosts)[:pairs_a_level]), ("network", _between(hosts)[:pairs_a_level])]
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
-    lanes = link_lanes(both, world, device=device, timeout=timeout)
+    lanes = link_lanes(both, place, device=device, timeout=timeout)
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
     levels = []
     for name, pairs in wanted:

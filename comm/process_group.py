@@ -28,14 +28,15 @@ from ..schedules.lowering.lower import STAGE_KINDS
 from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 
-Link = tuple[int, int]  # (sender, receiver), ranks along the pipeline
+Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
 
 class Lanes(NamedTuple):
-    """The groups over which the messages of one directed link go in turn, and the peer's index in them."""
+    """The groups over which the messages of one directed link go in turn, the peer's index in them, its process."""
 
     groups: tuple[dist.ProcessGroup, ...]
     peer: int
+    process: int
 
 
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
@@ -49,7 +50,7 @@ class ProcessGroupTransport:
     """One rank's end over real processes.
 
     Arguments:
-        rank: this rank.
+        rank: this rank of the schedule.
         lanes: of each directed link of this rank.
         device: where received tensors are made.
         timeout: for sends whose receipt is known, which should be through at once [s].
@@ -65,6 +66,7 @@ class ProcessGroupTransport:
     ) -> None:
         self._rank = rank
         self._lanes = lanes
+        self._process_of = {sender + receiver - rank: lane.process for (sender, receiver), lane in lanes.items()}
         self._device = device
         self._timeout = timeout
         self._blocking = device.type != "cuda"
@@ -167,7 +169,7 @@ class ProcessGroupTransport:
             return operation([_wire(tensor)], index, tag)
         except RuntimeError as error:
             story = f"lost the connection to rank {peer} before the {message} ({short_reason(error)})"
-            raise PeerLost(story, peers=[peer]) from error
+            raise PeerLost(story, peers=[self._process_of[peer]]) from error
 
     def _finish(
         self, work: dist.Work, message: Message, peer: int, timeout: float, tell: Callable[[Message, int], str]
@@ -181,11 +183,11 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             waited, what = time.monotonic() - started, tell(message, peer)
             if "timed out" in str(error).lower() or waited >= timeout:
-                raise PipelineTimeout(f"waited {waited:.1f} s for {what}", peers=[peer]) from error
+                raise PipelineTimeout(f"waited {waited:.1f} s for {what}", peers=[self._process_of[peer]]) from error
             story = (
                 f"lost the connection to rank {peer} after waiting {waited:.1f} s for {what} ({short_reason(error)})"
             )
-            raise PeerLost(story, peers=[peer]) from error
+            raise PeerLost(story, peers=[self._process_of[peer]]) from error
 
 
 def break_group(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -130,12 +130,12 @@ class Assembly:
         self._settings = settings
         self._guard = guard
         self._seeder = Seeder(settings.seed, settings.device)
-        self._local = (world.rank,) if world.distributed else tuple(range(layout.schedule.num_ranks))
+        self._local = layout.place.local_ranks
 
     def build(self, inputs: Sequence[torch.Tensor]) -> Pipeline:
         """For inputs like these. Collective over the processes."""
         settings, world, schedule = self._settings, self._world, self._schedule
-        example = [split_tensor(x, schedule.num_microbatches // self._layout.replica[1])[0] for x in inputs]
+        example = [split_tensor(x, schedule.num_microbatches // self._layout.place.replica[1])[0] for x in inputs]
         microbatch = signature(example)
         self._parts = parts = cut_model(
             self._model,
@@ -155,7 +155,7 @@ class Assembly:
         for index in local_stages:
             parts.train[index].module.to(settings.device)
             parts.evaluate[index].module.to(settings.device)
-        collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
+        collectives = Collectives(self._layout.place, device=settings.device, timeout=settings.timeout)
         self._guard.on_failure(collectives.abort)
         mine = describe(
             schedule,
@@ -254,9 +254,9 @@ class Assembly:
     def _make_engine(self, schedule: Schedule, links: frozenset[Link]) -> Engine:
         settings, world = self._settings, self._world
         if world.distributed:
-            lanes = link_lanes(sorted(links), world, device=settings.device, timeout=settings.timeout)
+            lanes = link_lanes(sorted(links), self._layout.place, device=settings.device, timeout=settings.timeout)
             transports: list[Transport] = [
-                ProcessGroupTransport(world.rank, lanes, device=settings.device, timeout=settings.timeout)
+                ProcessGroupTransport(self._local[0], lanes, device=settings.device, timeout=settings.timeout)
             ]
         else:
             mailbox = Mailbox()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..comm import Collectives, World
+from ..comm import Collectives, Place, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
@@ -54,7 +54,7 @@ class AutoLayout:
         self._settings = settings
         self._num_ranks = num_ranks
         self._num_microbatches = num_microbatches
-        self._collectives = Collectives(world, device=settings.device, timeout=settings.timeout)
+        self._collectives = Collectives(Place.line(world), device=settings.device, timeout=settings.timeout)
 
     def decide(self, inputs_and_target: Sequence[Any]) -> Layout:
         """The layout for batches like this one. Collective over the processes."""

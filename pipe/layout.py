@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm import World
+from ..comm import Mesh, Place, World
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build
 from ..schedules.builders.replicas import replicate
@@ -32,14 +32,14 @@ class Layout:
         split_points: of the user; None: even weights, or the plan's nodes.
         plan: where it came from, if from one.
         recompute: [S].
-        replica: (number, count): which data replica this process is part of, where each passes a batch of its own.
+        place: where this process stands, and which of the schedule's ranks it runs.
     """
 
     schedule: Schedule
     split_points: Sequence[str] | None
     plan: Plan | None
     recompute: tuple[str, ...]
-    replica: tuple[int, int] = (0, 1)
+    place: Place
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
@@ -72,6 +72,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         split_points=None,
         plan=plan,
         recompute=tuple(stage.recompute for stage in plan.stages),
+        place=Place(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
     )
 
 
@@ -79,21 +80,20 @@ def layout_of_options(
     schedule: Schedule,
     world: World,
     *,
-    num_data: int,
+    mesh: Mesh,
     split_points: Sequence[str] | None,
     recompute: str | Sequence[str],
 ) -> Layout:
-    """What the options say: a schedule of one pipeline, and `num_data` replicas of it side by side.
+    """What the options say: a schedule of one pipeline, and as many replicas side by side as the mesh has.
 
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
     """
-    replica = (world.rank % num_data, num_data) if world.distributed else (0, 1)
     return Layout(
-        schedule=replicate(schedule, num_data),
+        schedule=replicate(schedule, mesh.data),
         split_points=split_points,
         plan=None,
         recompute=_recompute_by_stage(recompute, schedule.num_stages),
-        replica=replica,
+        place=Place(world=world, mesh=mesh),
     )
 
 

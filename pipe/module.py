@@ -149,9 +149,7 @@ class PipelineModule:
             one = build_schedule(
                 str(wanted), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
             )
-            layout = layout_of_options(
-                one, self.world, num_data=axes.data, split_points=split_points, recompute=recompute
-            )
+            layout = layout_of_options(one, self.world, mesh=axes, split_points=split_points, recompute=recompute)
             self._start(layout, example_inputs)
 
     def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> Runtime:

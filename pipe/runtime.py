@@ -270,7 +270,7 @@ class Runtime:
         A batch that is refused is refused on every rank alike, unless each replica has its own: then the others, which
         would go on without this one, are told.
         """
-        if self._layout.replica[1] > 1 and self._assembled is not None:
+        if self._layout.place.replica[1] > 1 and self._assembled is not None:
             with self._guard.together():
                 return self._microbatches(arguments, training=training)
         return self._microbatches(arguments, training=training)
@@ -305,7 +305,7 @@ class Runtime:
 
     def _own_microbatches(self) -> range:
         """Those that the batch of a call holds: all, or those of this process's data replica."""
-        replica, count = self._layout.replica
+        replica, count = self._layout.place.replica
         return range(replica, self.schedule.num_microbatches, count)
 
     def _loss(self, batch: Batch) -> GroupLoss:
@@ -442,7 +442,7 @@ class Runtime:
             if isinstance(transport, ProcessGroupTransport) and links <= self._pipeline.links and specs:
                 self._latency = one_way_seconds(
                     transport,
-                    rank=self._world.rank,
+                    rank=self.local_ranks[0].worker.rank,
                     specs=specs,
                     device=self._settings.device,
                     timeout=self._settings.timeout,

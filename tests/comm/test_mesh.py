@@ -1,0 +1,105 @@
+"""Processes, coordinates and ranks of the schedule: three things, told apart on meshes whose order is not the usual."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.pool import Pool
+
+from stagewright.comm import Collectives, Coordinates, Mesh, Place, ProcessGroupTransport, TensorSpec, World, link_lanes
+from stagewright.comm.mesh import AXES
+from stagewright.schedules import Message, MessageKind
+
+CPU = torch.device("cpu")
+BACKWARDS = Mesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # rank 1 is process 2, rank 2 is process 1
+
+
+@pytest.mark.parametrize("order", list(permutations(AXES)))
+def test_processes_and_coordinates_are_one_to_one(order: tuple[str, ...]) -> None:
+    mesh = Mesh(pipe=2, data=3, tensor=4, order=order)
+    places = [mesh.coordinates(process) for process in range(mesh.num_processes)]
+    assert len(set(places)) == 24
+    assert [mesh.process_at(place) for place in places] == list(range(24))
+    fastest = order[-1]
+    assert places[1] == Coordinates(0, 0, 0)._replace(**{fastest: 1})
+
+
+@pytest.mark.parametrize("order", list(permutations(AXES)))
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_of_an_axis_cover_all_processes_once(axis: str, order: tuple[str, ...]) -> None:
+    mesh = Mesh(pipe=2, data=3, tensor=4, order=order)
+    groups = mesh.groups(axis)
+    assert sorted(process for group in groups for process in group) == list(range(24))
+    for group in groups:
+        places = [mesh.coordinates(process) for process in group]
+        assert [getattr(place, axis) for place in places] == list(range(len(group)))
+        assert len({place._replace(**{axis: 0}) for place in places}) == 1
+
+
+def test_the_processes_of_a_tensor_group_run_the_same_rank() -> None:
+    mesh = Mesh(pipe=2, data=2, tensor=2)
+    assert [mesh.rank_of(process) for process in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    odd = Place(world=World(rank=5, size=8), mesh=mesh)
+    assert odd.local_ranks == (2,)
+    assert [odd.process_of(rank) for rank in range(4)] == [1, 3, 5, 7]
+    assert odd.replica == (0, 2)
+
+
+def test_a_rank_is_no_process_where_the_order_says_so() -> None:
+    places = [Place(world=World(rank=process, size=4), mesh=BACKWARDS) for process in range(4)]
+    assert [place.local_ranks for place in places] == [(0,), (2,), (1,), (3,)]
+    assert [place.replica for place in places] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert all(place.process_of(rank) == process for process, place in enumerate(places) for rank in place.local_ranks)
+
+
+def test_in_one_process_all_ranks_run_on_one_batch() -> None:
+    alone = Place(world=World(rank=0, size=1), mesh=BACKWARDS)
+    assert alone.local_ranks == (0, 1, 2, 3)
+    assert alone.replica == (0, 1)
+    assert {alone.process_of(rank) for rank in range(4)} == {0}
+
+
+def test_a_mesh_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"order=\('pipe', 'pipe', 'data'\): expected pipe, data, tensor, each once"):
+        Mesh(pipe=2, order=("pipe", "pipe", "data"))
+    with pytest.raises(ValueError, match=r"for 2 processes: expected 4 of them"):
+        Place(world=World(rank=0, size=2), mesh=BACKWARDS)
+
+
+# --- over gloo ---
+
+
+def speak_as_ranks() -> list[str]:
+    """A message from rank 0 to rank 1, a sum over ranks 0 and 1, a copy from rank 1, under the odd order."""
+    place = Place(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)
+    (rank,) = place.local_ranks
+    lanes = link_lanes([(0, 1)], place, device=CPU, timeout=30.0)
+    transport = ProcessGroupTransport(rank, lanes, device=CPU, timeout=30.0)
+    tensor = torch.tensor([7.0])
+    message, specs = Message(MessageKind.ACT, 0, 1, 0), [TensorSpec.of(tensor)]
+    complaints = []
+    if rank == 0:
+        transport.send(message, 1, [tensor], specs)
+    elif rank == 1:
+        transport.post(message, 0, specs)
+        if float(transport.wait(message, 30.0)[0]) != 7.0:
+            complaints.append("the message")
+    transport.drain(30.0)
+    collectives = Collectives(place, device=CPU, timeout=30.0)
+    collectives.subgroup((0, 1))
+    total = torch.tensor([1.0 + rank])
+    if rank < 2:
+        collectives.all_reduce(total, what="a sum", ranks=(0, 1))
+    if float(total) != (3.0 if rank < 2 else 1.0 + rank):
+        complaints.append(f"rank {rank}: the sum is {total}")
+    if float(collectives.broadcast(torch.tensor(float(rank)), 1, what="a copy")) != 1.0:
+        complaints.append(f"rank {rank}: the copy")
+    return complaints
+
+
+@pytest.mark.gloo
+def test_messages_and_sums_go_by_ranks_of_the_schedule(gloo: Pool) -> None:
+    assert gloo.run(speak_as_ranks, ranks=4) == [[]] * 4
