@@ -9,6 +9,7 @@ the rest                          P = 2, 4 and 8 processes: one set for each P, 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,13 +24,12 @@ from .figures import figures_of
 from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, Contest, MemoryKind, PlannedRun, check_pipedream_data
 from .races import RACES, Race
 from .records import Record, read_records
-from .workloads import CASES, Case, ModelKind, Workload, select_cases, workloads_of
+from .workloads import CASES, PING_PONG, RECEIVE_BYTES, Case, ModelKind, Workload, select_cases, workloads_of
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # A fixed threshold [bytes], above which glibc's malloc gives memory back when it is freed. By default the threshold
 # grows to what has been freed, and most tensors stay with the process.
 _MALLOC = {MemoryKind.IN_USE: {"MALLOC_MMAP_THRESHOLD_": "65536"}, MemoryKind.RESIDENT: {}}
-_PING_PONG, _RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker beside the workloads
 _PLANNING = ("partitioner", "planner")
 
 
@@ -71,10 +71,10 @@ def run(argv: Sequence[str]) -> int:
     except BenchError as error:
         print(f"stagewright bench: {error}", file=sys.stderr)
         return 1
-    from .report import Report
+    from .report import BenchReport
 
     figures = [figure for case in cases for figure in figures_of(case, records)]
-    report = Report(repetitions=options.repetitions, figures=figures, records=records)
+    report = BenchReport(repetitions=options.repetitions, figures=figures, records=records)
     if options.json:
         print(json.dumps(report.as_json()))
     else:
@@ -108,7 +108,7 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     for num_ranks in sorted({one.num_ranks for one in sized} | {2}):
         jobs = [one.name for one in sized if one.num_ranks == num_ranks]
         if num_ranks == 2:
-            jobs = [_PING_PONG] * bool(tiny) + jobs + [_RECEIVE_BYTES] * (_RECEIVE_BYTES in names)
+            jobs = [PING_PONG] * bool(tiny) + jobs + [RECEIVE_BYTES] * (RECEIVE_BYTES in names)
         if jobs:
             records += _run_ranks(num_ranks, jobs, options, folder)
     for job, (run, kind) in MEMORY_JOBS.items():
@@ -158,8 +158,6 @@ def _run_often(name: str, module: str, arguments: Sequence[str], options: BenchO
 
 
 def _run_alone(module: str, arguments: Sequence[str]) -> None:
-    import os
-
     done = subprocess.run(
         _module(module, arguments),
         env={**os.environ, **_ENVIRONMENT},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 
-from .model_side import ModelSide, plan_by_measuring
 from .plan_workloads import Contest, CutBy
+from .planned import plan_by_measuring
 from .records import CutTimes
-from .timing import say, timed
+from .sides import OurSide, check_same_work
+from .timing import in_turn, say, timed
 from .whole_models import contest_problem
 
 SCHEDULE = "1f1b"
@@ -30,29 +32,21 @@ def run_contest(contest: Contest, *, repetitions: int) -> CutTimes:
     assert plan.simulated_step_time is not None
     by_hand = {"schedule": SCHEDULE, "num_microbatches": contest.num_microbatches}
     sides = {
-        CutBy.LAYERS: ModelSide(problem, split_points=[contest.layers_cut], **by_hand),
-        CutBy.PARAMETERS: ModelSide(problem, **by_hand),
-        CutBy.PROFILE: ModelSide(problem, plan=plan),
+        CutBy.LAYERS: OurSide.of_model(problem, split_points=[contest.layers_cut], **by_hand),
+        CutBy.PARAMETERS: OurSide.of_model(problem, **by_hand),
+        CutBy.PROFILE: OurSide.of_model(problem, plan=plan),
     }
     for _ in range(_WARM_UP_STEPS):
         for side in sides.values():
             timed(side.step)
-        _check_same_work(contest, sides)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(repetitions):
-        for name, side in sides.items():
-            seconds[name].append(median(timed(side.step) for _ in range(contest.steps)))
-        shown = ", ".join(f"{name} {values[-1] * 1e3:.2f} ms" for name, values in seconds.items())
-        say(f"{contest.name}: repetition {repetition + 1}/{repetitions}: {shown}")
-    cuts: dict[str, str] = {name: " | ".join(side.pipe.stage_names) for name, side in sides.items()}
+        check_same_work(contest.name, {cut_by: side.loss for cut_by, side in sides.items()})
+
+    def repeat(side: OurSide) -> float:
+        return median(timed(side.step) for _ in range(contest.steps))
+
+    runs = {cut_by.value: partial(repeat, side) for cut_by, side in sides.items()}
+    seconds = in_turn(contest.name, runs, repetitions=repetitions)
+    cuts: dict[str, str] = {cut_by: " | ".join(side.pipe.stage_names) for cut_by, side in sides.items()}
     for side in sides.values():
         side.pipe.close()
     return CutTimes(contest=contest.name, cuts=cuts, seconds=seconds, predicted=plan.simulated_step_time)
-
-
-def _check_same_work(contest: Contest, sides: dict[CutBy, ModelSide]) -> None:
-    losses = {name: side.loss for name, side in sides.items() if side.loss is not None}
-    first = losses[CutBy.PROFILE]
-    for name, loss in losses.items():
-        if abs(loss - first) > 1e-4 * max(1.0, abs(first)):
-            raise RuntimeError(f"{contest.name}: the loss is {loss} by {name}, {first} by profile: not the same work")

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from ...pipe import PipelineModule
-from .models import Problem, make_problem
+from .models import StagesProblem, drop_gradients, make_problem
 from .records import Breakdown, write_records
 from .workloads import WORKLOADS, Workload
 
@@ -69,8 +69,7 @@ def break_down(workload: Workload, *, repetitions: int, profile: bool = False) -
 
     def pipeline() -> None:
         pipe.forward_backward(problem.inputs, problem.target)
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        drop_gradients(pipe.parameters())
 
     def bare() -> None:
         _bare_step(problem, workload.num_microbatches)
@@ -89,7 +88,7 @@ def break_down(workload: Workload, *, repetitions: int, profile: bool = False) -
     )
 
 
-def _bare_step(problem: Problem, num_microbatches: int) -> None:
+def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:
     """The least that the stages of a pipeline ask of autograd: each its own leaf, graph and backward."""
     last = len(problem.stages) - 1
     inputs, targets = (
@@ -109,9 +108,7 @@ def _bare_step(problem: Problem, num_microbatches: int) -> None:
             torch.autograd.backward((out,), (gradient,))
             if leaf.grad is not None:
                 gradient = leaf.grad
-    for stage in problem.stages:
-        for parameter in stage.parameters():
-            parameter.grad = None
+    drop_gradients(parameter for stage in problem.stages for parameter in stage.parameters())
 
 
 def _seconds(step: Callable[[], None]) -> float:

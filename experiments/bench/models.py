@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..training.corpus import loss_fn
 from ..training.gpt import GPTConfig, gpt_stages
 from .workloads import ModelKind, Workload
 
@@ -24,37 +25,46 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a side needs to run a workload.
+    """A batch and how it is trained on.
 
     Arguments:
-        stages: [S] modules, freshly made, the same in every process and on both sides.
         inputs, target: one whole batch.
         loss_fn: (output, target) -> mean.
         optimizer: parameters -> optimizer; None: a step ends with the last backward.
-        boundary: a tensor as it crosses from stage to stage.
     """
 
-    stages: list[nn.Module]
     inputs: Tensor
     target: Tensor
     loss_fn: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesProblem(Problem):
+    """A model in stages.
+
+    Arguments:
+        stages: [S] modules, freshly made, the same in every process and on both sides.
+        boundary: a tensor as it crosses from stage to stage.
+    """
+
+    stages: list[nn.Module]
     boundary: Tensor
 
 
-def make_problem(workload: Workload) -> Problem:
+def make_problem(workload: Workload) -> StagesProblem:
     """Stages and batch of a workload, from a fixed seed."""
     generator = torch.Generator().manual_seed(_SEED)
     torch.manual_seed(_SEED)
     M, S = workload.num_microbatches, workload.num_stages
     if workload.model is ModelKind.GPT:
         shape = (M * GPT_MICROBATCH, GPT_SIZE.length)
-        return Problem(
+        return StagesProblem(
             stages=list(gpt_stages(GPT_SIZE, S)),
             inputs=torch.randint(GPT_SIZE.vocabulary, shape, generator=generator),
             target=torch.randint(GPT_SIZE.vocabulary, shape, generator=generator),
-            loss_fn=_cross_entropy,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
+            loss_fn=loss_fn,
+            optimizer=adamw,
             boundary=torch.zeros(GPT_MICROBATCH, GPT_SIZE.length, GPT_SIZE.width),
         )
     stages: list[nn.Module] = [
@@ -63,7 +73,7 @@ def make_problem(workload: Workload) -> Problem:
         else SleepingStage(workload.forward, workload.backward)
         for _ in range(S)
     ]
-    return Problem(
+    return StagesProblem(
         stages=stages,
         inputs=torch.randn(M, TINY_WIDTH, generator=generator),
         target=torch.randn(M, TINY_WIDTH, generator=generator),
@@ -74,8 +84,15 @@ def make_problem(workload: Workload) -> Problem:
     )
 
 
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every workload that has a real one."""
+    return torch.optim.AdamW(parameters, lr=3e-4)
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set all gradients to None, as zero_grad does."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def sleep_until(moment: float) -> None:

@@ -5,22 +5,48 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from ...comm import join_world
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
+from ...pipe.assembly import Settings
 from ...schedules import simulate
 from ..host import MemoryMeter
 from ..training.gpt import GPTConfig
-from .model_side import ModelSide, plan_by_measuring
 from .plan_workloads import MemoryKind, PlannedRun
 from .records import PlannedMemory, PlannedTimes
+from .sides import TIMEOUT, OurSide
 from .timing import say, timed
-from .whole_models import gpt_problem, planned_problem
+from .whole_models import WholeProblem, gpt_problem, planned_problem
 
 _WARM_UP_STEPS = 2
 _MEMORY_STEPS = 4  # the optimizer's state is there from the first on
+
+
+def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restrictions: Any) -> Plan:
+    """What schedule="auto" decides on, for a given M and within `restrictions` of the planner's search.
+
+    Collective over the processes; the same plan on each.
+    """
+    from ...pipe.auto import AutoLayout  # the profiler and the planner, which other jobs need not load
+
+    device = torch.device("cpu")
+    world = join_world(device=device, timeout=TIMEOUT)
+    settings = Settings(
+        loss_fn=problem.loss_fn,
+        optimizer=problem.optimizer,
+        lr_scheduler=None,
+        max_grad_norm=None,
+        seed=0,
+        device=device,
+        timeout=TIMEOUT,
+    )
+    layout = AutoLayout(problem.make_model(), world, settings, num_ranks=world.size, num_microbatches=num_microbatches)
+    return layout.plan((problem.inputs, problem.target), **restrictions)
 
 
 def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTimes:
@@ -34,7 +60,7 @@ def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTime
         file.write_text(plan.to_json(), encoding="utf-8")
     shape = f"{plan.schedule} {describe(plan)}"
     say(f"{run.name}: {shape}")
-    side = ModelSide(problem, plan=plan)
+    side = OurSide.of_model(problem, plan=plan)
     for _ in range(_WARM_UP_STEPS):
         timed(side.step)
     side.pipe.forget_measurements()
@@ -71,7 +97,7 @@ def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemor
     _load_everything()
     gc.collect()
     meter = MemoryMeter()
-    side = ModelSide(planned_problem(run), plan=plan)
+    side = OurSide.of_model(planned_problem(run), plan=plan)
     for _ in range(_MEMORY_STEPS):
         side.step()
     peaks: list[int] = [0] * dist.get_world_size()
@@ -86,6 +112,6 @@ def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemor
 def _load_everything() -> None:
     """A step of a tiny GPT over the same ranks: modules, threads and tables that the first model brings in."""
     tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
-    side = ModelSide(tiny, schedule="1f1b", num_microbatches=4)
+    side = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)
     side.step()
     side.pipe.close()

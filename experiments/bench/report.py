@@ -21,7 +21,7 @@ MIN_REPETITIONS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class BenchReport:
     """All figures of one run, and what they come from."""
 
     repetitions: int

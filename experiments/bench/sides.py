@@ -8,11 +8,11 @@ torch's last rank reads its own losses, and its other ranks know nothing of them
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -23,12 +23,15 @@ from torch.distributed.pipelining import (
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
 from ...schedules import build
-from .models import Problem
+from .models import Problem, StagesProblem, drop_gradients
+from .whole_models import WholeProblem
 from .workloads import Workload
+
+TIMEOUT = 120.0  # of a whole model's runs [s]
 
 
 class Side(Protocol):
-    """One of the two."""
+    """One side of a comparison."""
 
     loss: float | None  # of the last step; None on a rank that does not know it
 
@@ -37,27 +40,32 @@ class Side(Protocol):
 
 
 class OurSide:
-    """PipelineModule over the processes of the bench."""
+    """A PipelineModule over the processes of the bench, and the batch that it runs."""
 
-    def __init__(self, workload: Workload, problem: Problem) -> None:
-        self.pipe = PipelineModule(
-            stages=problem.stages,
-            schedule=build(
-                workload.schedule,
-                num_ranks=workload.num_ranks,
-                num_microbatches=workload.num_microbatches,
-                num_chunks=workload.num_chunks,
-                **({"warmup": workload.warmup} if workload.schedule == "2bw" else {}),
-            ),
-            loss_fn=problem.loss_fn,
-            optimizer=problem.optimizer,
-            example_inputs=(problem.inputs,),
-        )
+    def __init__(self, pipe: PipelineModule, problem: Problem) -> None:
+        self.pipe = pipe
         self.loss: float | None = None
         self.result: StepResult | None = None
         self._batch = (problem.inputs, problem.target)
         self._has_optimizer = problem.optimizer is not None
-        self._parameters = self.pipe.parameters()
+        self._parameters = pipe.parameters()
+
+    @classmethod
+    def of_stages(cls, workload: Workload, problem: StagesProblem) -> OurSide:
+        """The workload's stages under its schedule."""
+        schedule = build(
+            workload.schedule,
+            num_ranks=workload.num_ranks,
+            num_microbatches=workload.num_microbatches,
+            num_chunks=workload.num_chunks,
+            **({"warmup": workload.warmup} if workload.schedule == "2bw" else {}),
+        )
+        return cls(_pipe(problem, stages=problem.stages, schedule=schedule), problem)
+
+    @classmethod
+    def of_model(cls, problem: WholeProblem, **cut: Any) -> OurSide:
+        """A whole model, cut by a plan, or by a schedule with split points, as PipelineModule takes them."""
+        return cls(_pipe(problem, model=problem.make_model(), timeout=TIMEOUT, **cut), problem)
 
     def step(self) -> None:
         """See Side.step."""
@@ -65,14 +73,20 @@ class OurSide:
             self.result = self.pipe.train_step(*self._batch)
         else:
             self.result = self.pipe.forward_backward(*self._batch)
-            _drop_gradients(self._parameters)
+            drop_gradients(self._parameters)
         self.loss = self.result.loss
+
+
+def _pipe(problem: Problem, **model: Any) -> PipelineModule:
+    return PipelineModule(
+        **model, loss_fn=problem.loss_fn, optimizer=problem.optimizer, example_inputs=(problem.inputs,)
+    )
 
 
 class TorchSide:
     """torch.distributed.pipelining over the same processes and the default process group."""
 
-    def __init__(self, workload: Workload, problem: Problem) -> None:
+    def __init__(self, workload: Workload, problem: StagesProblem) -> None:
         self.loss: float | None = None
         rank, S = dist.get_rank(), workload.num_stages
         mine = range(rank, S, workload.num_ranks)
@@ -88,7 +102,7 @@ class TorchSide:
             else [problem.optimizer(list(stage.submod.parameters())) for stage in self.stages]
         )
 
-    def _make_schedule(self, workload: Workload, problem: Problem):  # type: ignore[no-untyped-def]
+    def _make_schedule(self, workload: Workload, problem: StagesProblem):  # type: ignore[no-untyped-def]
         """scale_grads (its default) divides the gradients by M: those of the mean loss."""
         M, loss_fn = workload.num_microbatches, problem.loss_fn
         if workload.schedule == "interleaved":
@@ -107,7 +121,7 @@ class TorchSide:
             optimizer.step()
             optimizer.zero_grad()
         if not self._optimizers:
-            _drop_gradients(self._parameters)
+            drop_gradients(self._parameters)
 
     @property
     def receive_bytes(self) -> int:
@@ -123,6 +137,8 @@ class TorchSide:
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-def _drop_gradients(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+def check_same_work(name: str, losses: Mapping[str, float | None]) -> None:
+    """RuntimeError where the sides of a comparison have different losses; None: not known on this rank."""
+    known = {side: loss for side, loss in losses.items() if loss is not None}
+    if known and max(known.values()) - min(known.values()) > 1e-4 * max(1.0, *map(abs, known.values())):
+        raise RuntimeError(f"{name}: the losses differ, so the sides do not do the same work: {known}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,3 +33,24 @@ def say(text: str) -> None:
     """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def in_turn(
+    name: str, sides: Mapping[str, Callable[[], float]], *, repetitions: int, after: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
+    """[repetitions] seconds of each side, one after the other: what disturbs the machine disturbs all of them.
+
+    Arguments:
+        name: of the comparison.
+        sides: by name: runs one repetition and returns its seconds.
+        after: called when all sides have run a repetition.
+    """
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for repetition in range(repetitions):
+        for side, run in sides.items():
+            seconds[side].append(run())
+        if after is not None:
+            after()
+        shown = ", ".join(f"{side} {values[-1] * 1e3:.2f} ms" for side, values in seconds.items())
+        say(f"{name}: repetition {repetition + 1}/{repetitions}: {shown}")
+    return seconds

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from ..training.corpus import loss_fn
 from ..training.gpt import GPT, GPTConfig
-from .models import GPT_MICROBATCH, GPT_SIZE, TINY_WIDTH, SleepingStage
+from .models import GPT_MICROBATCH, GPT_SIZE, TINY_WIDTH, Problem, SleepingStage, adamw
 from .plan_workloads import Contest, ContestModel, PlannedModel, PlannedRun
 
 IMAGE_CLASSES = 10
@@ -20,25 +20,14 @@ _SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeProblem:
-    """What is trained.
-
-    Arguments:
-        make_model: each time the same weights.
-        inputs, target: one whole batch.
-        loss_fn: (output, target) -> mean.
-        optimizer: parameters -> optimizer; None: a step ends with the last backward.
-    """
+class WholeProblem(Problem):
+    """A model in one piece; `make_model` gives the same weights each time."""
 
     make_model: Callable[[], nn.Module]
-    inputs: Tensor
-    target: Tensor
-    loss_fn: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None
 
 
 def planned_problem(run: PlannedRun) -> WholeProblem:
-    """Of a planned run."""
+    """The problem of a planned run."""
     if run.model is PlannedModel.GPT:
         size = GPTConfig(layers=run.num_layers, width=GPT_SIZE.width, length=GPT_SIZE.length)
         return gpt_problem(size, batch=run.num_microbatches * GPT_MICROBATCH)
@@ -53,7 +42,7 @@ def planned_problem(run: PlannedRun) -> WholeProblem:
 
 
 def contest_problem(contest: Contest) -> WholeProblem:
-    """Of a contest."""
+    """The problem of a contest."""
     batch = contest.num_microbatches * contest.microbatch_size
     if contest.model is ContestModel.HEAD:
         return gpt_problem(GPTConfig(vocabulary=8192, width=256, layers=6, length=contest.size), batch=batch)
@@ -63,7 +52,7 @@ def contest_problem(contest: Contest) -> WholeProblem:
         inputs=torch.randn(batch, 3, contest.size, contest.size, generator=generator),
         target=torch.randint(IMAGE_CLASSES, (batch,), generator=generator),
         loss_fn=F.cross_entropy,
-        optimizer=_adamw,
+        optimizer=adamw,
     )
 
 
@@ -75,8 +64,8 @@ def gpt_problem(size: GPTConfig, *, batch: int) -> WholeProblem:
         make_model=lambda: _seeded(lambda: GPT(size)),
         inputs=torch.randint(size.vocabulary, shape, generator=generator),
         target=torch.randint(size.vocabulary, shape, generator=generator),
-        loss_fn=_cross_entropy,
-        optimizer=_adamw,
+        loss_fn=loss_fn,
+        optimizer=adamw,
     )
 
 
@@ -106,11 +95,3 @@ def convolutions(size: int) -> nn.Sequential:
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(_SEED)
     return make()
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-4)
-
-
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,17 +26,14 @@ import tyro
 from ...schedules import simulate
 from ..launcher import report_to_launcher
 from .cuts import run_contest
-from .models import Problem, make_problem
+from .models import StagesProblem, make_problem
 from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, plan_file
 from .planned import run_memory, run_planned
 from .races import RACES, Race, Runner
 from .records import Measurement, PingPong, RaceTimes, ReceiveBytes, Record, write_records
-from .sides import OurSide, Side, TorchSide
-from .timing import say, timed
-from .workloads import WORKLOADS, ModelKind, Workload
-
-PING_PONG = "ping-pong"
-RECEIVE_BYTES = "receive-bytes"
+from .sides import OurSide, Side, TorchSide, check_same_work
+from .timing import in_turn, say, timed
+from .workloads import PING_PONG, RECEIVE_BYTES, WORKLOADS, ModelKind, Workload
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _WARM_UP_STEPS = 2
@@ -91,18 +89,17 @@ def measure(workload: Workload, *, repetitions: int) -> Measurement:
     """Both sides in turn: torch, ours, torch, ours, ..."""
     problem = make_problem(workload)  # fresh for each side: both train the same weights by themselves
     boundary = problem.boundary
-    torch_side, our_side = TorchSide(workload, problem), OurSide(workload, make_problem(workload))
+    torch_side, our_side = TorchSide(workload, problem), OurSide.of_stages(workload, make_problem(workload))
     _warm_up(workload, torch_side, our_side)
     our_side.pipe.forget_measurements()
-    times: dict[str, list[float]] = {"torch": [], "ours": []}
-    makespans = []
-    for repetition in range(repetitions):
-        times["torch"].append(_repetition(workload, torch_side))
-        times["ours"].append(_repetition(workload, our_side))
+    makespans: list[float] = []
+
+    def note_makespan() -> None:
         assert our_side.result is not None
         makespans.append(our_side.result.timeline().makespan)
-        shown = ", ".join(f"{name} {values[-1] * 1e3:.2f} ms" for name, values in times.items())
-        say(f"{workload.name}: repetition {repetition + 1}/{repetitions}: {shown}")
+
+    runs = {"torch": partial(_repetition, workload, torch_side), "ours": partial(_repetition, workload, our_side)}
+    times = in_turn(workload.name, runs, repetitions=repetitions, after=note_makespan)
     costs = our_side.pipe.measured_costs()
     schedule = our_side.pipe.schedule
     table = costs.table(num_stages=schedule.num_stages)
@@ -117,7 +114,7 @@ def measure(workload: Workload, *, repetitions: int) -> Measurement:
         backward=list(table.backward),
         predicted=simulate(schedule, replace(costs, latency=latency)).makespan,
         latency=latency,
-        boundary_bytes=_num_bytes(boundary),
+        boundary_bytes=boundary.nbytes,
     )
 
 
@@ -126,9 +123,7 @@ def _warm_up(workload: Workload, torch_side: Side, our_side: Side) -> None:
     for _ in range(_WARM_UP_STEPS):
         for side in (torch_side, our_side):
             timed(side.step)
-        theirs, mine = torch_side.loss, our_side.loss
-        if theirs is not None and mine is not None and abs(theirs - mine) > 1e-4 * max(1.0, abs(theirs)):
-            raise RuntimeError(f"{workload.name}: torch's loss is {theirs}, ours {mine}: not the same work")
+        check_same_work(workload.name, {"torch": torch_side.loss, "ours": our_side.loss})
 
 
 def _repetition(workload: Workload, side: Side) -> float:
@@ -142,9 +137,8 @@ def run_race(race: Race, *, repetitions: int) -> RaceTimes:
     """All entries in turn, many batches in a row each."""
     sides: dict[str, Side] = {}
     for entry in race.entries:
-        problem = make_problem(entry.workload)
-        make = OurSide if entry.runner is Runner.OURS else TorchSide
-        sides[entry.label] = make(entry.workload, problem)
+        make = OurSide.of_stages if entry.runner is Runner.OURS else TorchSide
+        sides[entry.label] = make(entry.workload, make_problem(entry.workload))
     first = next(iter(sides.values()))
     assert isinstance(first, OurSide)
     for side in sides.values():
@@ -154,15 +148,14 @@ def run_race(race: Race, *, repetitions: int) -> RaceTimes:
     first.pipe.forget_measurements()
     for _ in range(_WARM_UP_STEPS):
         first.step()
-    seconds: dict[str, list[float]] = {label: [] for label in sides}
-    bubbles = []
-    for repetition in range(repetitions):
-        for label, side in sides.items():
-            seconds[label].append(_seconds_a_batch(side, race.batches))
+    bubbles: list[float] = []
+
+    def note_bubble() -> None:
         assert first.result is not None
         bubbles.append(first.result.timeline().bubble)
-        shown = ", ".join(f"{label} {values[-1] * 1e3:.2f} ms" for label, values in seconds.items())
-        say(f"{race.name}: repetition {repetition + 1}/{repetitions}: {shown}")
+
+    runs = {label: partial(_seconds_a_batch, side, race.batches) for label, side in sides.items()}
+    seconds = in_turn(race.name, runs, repetitions=repetitions, after=note_bubble)
     predicted = simulate(first.pipe.schedule, first.pipe.measured_costs()).batch_seconds
     for side in sides.values():
         if isinstance(side, OurSide):
@@ -196,7 +189,7 @@ def ping_pong(tensor: torch.Tensor, *, rounds: int) -> PingPong:
     tight = _one_way_times(group, tensor, rounds=rounds, pause=0.0)
     paced = _one_way_times(group, tensor, rounds=max(20, rounds // 5), pause=_PAUSE)
     dist.barrier()
-    return PingPong(num_bytes=_num_bytes(tensor), tight=tight, paced=paced)
+    return PingPong(num_bytes=tensor.nbytes, tight=tight, paced=paced)
 
 
 def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: int, pause: float) -> list[float]:
@@ -223,10 +216,6 @@ def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: in
     return [abs(a - b) for a, b in zip(everyone[0], everyone[1], strict=True)]
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 # Receive buffers
 
 
@@ -248,8 +237,8 @@ def receive_bytes() -> list[ReceiveBytes]:
     return records
 
 
-def _receive_bytes(workload: Workload, problem: Problem) -> ReceiveBytes:
-    ours, theirs = OurSide(workload, make_problem(workload)), TorchSide(workload, problem)
+def _receive_bytes(workload: Workload, problem: StagesProblem) -> ReceiveBytes:
+    ours, theirs = OurSide.of_stages(workload, make_problem(workload)), TorchSide(workload, problem)
     peak = _watch_receives(ours)
     for side in (theirs, ours):
         side.step()

@@ -13,6 +13,8 @@ from enum import StrEnum
 
 from .plan_workloads import CONTESTS, PLANNED_RUNS
 
+PING_PONG, RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker beside the workloads
+
 
 class ModelKind(StrEnum):
     """What the stages are."""

@@ -31,7 +31,7 @@ from stagewright.experiments.bench.records import (
     read_records,
     write_records,
 )
-from stagewright.experiments.bench.report import Report
+from stagewright.experiments.bench.report import BenchReport
 from stagewright.experiments.bench.simulator import measure_simulator
 from stagewright.experiments.bench.workloads import (
     CASES,
@@ -204,7 +204,7 @@ def test_records_survive_their_file(tmp_path: Path):
 
 def test_the_report_says_where_each_figure_comes_from():
     stream = io.StringIO()
-    report = Report(repetitions=2, figures=all_figures(), records=RECORDS)
+    report = BenchReport(repetitions=2, figures=all_figures(), records=RECORDS)
     report.print_on(Console(file=stream, width=250))
     text = stream.getvalue()
     for expected in (
@@ -222,7 +222,7 @@ def test_the_report_says_where_each_figure_comes_from():
 
 
 def test_the_json_is_one_object_with_targets_and_verdicts():
-    answer = json.loads(json.dumps(Report(repetitions=5, figures=all_figures(), records=RECORDS).as_json()))
+    answer = json.loads(json.dumps(BenchReport(repetitions=5, figures=all_figures(), records=RECORDS).as_json()))
     first = answer["figures"][0]
     assert (first["case"], first["target"]["limit"], first["verdict"]) == ("overhead-1f1b", 1.1, "missed")
     assert {record["type"] for record in answer["records"]} == {type(record).__name__ for record in RECORDS}

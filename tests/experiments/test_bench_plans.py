@@ -37,7 +37,7 @@ from stagewright.experiments.bench.records import (
     read_records,
     write_records,
 )
-from stagewright.experiments.bench.report import Report
+from stagewright.experiments.bench.report import BenchReport
 from stagewright.experiments.bench.whole_models import contest_problem, planned_problem
 from stagewright.experiments.bench.workloads import CASES
 from stagewright.partition import Plan
@@ -162,7 +162,7 @@ def test_records_survive_their_file_and_the_report(tmp_path: Path):
     write_records(tmp_path / "records.jsonl", RECORDS)
     assert read_records(tmp_path / "records.jsonl") == RECORDS
     found = [figure for case in ABOUT_PLANS for figure in figures(case, *RECORDS)]
-    answer = json.loads(json.dumps(Report(repetitions=2, figures=found, records=RECORDS).as_json()))
+    answer = json.loads(json.dumps(BenchReport(repetitions=2, figures=found, records=RECORDS).as_json()))
     assert {figure["case"] for figure in answer["figures"]} == set(ABOUT_PLANS)
 
 
