@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, each with its story."""
+"""Errors between ranks, each with its story."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PeerLost(PipelineError):  # noqa: N818 - likewise
 
 
 def short_reason(error: BaseException) -> str:
-    """What a backend's error says, without source paths and addresses.
+    """A backend's error message without source paths and addresses.
 
     >>> short_reason(RuntimeError("[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3. x"))
     'Connection closed by peer'

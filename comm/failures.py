@@ -31,8 +31,8 @@ _STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
 _POLL = 0.05  # [s]
 
 
-class Report(NamedTuple):
-    """What a rank wrote when it failed.
+class Account(NamedTuple):
+    """Account of a rank that failed.
 
     peers: whom it waited for; none: the error was its own.
     gave_up: its wait ran out (else it lost a connection).
@@ -43,15 +43,15 @@ class Report(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Report:
-        """Of an error on this rank."""
+    def of(cls, error: BaseException) -> Account:
+        """Account of an error on this rank."""
         if isinstance(error, PipelineError):
             return cls(error.peers, isinstance(error, PipelineTimeout), str(error))
         return cls((), False, f"{type(error).__name__}: {error}")
 
 
 class Verdict(NamedTuple):
-    """What the reports say so far. settled: no later report can change it."""
+    """Cause according to the reports so far. settled: no later report can change it."""
 
     cause: str
     settled: bool
@@ -71,7 +71,7 @@ class FailureBoard:
 
     def write(self, error: BaseException) -> None:
         """Write this rank's error down. Never raises: the store may be gone."""
-        text = json.dumps(Report.of(error))
+        text = json.dumps(Account.of(error))
         _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
     def explain(self, error: BaseException) -> BaseException:
@@ -79,7 +79,7 @@ class FailureBoard:
         if not isinstance(error, PipelineError) or not error.peers:
             return error
         deadline = time.monotonic() + (_LATER if isinstance(error, PipelineTimeout) else _SOON)
-        reports: dict[int, Report] = {self._rank: Report.of(error)}
+        reports: dict[int, Account] = {self._rank: Account.of(error)}
         while True:
             found = _within(_STORE_LIMIT, partial(self._read, frozenset(reports)))
             if found is None:
@@ -100,13 +100,13 @@ class FailureBoard:
         if self._rank == 0:
             time.sleep(_SOON)
 
-    def _read(self, known: Collection[int]) -> dict[int, Report]:
+    def _read(self, known: Collection[int]) -> dict[int, Account]:
         found = {}
         for rank in range(self._size):
             key = f"{self._name}/{rank}"
             if rank not in known and self._store.check([key]):
                 peers, gave_up, text = json.loads(self._store.get(key))
-                found[rank] = Report(tuple(peers), gave_up, text)
+                found[rank] = Account(tuple(peers), gave_up, text)
         return found
 
 
@@ -122,7 +122,7 @@ class Guard:
         self._end: str | None = None
 
     def on_failure(self, let_go: Callable[[], None]) -> None:
-        """What to call so that nobody waits for this rank any longer."""
+        """Register a call after which nobody waits for this rank any longer."""
         self._let_go.append(let_go)
 
     @property
@@ -132,7 +132,7 @@ class Guard:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails within is told to the other ranks, and raised with its cause."""
+        """Context whose errors are told to the other ranks, and raised with their cause."""
         if self._end is not None:
             raise PipelineError(f"this pipeline has ended: expected a new PipelineModule after {self._end}")
         try:
@@ -155,10 +155,10 @@ class Guard:
             let_go()
 
 
-def find_cause(rank: int, reports: Mapping[int, Report]) -> Verdict:
+def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:
     """Follow who waited for whom, from `rank` on.
 
-    >>> find_cause(0, {0: Report((1,), False, ""), 1: Report((2,), True, "rank 1: waited 3.0 s")}).cause
+    >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")}).cause
     'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'
     """
     came_from: dict[int, int] = {rank: rank}
@@ -188,14 +188,14 @@ def find_cause(rank: int, reports: Mapping[int, Report]) -> Verdict:
     )
 
 
-def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Report]) -> str:
+def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account]) -> str:
     fate = "it is stalled, or still busy" if reports[waiting].gave_up else "it died"
     story = f" ({reports[waiting].text})" if waiting != rank else ""
     return f"rank {silent}, which rank {waiting} waited for, reports nothing: {fate}{story}"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What `ask` returns; None when it raises, or has no answer in time (then its thread is left behind)."""
+    """Answer of `ask`; None when it raises, or has no answer in time (then its thread is left behind)."""
     answers: list[T] = []
 
     def run() -> None:

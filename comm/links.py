@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..schedules import Message, MessageKind
 from .collectives import Collectives
 from .groups import link_lanes
 from .mesh import Place, World
+from .ping_pong import one_way_seconds
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
@@ -142,7 +142,18 @@ def measure_links(
     for name, pairs in wanted:
         times: list[tuple[float, ...]] = []
         for pair in pairs:
-            mine = _ping_pong(transport, pair, world.rank, sizes=sizes, device=device, timeout=timeout)
+            mine = tuple(
+                one_way_seconds(
+                    transport,
+                    rank=world.rank,
+                    specs=[TensorSpec.of(torch.empty(max(1, size // 4), device=device))],
+                    device=device,
+                    timeout=timeout,
+                    pair=pair,
+                    rounds=_rounds(size),
+                )
+                for size in sizes
+            )
             everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
             times.append(everyone[pair[0]])
         if pairs:
@@ -162,45 +173,8 @@ def _between(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((hosts[0][0], other) for other in others))
 
 
-def _ping_pong(
-    transport: ProcessGroupTransport,
-    pair: tuple[int, int],
-    rank: int,
-    *,
-    sizes: Sequence[int],
-    device: torch.device,
-    timeout: float,
-) -> tuple[float, ...]:
-    """Median one-way time of each size, half a round trip, on the first of the pair [s]; () on all other ranks."""
-    if rank not in pair:
-        return ()
-    first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
-    found = []
-    turn = 0
-    for size in sizes:
-        payload = [torch.zeros(max(1, size // 4), device=device)]
-        specs = [TensorSpec.of(payload[0])]
-        times = []
-        for _ in range(WARM_UP + min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))):
-            ping, pong = Message(MessageKind.ACT, -1, -2, turn), Message(MessageKind.GRAD, -2, -1, turn)
-            turn += 1
-            start = time.perf_counter()
-            if first:
-                transport.post(pong, peer, specs)
-                transport.send(ping, peer, payload, specs)
-                transport.wait(pong, timeout)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                transport.acknowledged([ping])
-            else:
-                transport.post(ping, peer, specs)
-                transport.wait(ping, timeout)
-                transport.send(pong, peer, payload, specs)
-                transport.end_of_program()
-            times.append(time.perf_counter() - start)
-        found.append(statistics.median(times[WARM_UP:]) / 2)
-    transport.drain(timeout)
-    return tuple(found) if first else ()
+def _rounds(size: int) -> int:
+    return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))
 
 
 def _sum_seconds(together: Collectives, members: Sequence[int], rank: int, *, device: torch.device) -> float:

@@ -16,22 +16,29 @@ _WARM_UP = 5
 
 
 def one_way_seconds(
-    transport: Transport, *, rank: int, specs: Sequence[TensorSpec], device: torch.device, timeout: float
+    transport: Transport,
+    *,
+    rank: int,
+    specs: Sequence[TensorSpec],
+    device: torch.device,
+    timeout: float,
+    pair: tuple[int, int] = (0, 1),
+    rounds: int = _ROUNDS,
 ) -> float:
-    """Median one-way time of a message of these tensors between ranks 0 and 1 [s]; 0 on the other ranks.
+    """Median one-way time of a message of these tensors between two ranks [s]; 0 on the other ranks.
 
-    Half a round trip, medians over 30. Both ranks must call it; the links must exist in both directions.
+    Half a round trip. Both ranks of the pair must call it; their links must exist in both directions.
     """
-    if rank > 1:
+    if rank not in pair:
         return 0.0
-    peer = 1 - rank
+    first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
     times = []
-    for turn in range(_ROUNDS + _WARM_UP):
+    for turn in range(_WARM_UP + rounds):
         ping = Message(MessageKind.ACT, -1, -2, turn)
         pong = Message(MessageKind.GRAD, -2, -1, turn)
         start = time.perf_counter()
-        if rank == 0:
+        if first:
             transport.post(pong, peer, specs)
             transport.send(ping, peer, tensors, specs)
             transport.wait(pong, timeout)
@@ -42,6 +49,7 @@ def one_way_seconds(
             transport.post(ping, peer, specs)
             transport.wait(ping, timeout)
             transport.send(pong, peer, tensors, specs)
+            transport.end_of_program()
         times.append(time.perf_counter() - start)
     transport.drain(timeout)
     return statistics.median(times[_WARM_UP:]) / 2

@@ -218,7 +218,7 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _arrival(message: Message, peer: int) -> str:
-    """What a wait is for: the action and its rank, and what it brings."""
+    """The action that a wait is for, its rank, and the message that it brings."""
     if message.kind not in STAGE_KINDS:
         return f"rank {peer}: the {message}"
     made_by = Action(message.src, Op.F if message.kind is MessageKind.ACT else Op.B, message.index)

@@ -1,4 +1,4 @@
-"""How messages travel between ranks: the contract, and the transport within one process.
+"""Messages between ranks: the contract of a transport, and the transport within one process.
 
 A message is a tuple of tensors under a `Message` key. A receive is posted ahead with the shapes expected; `wait`
 returns its tensors. On each directed link the receives are posted in the order of the sends (made sure by
@@ -63,7 +63,7 @@ class Transport(Protocol):
 
 
 class Mailbox:
-    """What lies between the ranks of one process."""
+    """Messages under way between the ranks of one process."""
 
     def __init__(self) -> None:
         self.messages: dict[tuple[int, Message], tuple[torch.Tensor, ...]] = {}  # (receiver, message) -> tensors

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command lives, and what it does in one line."""
+    """Module of a command, and its summary in one line."""
 
     module: str
     summary: str

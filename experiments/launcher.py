@@ -37,12 +37,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How a launch ended.
+    """Outcome of a launch.
 
     Arguments:
         status: exit status for the whole: 0, or that of the first failed rank (128 + its signal if killed).
         first_failed: the rank that failed first, None if none did.
-        report: what to tell the user; empty when all is well.
+        report: for the user; empty when all is well.
     """
 
     status: int
@@ -129,7 +129,7 @@ def _exit_with_launcher() -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Rank:
-    """One started process, and what is known of it."""
+    """One started process and its state."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -169,7 +169,7 @@ class _Rank:
 
     @property
     def failed_at(self) -> float:
-        """When it failed by its own account, or else when its end was noticed (seconds of the wall clock)."""
+        """Time of failure by its own account, else when its end was noticed [s, wall clock]."""
         with suppress(OSError, ValueError):
             return float((self.folder / f"{self.number}.failed").read_text())
         return self.ended_at
@@ -189,7 +189,7 @@ class _Rank:
         return True
 
     def last_lines(self) -> list[str]:
-        """What it said last; waits a moment for its stream to drain."""
+        """Its last lines, after waiting a moment for its stream to drain."""
         assert self.pump is not None
         self.pump.join(timeout=1.0)
         return list(self.tail)
@@ -243,7 +243,7 @@ def _judge(ranks: list[_Rank]) -> LaunchResult:
 
 
 def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
-    """Who failed first and what it said; rank 0's lines went to the terminal already."""
+    """The first rank that failed and its last lines; rank 0's lines went to the terminal already."""
     last_line = {rank.number: _last_line(rank) for rank in failed}
     if len(failed) == len(ranks) > 1 and len(set(last_line.values())) == 1:
         return f"all {len(ranks)} ranks failed alike ({failed[0].how_it_ended})"

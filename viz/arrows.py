@@ -1,4 +1,4 @@
-"""What was passed between ranks: from the action that makes a message to the one that uses it."""
+"""Arrows between ranks: from the action that makes a message to the one that uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Arrow(NamedTuple):
 
 
 def find_arrows(timeline: Timeline) -> list[Arrow]:
-    """What was passed between ranks, in the order of the consumers' ranks and programs."""
+    """Arrows between ranks, in the order of the consumers' ranks and programs."""
     needs = Needs(timeline.schedule)
     rank_of = {what: rank for rank, trace in enumerate(timeline.ranks) for what, _, _ in trace.compute}
     arrows = []

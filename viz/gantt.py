@@ -42,7 +42,7 @@ _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How seconds become pixels.
+    """Scale from seconds to pixels.
 
     Arguments:
         unit: seconds of one unit of the x axis.
@@ -66,7 +66,7 @@ class Scale:
 
     @property
     def box_height(self) -> float:
-        """Of a compute box, in rows."""
+        """Height of a compute box, in rows."""
         return _COMPUTE_ABOVE if self.with_lanes else _COMPUTE_ALONE
 
 
@@ -303,5 +303,5 @@ def ops_of(timeline: Timeline) -> set[Op]:
 
 
 def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
-    """What arrived."""
+    """The messages that arrived."""
     return {span.what.kind for trace in timeline.ranks for span in trace.comm if isinstance(span.what, Message)}

@@ -77,7 +77,7 @@ def _facts(timeline: Timeline) -> _Event:
 
 
 class _Place(NamedTuple):
-    """Where a slice stands: its thread, start and end [ticks]."""
+    """Place of a slice: its thread, start and end [ticks]."""
 
     tid: int
     start: int

@@ -109,7 +109,7 @@ class _Panel:
         )
 
     def _num_batches(self) -> int:
-        """Of which a forward is shown."""
+        """Number of batches of which a forward is shown."""
         spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
         return len({batch_of(self.timeline, a) for a in spans if isinstance(a, Action) and a.op is Op.F})
 

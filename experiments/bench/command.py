@@ -40,7 +40,7 @@ class BenchOptions:
     only: tuple[str, ...] = ()
     """Cases to run (default: all)."""
     repetitions: int = 5
-    """Of each workload and side; a figure worth keeping needs at least 5."""
+    """Repetitions of each workload and side; a figure worth keeping needs at least 5."""
     profile: bool = False
     """Also show where the in-process step spends its time (cProfile; with the overhead cases)."""
     json: bool = False

@@ -11,7 +11,7 @@ GIGABYTE = 1e9
 
 
 class Origin(StrEnum):
-    """Where a figure comes from."""
+    """Origin of a figure."""
 
     MEASURED = "measured"  # real work in real processes
     EMULATED = "emulated"  # real processes and messages, stages that sleep
@@ -22,7 +22,7 @@ class Origin(StrEnum):
 
 
 class Judged(StrEnum):
-    """Which of the samples a target looks at."""
+    """The sample that a target looks at."""
 
     MEDIAN = "median"
     BEST = "best"  # a limit within the samples' range is met, since no difference is then seen
@@ -31,10 +31,10 @@ class Judged(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is asked of a figure.
+    """Limit that a figure should keep.
 
     Arguments:
-        limit: of the sample that is judged.
+        limit: for the sample that is judged.
         at_least: it must not be below the limit (else: not above).
     """
 

@@ -134,7 +134,7 @@ def _race(case: Case, race: Race, times: RaceTimes) -> list[Figure]:
 
 
 def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:
-    """Of each schedule: the peak for the largest M over that for the smallest."""
+    """Per schedule, the peak for the largest M over that for the smallest."""
     found = []
     for schedule in dict.fromkeys(r.schedule for r in records):
         few, *_, many = sorted((r for r in records if r.schedule == schedule), key=lambda r: r.num_microbatches)

@@ -1,4 +1,4 @@
-"""Where the time goes at no compute, in one process: the engine's Python, and autograd beneath it.
+"""A step at no compute, in one process: the engine's Python, and autograd beneath it.
 
 A process of its own, with one thread and without torch.distributed.
 """
@@ -29,12 +29,12 @@ _PROFILE_LINES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProcessOptions:
-    """What to measure."""
+    """Options of the measurement."""
 
     workloads: tuple[str, ...]
     """Names of workloads with tiny stages."""
     repetitions: int
-    """Of each."""
+    """Repetitions of each."""
     out: Path
     """Records go here."""
     profile: bool = False

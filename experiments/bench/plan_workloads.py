@@ -1,4 +1,4 @@
-"""What the partitioner and the planner are asked, and the runs that carry out what they say. No torch.
+"""Problems for the partitioner and the planner, and the runs that carry out their plans. No torch.
 
 planned run  profile and links measured -> plan -> the same ranks run it: predicted against measured
 contest      one model under one schedule, cut in three ways in turn
@@ -29,7 +29,7 @@ def check_pipedream_data() -> None:
 
 
 class PlannedModel(StrEnum):
-    """What a planned run trains."""
+    """Model of a planned run."""
 
     GPT = "gpt"  # traced whole, with AdamW
     SLEEP = "sleep"  # an nn.Sequential of layers that sleep for unequal times
@@ -112,7 +112,7 @@ PLANNED_RUNS: dict[str, PlannedRun] = {
 
 
 class MemoryKind(StrEnum):
-    """Of a planned run's peak, which part; each is measured in fresh processes, since a peak sticks."""
+    """Part of a planned run's peak; each is measured in fresh processes, since a peak sticks."""
 
     IN_USE = "in use"  # malloc gives back to the system at once what is freed: what the plan speaks of
     RESIDENT = "resident"  # malloc as it is by default, which keeps some of it
@@ -132,12 +132,12 @@ MEMORY_JOBS: dict[str, tuple[PlannedRun, MemoryKind]] = {
 
 
 def plan_file(folder: Path, run: PlannedRun) -> Path:
-    """Where the run leaves its plan for the memory job."""
+    """File in which the run leaves its plan for the memory job."""
     return folder / f"{run.name}.plan.json"
 
 
 class CutBy(StrEnum):
-    """Who cuts the model of a contest."""
+    """Rule that cuts the model of a contest."""
 
     LAYERS = "equal layers"
     PARAMETERS = "equal parameters"  # PipelineModule's own choice

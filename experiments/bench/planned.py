@@ -28,7 +28,7 @@ _MEMORY_STEPS = 4  # the optimizer's state is there from the first on
 
 
 def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restrictions: Any) -> Plan:
-    """What schedule="auto" decides on, for a given M and within `restrictions` of the planner's search.
+    """The plan of schedule="auto" for a given M and within `restrictions` of the planner's search.
 
     Collective over the processes; the same plan on each.
     """

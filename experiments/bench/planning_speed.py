@@ -1,4 +1,4 @@
-"""How fast the partitioner and the planner are, in a process of its own with one thread and without torch."""
+"""Speed of the partitioner and the planner, in a process of its own with one thread and without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUNS = 5  # of a short problem, in one process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """What to measure, and where to write."""
+    """Options of the measurement."""
 
     case: str
     """partitioner or planner."""

@@ -14,7 +14,7 @@ from .workloads import ModelKind, Workload
 
 
 class Runner(StrEnum):
-    """Who runs a workload."""
+    """Runner of a workload."""
 
     OURS = "ours"
     TORCH = "torch"

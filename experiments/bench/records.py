@@ -1,4 +1,4 @@
-"""What the processes of a bench tell each other: records, a line of JSON each."""
+"""Records that the processes of a bench pass on, a line of JSON each."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ReceiveBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the time goes at no compute; seconds a microbatch, both ranks' work together.
+    """Breakdown of a step at no compute; seconds a microbatch, both ranks' work together.
 
     Arguments:
         in_process: [repetitions] a step with the in-process transport, by M.
@@ -110,7 +110,7 @@ class SimulatorSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningSpeed:
-    """How long one process took for one problem of the partitioner or the planner.
+    """Seconds of one process for one problem of the partitioner or the planner.
 
     Arguments:
         case: "partitioner" or "planner".
@@ -209,7 +209,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """What `write_records` wrote."""
+    """Records of a file that `write_records` wrote."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         fields = json.loads(line)
@@ -227,12 +227,12 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """At least one sample."""
+        """Spread of at least one sample."""
         return cls(median=median(samples), low=min(samples), high=max(samples))
 
     @classmethod
     def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-        """Of the ratios pair by pair: what disturbs a whole repetition disturbs both sides of it.
+        """Spread of the ratios pair by pair: what disturbs a whole repetition disturbs both sides of it.
 
         >>> Spread.of_ratios([1.0, 2.0, 6.0], [2.0, 4.0, 4.0])
         Spread(median=0.5, low=0.5, high=1.5)

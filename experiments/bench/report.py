@@ -148,7 +148,7 @@ def _shown_target(target: Target | None, unit: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a figure depends on besides the code."""
+    """Versions and machine: all that a figure depends on besides the code."""
     return {
         "stagewright": __version__,
         "torch": importlib.metadata.version("torch"),

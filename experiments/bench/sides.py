@@ -125,7 +125,7 @@ class TorchSide:
 
     @property
     def receive_bytes(self) -> int:
-        """Of the receive buffers that its stages hold."""
+        """Bytes of the receive buffers that its stages hold."""
         infos = [
             info
             for stage in self.stages

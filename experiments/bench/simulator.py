@@ -20,7 +20,7 @@ _RUNS = 5  # of the small schedule in one process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatorOptions:
-    """Where to write."""
+    """Output of the measurement."""
 
     out: Path
     """The record goes here."""

@@ -1,4 +1,4 @@
-"""How a rank of a bench times a step, and how it says how far it is."""
+"""Timing of a step over all ranks, and progress lines."""
 
 from __future__ import annotations
 

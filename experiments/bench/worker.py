@@ -41,12 +41,12 @@ _WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What a rank of a bench runs."""
+    """Jobs of a rank of a bench."""
 
     jobs: tuple[str, ...]
     """Names of workloads, races, planned runs or contests, ping-pong or receive-bytes, in order."""
     repetitions: int
-    """Of each workload and side."""
+    """Repetitions of each workload and side."""
     out: Path
     """Rank 0 writes the records here."""
 

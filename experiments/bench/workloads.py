@@ -1,4 +1,4 @@
-"""What is run, and what is asked of it: the tables of workloads and cases. No torch.
+"""Tables of workloads and cases: the runs, and the questions that they answer. No torch.
 
 A workload is one model under one schedule, run by both sides in turn. A case is a question put to one or more
 workloads: `prediction` looks at the same repetitions as `sleep-1f1b`, which are made once.
@@ -17,7 +17,7 @@ PING_PONG, RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker besi
 
 
 class ModelKind(StrEnum):
-    """What the stages are."""
+    """Kind of stages."""
 
     TINY = "tiny"  # a linear layer of width 8: no compute to speak of
     SLEEP = "sleep"  # sleeps for a given time: P can exceed the number of cores
@@ -206,6 +206,6 @@ def select_cases(names: Sequence[str]) -> list[Case]:
 
 
 def workloads_of(cases: Iterable[Case]) -> list[Workload]:
-    """What these cases need, each once, in the table's order."""
+    """Workloads of these cases, each once, in the table's order."""
     needed = {name for case in cases for name in case.workloads}
     return [workload for name, workload in WORKLOADS.items() if name in needed]

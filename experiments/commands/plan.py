@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import tyro
 
@@ -22,8 +22,7 @@ from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_piped
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.formulas.transformer import Transformer, TransformerSource
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
-
-T = TypeVar("T")
+from .files import read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _EVERY = 1.0  # seconds between two lines of progress
@@ -53,7 +52,7 @@ class PlanOptions:
     transformer: str | None = None
     """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
     device: str = "a100"
-    """What the transformer runs on: a name or the beginning of one (of several the one with the most memory)."""
+    """Device of the transformer: a name or the beginning of one (of several the one with the most memory)."""
     cluster: str | None = None
     """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
     ranks: int | None = None
@@ -61,9 +60,9 @@ class PlanOptions:
     batch: int
     """Samples of a batch."""
     memory: str | None = None
-    """Of a device, such as 80GB (default: the cluster's, or with --transformer the device's)."""
+    """Memory of a device, such as 80GB (default: the cluster's, or with --transformer the device's)."""
     schedules: tuple[str, ...] = SCHEDULES
-    """To choose from."""
+    """Schedules to choose from."""
     microbatches: tuple[int, ...] | None = None
     """Microbatch sizes to choose from (default: all that are known and divide the batch)."""
     pipeline: tuple[int, ...] | None = None
@@ -75,9 +74,9 @@ class PlanOptions:
     chunks: tuple[int, ...] = CHUNK_SIZES
     """Stages a rank to choose from, where the schedule has several."""
     recompute: tuple[Literal["none", "full"], ...] = ("none", "full")
-    """What stages may do about their activations."""
+    """Recomputation to choose from."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
-    """What replicas may do about the optimizer's state."""
+    """Sharding of the optimizer's state to choose from."""
     runnable: bool = False
     """Only what `stagewright train --plan` executes."""
     out: Path | None = None
@@ -103,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(as_typed(str(error))) from None
     taken = f"planned in {time.perf_counter() - started:.2f} s"
     if options.out is not None:
-        _write(options.out, found.to_json())
+        write_out(options.out, found.to_json())
     _print(found, taken, as_json=options.json)
     return 0
 
@@ -145,16 +144,6 @@ def as_typed(message: str) -> str:
     return message
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"--out {path}: cannot write: {error.strerror or error}: expected a file in a folder that exists and may "
-            f"be written to"
-        ) from None
-
-
 def _print(found: Plan, taken: str, *, as_json: bool) -> None:
     if as_json:
         print(found.to_json())
@@ -193,7 +182,7 @@ def _cluster(options: PlanOptions) -> Cluster:
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: expected at least 1")
         return Cluster.from_levels([(options.ranks, _FREE)])
-    cluster = _reading(Path(text), Cluster.load) if text.endswith(".json") else Cluster.parse(text)
+    cluster = read_file(Path(text), Cluster.load) if text.endswith(".json") else Cluster.parse(text)
     if options.ranks not in (None, cluster.num_devices):
         raise ValueError(
             f"--ranks {options.ranks} with a cluster of {cluster.num_devices} devices: leave --ranks away, or give a "
@@ -205,7 +194,7 @@ def _cluster(options: PlanOptions) -> Cluster:
 def _source(
     options: PlanOptions, cluster: Cluster
 ) -> tuple[Profile | dict[int, Profile] | ProfileSource, float | None]:
-    """Where profiles come from, and the memory of their device [bytes] where that is known."""
+    """Source of the profiles, and the memory of their device [bytes] where that is known."""
     given = [name for name in ("profile", "pipedream", "transformer") if getattr(options, name)]
     if len(given) != 1:
         raise ValueError(
@@ -217,7 +206,7 @@ def _source(
         shape = _transformer(options.transformer)
         return TransformerSource(transformer=shape, device=device, cluster=cluster), device.memory_bytes
     if options.pipedream is not None:
-        return _reading(options.pipedream, read_pipedream_profile), None
+        return read_file(options.pipedream, read_pipedream_profile), None
     profiles: dict[int, Profile] = {}
     for path in options.profile:
         profile = _profile(path)
@@ -239,7 +228,7 @@ def _source(
 
 def _profile(path: Path) -> Profile:
     try:
-        return _reading(path, Profile.load)
+        return read_file(path, Profile.load)
     except ValueError as error:
         if path.suffix != ".txt":
             raise
@@ -278,13 +267,3 @@ def _memory(text: str) -> float | None:
         return Cluster.parse(f"1:link=1GB/s:{text}").kinds[0].memory_bytes
     except ValueError:
         raise ValueError(f"--memory {text!r}: expected a number above 0 and a unit, such as 80GB or 64GiB") from None
-
-
-def _reading(path: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the file; ValueError where there is none."""
-    try:
-        return read(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: expected a file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}: expected a text file") from None

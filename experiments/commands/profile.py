@@ -21,6 +21,7 @@ import tyro
 
 from ...partition import Node, Profile, read_pipedream_profile
 from ...partition.solver.stage_memory import StageMemory, stage_memory
+from .files import read_file, write_out
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +39,7 @@ class ProfileOptions:
     layers: int = 4
     """Transformer blocks."""
     width: int = 320
-    """Of the hidden vectors."""
+    """Size of the hidden vectors."""
     heads: int | None = None
     """Attention heads a block (default: one for each 64 of the width)."""
     length: int = 128
@@ -50,7 +51,7 @@ class ProfileOptions:
     optimizer: Literal["on", "off"] = "on"
     """Measure AdamW's step and state, too."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model runs; with --links, where messages lie."""
+    """Device of the model; with --links, of the messages."""
     seconds: float = 10.0
     """Time for the repetitions, tracing and memory apart."""
     from_json: Path | None = None
@@ -60,9 +61,9 @@ class ProfileOptions:
     stages: int | None = None
     """Cut the profile into so many stages, and show the memory of each at the peak of the schedule."""
     schedule: Literal["1f1b", "2bw", "pipedream"] = "1f1b"
-    """Whose peak that is."""
+    """Schedule of that peak."""
     microbatches: int = 8
-    """M, microbatches of a batch, likewise."""
+    """M, microbatches of a batch of that schedule."""
     links: bool = False
     """Measure latency and bandwidth between processes instead; --out writes a cluster."""
     ranks: int | None = None
@@ -102,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     profile = _get(options)
     memory = _memory(profile, options)
     if options.out is not None:
-        _write(options.out, profile.to_json())
+        write_out(options.out, profile.to_json())
     if options.json:
         print(profile.to_json())
     else:
@@ -126,25 +127,10 @@ def _memory(profile: Profile, options: ProfileOptions) -> list[StageMemory]:
 
 def _get(options: ProfileOptions) -> Profile:
     if options.from_json is not None:
-        return _read(options.from_json, Profile.load)
+        return read_file(options.from_json, Profile.load)
     if options.pipedream is not None:
-        return _read(options.pipedream, read_pipedream_profile)
+        return read_file(options.pipedream, read_pipedream_profile)
     return measure(options)
-
-
-def _read(path: Path, reader: Any) -> Profile:
-    try:
-        profile: Profile = reader(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    return profile
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def measure(options: ProfileOptions) -> Profile:
@@ -331,7 +317,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
 
     cluster = cluster_of(measured)
     if options.out is not None:
-        _write(options.out, cluster.to_json())
+        write_out(options.out, cluster.to_json())
     if options.json:
         print(cluster.to_json())
         return

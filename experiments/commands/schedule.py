@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import build, check
 from .schedule_options import NAME_HELP, BuildOptions
 
 
@@ -28,14 +27,7 @@ class ScheduleOptions(BuildOptions):
 def run(argv: Sequence[str]) -> int:
     """Build, check and print."""
     options = tyro.cli(ScheduleOptions, args=argv, prog="stagewright schedule")
-    schedule = build(
-        options.schedule,
-        num_ranks=options.ranks,
-        num_microbatches=options.microbatches,
-        num_chunks=options.chunks,
-        **options.given(),
-    )
-    check(schedule)
+    schedule = options.build(options.schedule, ranks=options.ranks, microbatches=options.microbatches)
     match options.format:
         case "grid":
             print(schedule.grid())

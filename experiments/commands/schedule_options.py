@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from ...schedules import FAMILIES
+from ...schedules import FAMILIES, Schedule, build, check
 
 NAMES = ", ".join(FAMILIES)
 NAME_HELP = tyro.conf.arg(help=f"Name of the schedule: {NAMES}.")
@@ -15,7 +15,7 @@ NAME_HELP = tyro.conf.arg(help=f"Name of the schedule: {NAMES}.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What `build` takes; None: not given."""
+    """Arguments of `build`; None: not given."""
 
     ranks: int | None = None
     """P, pipeline ranks."""
@@ -35,7 +35,7 @@ class BuildOptions:
     """pipedream, 2bw: batches that the program spans (default: enough for a steady state)."""
 
     def given(self) -> dict[str, object]:
-        """What was given of the schedule's own options, by the names that `build` has."""
+        """The schedule's own options that were given, under `build`'s names."""
         options: dict[str, object] = {
             "warmup": self.warmup,
             "update_every": self.update_every,
@@ -44,3 +44,9 @@ class BuildOptions:
             "num_batches": self.batches,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def build(self, name: str, *, ranks: int, microbatches: int) -> Schedule:
+        """The checked schedule of this name."""
+        schedule = build(name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=self.chunks, **self.given())
+        check(schedule)
+        return schedule

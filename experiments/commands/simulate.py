@@ -1,4 +1,4 @@
-"""`stagewright simulate interleaved --ranks 4 --microbatches 8`: what it costs, before anything runs."""
+"""`stagewright simulate interleaved --ranks 4 --microbatches 8`: its cost, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ...schedules import (
     Schedule,
     Timeline,
     attribute_idle,
-    build,
-    check,
     ideal_makespan,
     lower_bound,
     simulate,
@@ -39,7 +37,7 @@ class SimulateOptions(BuildOptions):
     weight_grad: tuple[float, ...] | None = None
     """W [s], where the backward is split."""
     latency: float = 0.0
-    """Of a message between ranks [s]."""
+    """Seconds of a message between ranks."""
     csv: Path | None = None
     """Read the schedule from this file (CSV or JSON) instead of building it; no name is needed then."""
     json: bool = False
@@ -47,8 +45,8 @@ class SimulateOptions(BuildOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """What `stagewright simulate` answers; times in the unit of the costs.
+class SimulationSummary:
+    """Answer of `stagewright simulate`; times in the unit of the costs.
 
     Where batches overlap (`streams`), the bubbles and `batch_seconds` are those of the steady state, all else is of the
     whole program of `num_batches`, its warm-up and drain included.
@@ -89,15 +87,15 @@ def run(argv: Sequence[str]) -> int:
     answer = summarise(schedule, costs, simulate(schedule, costs))
     if options.json:
         # not asdict: its deep copies are of no use here
-        print(json.dumps({name: getattr(answer, name) for name in Simulated.__slots__}))
+        print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
     else:
         print(_table(answer))
     return 0
 
 
-def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulated:
+def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> SimulationSummary:
     """The figures of one simulated batch, or of a program of several."""
-    return Simulated(
+    return SimulationSummary(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
         num_chunks=max(map(len, schedule.placement)),
@@ -143,22 +141,14 @@ def _schedule(options: SimulateOptions) -> Schedule:
             "a schedule needs a name, --ranks and --microbatches, such as "
             "`stagewright simulate 1f1b --ranks 4 --microbatches 8`, or --csv FILE"
         )
-    schedule = build(
-        options.schedule,
-        num_ranks=options.ranks,
-        num_microbatches=options.microbatches,
-        num_chunks=options.chunks,
-        **options.given(),
-    )
-    check(schedule)
-    return schedule
+    return options.build(options.schedule, ranks=options.ranks, microbatches=options.microbatches)
 
 
 def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _table(answer: Simulated) -> str:
+def _table(answer: SimulationSummary) -> str:
     batches = f" a batch, {answer.num_batches} batches" if answer.num_batches > 1 else ""
     # The first and the last batch are not like those between them.
     steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"

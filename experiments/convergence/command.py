@@ -27,13 +27,13 @@ class ConvergenceOptions:
     seeds: int = 3
     """Runs of each method: seeds 0, 1, ..."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Of single, 1f1b, 2bw, pipedream, 1f1b-warmup, 2bw-warmup."""
+    """Methods to compare: single, 1f1b, 2bw, pipedream, 1f1b-warmup, 2bw-warmup."""
     microbatches: int = 2
     """M: with two ranks and M=2 a third of 1f1b's time is bubble."""
     layers: int = 4
     """Transformer blocks."""
     width: int = 128
-    """Of the hidden vectors."""
+    """Size of the hidden vectors."""
     length: int = 64
     """Bytes of one sequence."""
     batch: int = 16

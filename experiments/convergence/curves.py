@@ -74,7 +74,7 @@ def mean_of(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
 
 
 def seconds_to(target: float, seconds: Sequence[float], losses: Sequence[float]) -> float:
-    """When a curve first reaches `target`, on straight lines between its points; ValueError if it never does.
+    """Seconds until a curve first reaches `target`, on straight lines between its points; ValueError if it never does.
 
     >>> seconds_to(3.0, [1.0, 2.0, 3.0], [5.0, 4.0, 2.0])
     2.5

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Method(NamedTuple):
-    """How a run trains.
+    """A way to train.
 
     schedule: None: one process, a plain loop. warmup: the learning rate rises over the first tenth of the steps.
     """

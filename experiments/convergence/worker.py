@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ...pipe import PipelineModule
 from ...schedules import Schedule, build
 from ..launcher import report_to_launcher
-from ..training.corpus import Batch, load_corpus, loss_fn
+from ..training.corpus import TokenBatch, load_corpus, loss_fn
 from ..training.gpt import GPT, GPTConfig
 from ..training.recipe import learning_rate_curve, make_optimizer
 from .curves import Curve
@@ -28,7 +28,7 @@ from .methods import METHODS, Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What one run needs; see the command's options."""
+    """Options of one run; see the command's."""
 
     method: str
     seed: int
@@ -118,7 +118,7 @@ class _Single:
         self._scheduler.step()
         self._optimizer.zero_grad()
 
-    def evaluate(self, batches: list[Batch]) -> float:
+    def evaluate(self, batches: list[TokenBatch]) -> float:
         self._model.eval()
         with torch.no_grad():
             losses = [float(loss_fn(self._model(tokens), targets)) for tokens, targets in batches]
@@ -135,7 +135,7 @@ class _Single:
 class _Pipelined:
     """PipelineModule over the processes of this run."""
 
-    def __init__(self, options: RunOptions, method: Method, model: GPT, first: Batch) -> None:
+    def __init__(self, options: RunOptions, method: Method, model: GPT, first: TokenBatch) -> None:
         self._pipe = PipelineModule(
             model,
             schedule=_schedule(method, options.microbatches),
@@ -149,7 +149,7 @@ class _Pipelined:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
         self._pipe.train_step(tokens, targets)
 
-    def evaluate(self, batches: list[Batch]) -> float:
+    def evaluate(self, batches: list[TokenBatch]) -> float:
         losses = (self._pipe.eval_step(tokens, targets).loss for tokens, targets in batches)
         return fmean(loss for loss in losses if loss is not None)
 

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_before_launch(options: TrainOptions) -> None:
-    """What would fail on every rank is said once, here."""
+    """Raise here, once, what would fail on every rank."""
     from .corpus import load_corpus
 
     assert options.name is not None

@@ -29,7 +29,7 @@ HELD_OUT_PERCENT = 5
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"})
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """tokens [B, T] int64 and targets [B, T] int64: targets[b, t] is the byte that follows tokens[b, t]."""
 
     tokens: Tensor
@@ -60,14 +60,14 @@ class Corpus:
                     f"{length}; expected more than {length} bytes: give a longer --text or a smaller --length"
                 )
 
-    def batch(self, *, seed: int, step: int, batch_size: int, length: int) -> Batch:
+    def batch(self, *, seed: int, step: int, batch_size: int, length: int) -> TokenBatch:
         """Random windows of the training text; the same (seed, step) always gives the same batch."""
         self.check_length(length)
         random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(self.train) - length, size=batch_size)
         return _windows(self.train, starts, length)
 
-    def validation_batches(self, *, num_batches: int, batch_size: int, length: int) -> list[Batch]:
+    def validation_batches(self, *, num_batches: int, batch_size: int, length: int) -> list[TokenBatch]:
         """Windows spread evenly over the validation text, always the same; they overlap where it is short."""
         self.check_length(length)
         last = len(self.validation) - length - 1
@@ -149,7 +149,7 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"cannot read the text file {str(path)!r}: {error.strerror or error}") from error
 
 
-def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> Batch:
+def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> TokenBatch:
     cut = text[starts[:, None] + np.arange(length + 1)]  # [B, T + 1]
     tokens = torch.from_numpy(cut.astype(np.int64))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -26,7 +26,7 @@ GRID_COLUMNS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage of the cut: what it holds, and on which rank."""
+    """One stage of the cut: its modules, its parameters and its rank."""
 
     stage: int
     rank: int
@@ -36,15 +36,15 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a training run would look like.
+    """Predicted shape of a training run.
 
     Arguments:
         stages: the cut.
         bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
-        peak_activations: by rank, in stage activations.
-        state_bytes: by rank; parameters (all versions) with their gradients and optimizer state.
-        activation_bytes: by rank; of the microbatches in flight.
-        costs: where the costs come from.
+        peak_activations: per rank, in stage activations.
+        state_bytes: per rank; parameters (all versions) with their gradients and optimizer state.
+        activation_bytes: per rank, of the microbatches in flight.
+        costs: origin of the costs, for people.
     """
 
     schedule: str

@@ -1,4 +1,4 @@
-"""What one rank of `stagewright train` does: model, pipeline, training loop, validation, results."""
+"""One rank of `stagewright train`: model, pipeline, training loop, validation, results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
     """Run this process's part of the training; exit status.
 
     Arguments:
-        what: to run; None: to be decided by measuring the first batch.
+        what: the schedule or plan to run; None: planned after measuring the first batch.
     """
     with report_to_launcher():
         rank = int(os.environ.get("RANK", "0"))
@@ -55,7 +55,7 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """What has been measured so far."""
+    """Measurements so far."""
 
     losses: list[float] = field(default_factory=list)  # [nats]
     step_seconds: list[float] = field(default_factory=list)

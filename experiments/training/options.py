@@ -44,7 +44,7 @@ class TrainOptions:
     layers: int = 4
     """Transformer blocks."""
     width: int = 320
-    """Of the hidden vectors."""
+    """Size of the hidden vectors."""
     heads: int | None = None
     """Attention heads a block (default: one for each 64 of the width)."""
     length: int = 128
@@ -56,13 +56,13 @@ class TrainOptions:
     lr: float = 2e-3
     """Peak learning rate of AdamW: warmed up over the first tenth, then down along a cosine."""
     dropout: float = 0.0
-    """Probability."""
+    """Probability of dropping a value."""
     text: tuple[str, ...] = ()
     """Train on these files instead of the standard library's source."""
     seed: int = 0
-    """Of initial weights, batches, dropout and the sample."""
+    """Seed of initial weights, batches, dropout and the sample."""
     name: str | None = None
-    """Of the run and its folder (default: the time of day)."""
+    """Name of the run and its folder (default: the time of day)."""
     recompute: Literal["none", "full"] = "none"
     """full: keep no activations but the stage inputs; compute the rest again in the backward."""
     timeout: float = 300.0

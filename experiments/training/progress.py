@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar on a terminal, plain lines elsewhere, nothing where a rank is silent."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, nothing where a rank is silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN_LINES = 20  # in a whole run
 
 
 class Progress:
-    """Nothing at all: what ranks above 0 show."""
+    """No output: ranks above 0."""
 
     def step(self, metrics: Metrics) -> None:
         """One training step is done."""
@@ -88,7 +88,7 @@ class BarProgress(Progress):
 
 
 def make_progress(*, rank: int, steps: int, json: bool) -> Progress:
-    """What suits this rank and its output; with `json` the standard output is kept free for the object."""
+    """Progress display for this rank and its output; with `json` the standard output is kept free for the object."""
     if rank != 0:
         return Progress()
     stream = sys.stderr if json else sys.stdout
@@ -98,7 +98,7 @@ def make_progress(*, rank: int, steps: int, json: bool) -> Progress:
 
 
 def describe(metrics: Metrics) -> str:
-    """The figures of a step in one line."""
+    """Figures of a step in one line."""
     loss = f"loss {metrics.loss:.3f} = {metrics.bits_per_byte:.2f} bits/byte"
     text = f"{loss}  {metrics.tokens_per_s:,.0f} tokens/s"
     if metrics.bubble is not None and metrics.predicted_bubble is not None:

@@ -1,4 +1,4 @@
-"""How the GPT is trained: its weights, AdamW, the learning rate, and the pipeline around them."""
+"""Training recipe of the GPT: its weights, AdamW, the learning rate, and the pipeline around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files."""
+"""Files of a run: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What went into a run.
+    """Inputs of a run.
 
     Arguments:
-        name: of the run.
+        name: the run's.
         config: every option of the command, defaults included.
         corpus_source, corpus_sha256: the text that it was trained on.
         versions: of Python and of the packages that matter, by name.
@@ -42,7 +42,7 @@ class Manifest:
 
     @classmethod
     def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str) -> Manifest:
-        """Of this process, now."""
+        """Describe this process, now."""
         return cls(
             name=name,
             config=dict(config),
@@ -82,7 +82,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What came out of a run.
+    """Results of a run.
 
     Arguments:
         schedule, num_ranks, num_stages, num_microbatches, parameters: what was run.
@@ -91,9 +91,9 @@ class Summary:
         tokens_per_s, seconds: of the training loop, without set-up and validation.
         step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
         bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
-        peak_memory_bytes: by rank; on the CPU the largest resident memory less what stood at the start.
-        peak_tensor_bytes: by rank; what tensors took at the peak of one watched step, of what the plan predicted as
-            planned_memory_bytes; with planned_step_seconds, None without a plan.
+        peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
+        peak_tensor_bytes, planned_memory_bytes: per rank, bytes of tensors at the peak of one watched step, measured
+            and predicted by the plan; None without a plan, as is planned_step_seconds.
     """
 
     schedule: str
@@ -125,7 +125,7 @@ class RunFolder:
 
     @classmethod
     def check_free(cls, name: str, *, root: Path = RUNS) -> Path:
-        """Where the run would go; ValueError for an impossible name and for a run that exists."""
+        """Folder of a new run; ValueError for an impossible name and for a run that exists."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2")
         path = root / name

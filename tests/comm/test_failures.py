@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from stagewright.comm import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, failures
-from stagewright.comm.failures import Report, find_cause
+from stagewright.comm.failures import Account, find_cause
 
 
 @pytest.fixture(autouse=True)
@@ -36,70 +36,79 @@ def timed_out(*peers: int) -> PipelineTimeout:
 
 # --- following the reports ---
 
-OWN = Report((), False, "KeyError: 'x'")
+OWN = Account((), False, "KeyError: 'x'")
 
 
 @pytest.mark.parametrize(
     ("reports", "cause", "settled"),
     [
         pytest.param(
-            {0: Report((1,), False, "a"), 1: OWN},
+            {0: Account((1,), False, "a"), 1: OWN},
             "rank 1 failed: KeyError: 'x'",
             True,
             id="the neighbour",
         ),
         pytest.param(
-            {0: Report((1,), False, "a"), 1: Report((2,), False, "b"), 2: Report((3,), True, "c"), 3: OWN},
+            {
+                0: Account((1,), False, "a"),
+                1: Account((2,), False, "b"),
+                2: Account((3,), True, "c"),
+                3: OWN,
+            },
             "rank 3 failed: KeyError: 'x'",
             True,
             id="three ranks away",
         ),
         pytest.param(
-            {0: Report((1,), True, "a"), 1: Report((2,), True, "b")},
+            {0: Account((1,), True, "a"), 1: Account((2,), True, "b")},
             "rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (b)",
             False,
             id="stalled",
         ),
         pytest.param(
-            {0: Report((1,), False, "a"), 1: Report((2,), False, "b")},
+            {0: Account((1,), False, "a"), 1: Account((2,), False, "b")},
             "rank 2, which rank 1 waited for, reports nothing: it died (b)",
             False,
             id="dead",
         ),
         pytest.param(
-            {0: Report((1,), True, "a")},
+            {0: Account((1,), True, "a")},
             "rank 1, which rank 0 waited for, reports nothing: it is stalled, or still busy",
             False,
             id="no report yet",
         ),
         pytest.param(
-            {0: Report((1,), False, "a"), 1: Report((0,), True, "rank 1: waited 3.0 s for rank 0")},
+            {0: Account((1,), False, "a"), 1: Account((0,), True, "rank 1: waited 3.0 s for rank 0")},
             "rank 1 gave up: rank 1: waited 3.0 s for rank 0",
             True,
             id="I was too slow",
         ),
         pytest.param(
-            {0: Report((1,), True, "a"), 1: Report((0,), True, "b")},
+            {0: Account((1,), True, "a"), 1: Account((0,), True, "b")},
             "the ranks 0, 1 waited for each other: did all of them make the same calls, with batches of the same size? "
             "(b)",
             True,
             id="each other",
         ),
         pytest.param(
-            {0: Report((1, 2, 3), True, "all"), 1: Report((0, 2, 3), False, "b"), 2: Report((0, 1, 3), False, "c")},
+            {
+                0: Account((1, 2, 3), True, "all"),
+                1: Account((0, 2, 3), False, "b"),
+                2: Account((0, 1, 3), False, "c"),
+            },
             "rank 3, which rank 0 waited for, reports nothing: it is stalled, or still busy",
             False,
             id="a collective without one",
         ),
         pytest.param(
-            {0: Report((1, 2), False, "all"), 2: OWN},
+            {0: Account((1, 2), False, "all"), 2: OWN},
             "rank 2 failed: KeyError: 'x'",
             True,
             id="a failure counts more than silence",
         ),
     ],
 )
-def test_find_cause(reports: Mapping[int, Report], cause: str, settled: bool) -> None:
+def test_find_cause(reports: Mapping[int, Account], cause: str, settled: bool) -> None:
     assert find_cause(0, reports) == (cause, settled)
 
 

@@ -147,7 +147,7 @@ def test_levels_become_a_cluster() -> None:
         (("--ranks", "2"), "--ranks 2 without --links"),
         (("--links", "--ranks", "1"), "--ranks 1 with --links: expected at least 2"),
         (("--links", "--from-json", "x.json"), "--links and --from-json: expected one of them"),
-        (("--from-json", "no/such.json"), "cannot read 'no/such.json': No such file"),
+        (("--from-json", "no/such.json"), "no/such.json: No such file"),
         (("--width", "30", "--heads", "4"), "width=30 with heads=4"),
     ],
 )
