@@ -18,7 +18,6 @@ from .process_group import Lanes, Link
 T = TypeVar("T")
 
 GLOO_LANES = 4
-RECEIVES_AHEAD = 4  # a link carries several streams (chunks, gradients): enough to keep it busy, at most the lanes
 
 
 def join_world(*, device: torch.device, timeout: float) -> World:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Action, Message, MessageKind, Op
-from ..schedules.lowering.lower import STAGE_KINDS
+from ..schedules.messages import STAGE_KINDS
 from .errors import PeerLost, PipelineTimeout, short_reason
 from .transport import TensorSpec
 

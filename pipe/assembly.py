@@ -22,11 +22,11 @@ from ..comm import (
     World,
     link_lanes,
 )
-from ..comm.groups import RECEIVES_AHEAD
 from ..comm.process_group import Link
 from ..schedules import Schedule, check, check_lowered, lower
-from ..schedules.lowering.lower import RankProgram, Sharing, Transfer
 from ..schedules.lowering.stream import make_stream
+from ..schedules.messages import Sharing, Transfer
+from ..schedules.program import RankProgram
 from .batch.agreement import check_agreement, describe
 from .batch.batches import read_loss, split_tensor
 from .layout import Layout
@@ -172,7 +172,7 @@ class Assembly:
         if wired.is_asynchronous:
             sharing = sharing_of(wired, ownership, max_grad_norm=settings.max_grad_norm)
             wired = with_late_updates(wired, sharing)
-            stream = make_stream(wired, sharing=sharing, receives_ahead=RECEIVES_AHEAD)
+            stream = make_stream(wired, sharing=sharing)
             programs = (*stream.calls, *stream.drains, *evaluate.programs)
         ownership.spread_from_first_owners(collectives)
         links = _links_of(programs) if world.distributed else frozenset()
@@ -211,7 +211,7 @@ class Assembly:
         if wired.is_asynchronous:
             return Mode(inference=inference, wiring=wiring, schedule=wired, programs=())
         share_loss = self._world.distributed and self._settings.loss_fn is not None
-        lowered = lower(wired, sharing=Sharing(loss=share_loss), receives_ahead=RECEIVES_AHEAD)
+        lowered = lower(wired, sharing=Sharing(loss=share_loss))
         check_lowered(lowered)
         return Mode(inference=inference, wiring=wiring, schedule=wired, programs=lowered.programs)
 

@@ -8,7 +8,9 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
 from .check import Report, check, check_lowered
 from .families import Family
 from .ir import Action, Edge, Op, Schedule, ScheduleError
-from .lowering.lower import Lowered, Message, MessageKind, lower
+from .lowering.lower import lower
+from .messages import Message, MessageKind
+from .program import Lowered
 from .registry import FAMILIES, build, canonical_name, family
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound

@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from .alive import peak_activations
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
-from .lowering.lower import STAGE_KINDS, Finish, Lowered, Message, MessageKind, RankProgram, Transfer, message_for
+from .messages import STAGE_KINDS, Message, MessageKind, Transfer, message_for
 from .needs import Needs
+from .program import GroupStep, Lowered, RankProgram
 from .versions import check_rule, check_updates, derive_versions
 
 _MOST_SHOWN = 8
@@ -94,7 +96,7 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
     made: set[Action] = set()
     for position, step in enumerate(program.steps):
         where = f"rank {rank}, step {position}"
-        if isinstance(step, Action | Finish):
+        if isinstance(step, Action | GroupStep):
             given = set(program.inputs.get(step, ()))
             inputs = given
             if isinstance(step, Action) and step.op is not Op.U:
@@ -124,25 +126,6 @@ def _messages_needed(schedule: Schedule, needs: Needs, action: Action, rank: int
 
 def _listed(messages: set[Message]) -> str:
     return ", ".join(str(message) for message in sorted(messages)) or "nothing"
-
-
-def peak_activations(program: tuple[Action, ...]) -> int:
-    """The most stage activations alive at once when a rank runs `program` in order.
-
-    One lives from its F to the end of its B or W; in a program without backward, for its F alone. In a window of a
-    stream, one whose F is not there lives from the beginning.
-    """
-    if all(op is Op.F for _, op, _ in program):
-        return min(1, len(program))
-    begun = {(stage, index) for stage, op, index in program if op is Op.F}
-    live = peak = sum(op in (Op.B, Op.W) and (stage, index) not in begun for stage, op, index in program)
-    for _, op, _ in program:
-        if op is Op.F:
-            live += 1
-            peak = max(peak, live)
-        elif op in (Op.B, Op.W):
-            live -= 1
-    return peak
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -25,26 +25,21 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """What an action does: compute (F, B, I, W), update (U), or communication."""
+    """What an action does: compute (F, B, I, W) or update (U); the last two are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward
     I = "I"  # input gradient
     W = "W"  # weight gradient
     U = "U"  # optimizer step of a stage: makes its next weight version
-    REDUCE_GRAD = "REDUCE_GRAD"
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
+    GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
 
-_ACTION = re.compile(r"(\d+)(REDUCE_GRAD|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|[FBIWU])(\d*)")
+_ACTION = re.compile(r"(\d+)([FBIWU])(\d+)")
 
 
 class Action(NamedTuple):
@@ -68,12 +63,12 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read `3F12`; ValueError for anything else."""
         match = _ACTION.fullmatch(text.strip())
-        if match is None or (not match[3] and match[2] not in ("UNSHARD", "RESHARD", "REDUCE_GRAD")):
+        if match is None:
             raise ValueError(
                 f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
-                f"with an op of F B I W U SEND_F RECV_F SEND_B RECV_B REDUCE_GRAD UNSHARD RESHARD"
+                f"with an op of F B I W U"
             )
-        return cls(int(match[1]), Op(match[2]), int(match[3] or 0))
+        return cls(int(match[1]), Op(match[2]), int(match[3]))
 
 
 class Edge(NamedTuple):

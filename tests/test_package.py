@@ -1,6 +1,7 @@
 """The package as a whole: what importing it costs, and which folder may import which."""
 
 import ast
+import graphlib
 import importlib.metadata
 import subprocess
 import sys
@@ -23,6 +24,9 @@ ARROWS = {
 }
 WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "graph"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
+# Methods of a record that load the pass which they call: `schedule.to_csv()` is shorter than `to_csv(schedule)`.
+LATE = {("schedules/ir.py", "schedules/text.py")}
+FOLDERS_WITHOUT_CIRCLES = ("schedules", "comm", "viz", "pipe", "experiments")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -85,6 +89,31 @@ def test_imports_follow_the_arrows(path):
         assert "torch" not in outside, f"{path} imports torch"
         rooms = {tuple(name.split(".")[1:3]) for name in names if name.startswith(".")}
         assert not rooms & TORCH_HALF, f"{path} imports {sorted(rooms & TORCH_HALF)}, which need torch"
+
+
+def file_of(name):
+    """The file behind a dotted name of `imported`: a module, or the package that it is looked up in."""
+    parts = name.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        for path in (Path(*parts[:length]).with_suffix(".py"), Path(*parts[:length], "__init__.py")):
+            if (ROOT / path).is_file():
+                return path.as_posix()
+    return None
+
+
+@pytest.mark.parametrize("folder", FOLDERS_WITHOUT_CIRCLES)
+def test_no_circle_of_imports_inside_a_folder(folder):
+    """Imports inside functions and for types alone count, too."""
+    graph = {}
+    for path in FILES:
+        if path.parts[0] == folder:
+            names = imported((ROOT / path).read_text(encoding="utf-8"), path.parent.parts)
+            own = {file_of(name) for name in names if name.startswith(".")}
+            graph[path.as_posix()] = {other for other in own if other and (path.as_posix(), other) not in LATE}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 def test_every_folder_of_code_stands_in_the_arrows():

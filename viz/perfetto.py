@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..schedules import Action, Message, Op, Timeline
-from ..schedules.lowering.lower import STAGE_KINDS
+from ..schedules.messages import STAGE_KINDS
 from ..schedules.timing.attribution import Gap, find_gaps
 from .arrows import find_arrows
 from .lanes import assign_lanes

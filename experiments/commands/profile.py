@@ -114,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
 def _memory(profile: Profile, options: ProfileOptions) -> list[StageMemory]:
     if options.stages is None:
         return []
-    from ...comm.groups import RECEIVES_AHEAD
+    from ...schedules.messages import RECEIVES_AHEAD
 
     return stage_memory(
         profile,

@@ -6,11 +6,12 @@ import math
 
 import numpy as np
 
+from ...schedules.messages import RECEIVES_AHEAD
 from ..solver.antichains import Floats
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from .evaluate import Ends, Evaluator
 from .in_flight import InFlight
-from .memory import RECEIVES_AHEAD, MemoryRules
+from .memory import MemoryRules
 from .model import Model
 from .place import Place
 from .space import Configuration

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...schedules.alive import activations
 from ...schedules.ir import BACKWARD_OPS, Action, Op, Schedule
 from ...schedules.versions import derive_versions
 from ..solver.antichains import Floats
@@ -87,22 +88,20 @@ def merged(ranks: Sequence[InFlight]) -> InFlight:
 
 def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> InFlight:
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    split = any(op is Op.W for _, op, _ in program)
-    counts = [0] * len(stages)
+    none = (0,) * len(stages)
     # An update drops the gradients; without a flush those of the next batch are there already.
     graded = [int(streams)] * len(stages)
-    held, in_backward = {(tuple(counts), tuple(graded))}, {(tuple(counts), tuple(graded), 0)}
+    held, in_backward = {(none, tuple(graded))}, {(none, tuple(graded), 0)}
     num_microbatches = 0
-    for stage, op, _ in program:
+    for (stage, op, _), alive in activations(program):
         chunk = chunk_of[stage]
+        counts = tuple(alive.get(s, 0) for s in stages)
         if op is Op.F:
-            counts[chunk] += 1
-            held.add((tuple(counts), tuple(graded)))
+            held.add((counts, tuple(graded)))
             num_microbatches += chunk == 0
         elif op in BACKWARD_OPS:
-            in_backward.add((tuple(counts), tuple(graded), chunk))
-        if op is Op.W or (op in BACKWARD_OPS and not split):
-            counts[chunk] -= 1
+            in_backward.add((counts, tuple(graded), chunk))
+        if op in (Op.B, Op.W):
             graded[chunk] = 1
     rows, moments = sorted(in_backward), sorted(held)
     return InFlight(

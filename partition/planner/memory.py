@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...schedules.messages import RECEIVES_AHEAD
 from ..memory_use import MemoryUse
 from ..solver.antichains import Floats
 from .in_flight import InFlight
 from .model import StageSums
 
-RECEIVES_AHEAD = 4  # that the runtime posts on a link
 BUCKET_BYTES = 1 << 24  # of gradients that the runtime sums over replicas at once
 
 

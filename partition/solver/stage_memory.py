@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...schedules import build, family
-from ...schedules.lowering.lower import STAGE_KINDS, Message, Transfer, lower
+from ...schedules.alive import messages_held
+from ...schedules.lowering.lower import lower
 from ..cluster import Cluster
 from ..profile import Profile
 from .solve import partition
@@ -111,16 +112,6 @@ def communication_peaks(
     whole = build(schedule, num_ranks=len(cuts) + 1, num_microbatches=num_microbatches)
     peaks = []
     for program in lower(whole, receives_ahead=receives_ahead).programs:
-        held: dict[Message, float] = {}
-        most = 0.0
-        for step in program.steps:
-            if isinstance(step, Transfer):
-                message = step.message
-                held[message] = cuts[min(message.src, message.dst)] if message.kind in STAGE_KINDS else 0.0
-                most = max(most, sum(held.values()))
-                continue
-            for message in program.inputs.get(step, ()):
-                for done in (message, *program.proves.get(message, ())):
-                    held.pop(done, None)
-        peaks.append(most)
+        moments = (held for _, held in messages_held(program))
+        peaks.append(max(sum(cuts[min(each.src, each.dst)] for each in held) for held in moments))
     return peaks

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
-from ...schedules.lowering.lower import STAGE_KINDS
 from ...schedules.lowering.stream import Stream
+from ...schedules.messages import STAGE_KINDS
 from .clock import Clock, Stamp
 
 _WINDOW = 400  # durations remembered of each (stage, op)

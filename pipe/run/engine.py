@@ -3,7 +3,7 @@
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
-            --Finish----> worker.run
+            --GroupStep-> worker.run
 
 One generator a rank yields whenever it waits. Over processes there is one rank, and waiting blocks; in one process
 the ranks take turns, each running until it waits for what is not there yet. Nothing else differs.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ...comm import PipelineError, Transport
 from ...schedules import Action, Message, Op, Schedule, ScheduleError
-from ...schedules.lowering.lower import Finish, RankProgram, Transfer
+from ...schedules.messages import Transfer
+from ...schedules.program import GroupStep, RankProgram
 from ..measure.recorder import Recorder
 from .machine import Instruction, Machine, Wait
 from .worker import Worker
@@ -68,7 +69,7 @@ class Engine:
                     start = stamp()
                     worker.run(instruction)
                     recorder.action(instruction, start, stamp())
-                elif isinstance(instruction, Finish):
+                elif isinstance(instruction, GroupStep):
                     worker.finish(instruction)
                 elif isinstance(instruction, Transfer):
                     message, peer, is_send = instruction

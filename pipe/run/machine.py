@@ -5,7 +5,7 @@ The driver pulls with `next()` and tells the machine what arrived:
     next() -> Transfer (send)   hand this message to the transport
            -> Transfer (post)   post a receive for this message
            -> Wait              nothing can go on before these messages have arrived
-           -> Action, Finish    carry it out now; all its inputs are here
+           -> Action, GroupStep carry it out now; all its inputs are here
            -> None              the program is done
 
 Compute runs in program order. Whether a driver blocks in `Wait` (gloo), lets another rank's machine go on (in
@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ...schedules import Message
-from ...schedules.lowering.lower import RankProgram, Transfer, Work
+from ...schedules.messages import Transfer
+from ...schedules.program import RankProgram, Work
 
 
 class Wait(NamedTuple):

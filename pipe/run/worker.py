@@ -15,7 +15,8 @@ import torch
 from ...comm import TensorSpec
 from ...partition.graph.trace import MODEL_INPUT
 from ...schedules import Action, Message, MessageKind, Op, Schedule
-from ...schedules.lowering.lower import STAGE_KINDS, Finish
+from ...schedules.messages import STAGE_KINDS
+from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, summarize_losses
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue, Stage, Tensors
@@ -109,7 +110,7 @@ class Worker:
         finally:
             self._seeder.end()
 
-    def finish(self, step: Finish) -> None:
+    def finish(self, step: GroupStep) -> None:
         """The backwards of an update group are through on this rank."""
         assert self.updates is not None
         self.updates.finish(step)

@@ -8,7 +8,7 @@ import torch
 
 from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
-from ...schedules.lowering.lower import Sharing
+from ...schedules.messages import Sharing
 from ..batch.batches import Batch
 from ..stages.build import Parts
 from ..stages.ownership import Ownership

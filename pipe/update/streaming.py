@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ...schedules.lowering.lower import RankProgram
 from ...schedules.lowering.stream import Stream
+from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..run.engine import Engine
 from ..stages.wiring import Wiring

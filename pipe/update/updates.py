@@ -1,8 +1,8 @@
 """What belongs to update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
-Finish(gradients): LOSS is here    -> scale the gradients, SUM to the ranks that share some
-Finish(norm):                      -> own squared norm to rank 0; there: TOTAL to every rank
+REDUCE_GRAD: LOSS is here    -> scale the gradients, SUM to the ranks that share some
+GRAD_NORM:                         -> own squared norm to rank 0; there: TOTAL to every rank
 U: SUM, TOTAL are here             -> clip, update the versions of the stage
 """
 
@@ -17,7 +17,8 @@ import torch
 
 from ...comm import TensorSpec
 from ...schedules import Message, MessageKind, Schedule
-from ...schedules.lowering.lower import Finish
+from ...schedules.ir import Op
+from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
 from ..stages.stage import Tensors
 from .optimizers import StageOptimizer, clip_factor, squared_norm
@@ -141,10 +142,10 @@ class Updates:
 
     # Work
 
-    def finish(self, step: Finish) -> None:
+    def finish(self, step: GroupStep) -> None:
         """The gradients of a group are whole up to what other ranks add; or their norm is next."""
         group = self._group(step.index)
-        if step.norm:
+        if step.op is Op.GRAD_NORM:
             self._add_shared(step.index)
             counted = [self._gradient(stage, number, step.index) for stage, number in self._counted]
             group.norms[self._rank] = squared_norm(counted, device=self._device)

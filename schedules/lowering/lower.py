@@ -11,158 +11,24 @@ order of the sends, and one that is consumed late lets later ones pass only by b
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
 
-A program with updates in it (U) also gets a `Finish` behind the last backward of each update group, where the losses of
-the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
+A program with updates in it (U) also gets a `GroupStep` behind the last backward of each update group, where the losses
+of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import NamedTuple
 
 from ..ir import BACKWARD_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule
-
-
-class MessageKind(StrEnum):
-    """What a message carries."""
-
-    ACT = "act"  # outputs of a stage, to a consumer stage
-    GRAD = "grad"  # gradients of those outputs, back to the producer
-    LOSS = "loss"  # losses of an update group, from a rank of the last stage to another rank
-    SUM = "sum"  # gradients of an update group that several ranks add up (replicas, tied weights)
-    NORM = "norm"  # squared gradient norm of one rank, to rank 0
-    TOTAL = "total"  # that of all ranks, from rank 0
-
-
-STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
-
-
-class Message(NamedTuple):
-    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. Else they are ranks, and `index` an update group
-    (the batch, where a batch is updated at once)."""
-
-    kind: MessageKind
-    src: int
-    dst: int
-    index: int  # type: ignore[assignment]  # hides tuple.index
-
-    def __str__(self) -> str:
-        kind, src, dst, index = self
-        match kind:
-            case MessageKind.ACT:
-                return f"activations of microbatch {index} from stage {src} to stage {dst}"
-            case MessageKind.GRAD:
-                return f"gradients of microbatch {index} from stage {src} to stage {dst}"
-            case MessageKind.LOSS:
-                return f"loss of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.SUM:
-                return f"shared gradients of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.NORM:
-                return f"gradient norm of update group {index} from rank {src} to rank {dst}"
-            case MessageKind.TOTAL:
-                return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
-
-
-def message_for(action: Action, need: Action) -> Message:
-    """What brings the result of `need` to `action` when they stand on different ranks."""
-    kind = MessageKind.ACT if need.op is Op.F else MessageKind.GRAD
-    return Message(kind, need.stage, action.stage, action.index)
-
-
-class Transfer(NamedTuple):
-    """A send, or the posting of a receive, with the rank on the other side."""
-
-    message: Message
-    peer: int
-    is_send: bool
-
-    def __str__(self) -> str:
-        kind, src, dst, index = self.message
-        verb = "SEND" if self.is_send else "RECV"
-        if kind not in STAGE_KINDS:
-            return f"{verb}_{kind.name}{index}"
-        letter = "F" if kind is MessageKind.ACT else "B"
-        return f"{src if self.is_send else dst}{verb}_{letter}{index}"
-
-
-class Finish(NamedTuple):
-    """All backwards of update group `index` have run on this rank.
-
-    Its gradients are whole up to what other ranks add; with `norm`, their squared norm is next.
-    """
-
-    norm: bool
-    index: int  # type: ignore[assignment]  # hides tuple.index
-
-    def __str__(self) -> str:
-        return f"{'NORM' if self.norm else 'GRADIENTS'}{self.index}"
-
-
-Work = Action | Finish
-Step = Work | Transfer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgram:
-    """What one rank does, communication included.
-
-    Arguments:
-        rank: which.
-        steps: actions, sends and postings in order.
-        inputs: by action (or finish), the messages that must have arrived before it starts.
-        proves: by received message, the sends of this rank that its arrival proves received.
-        peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
-        finally_needs: messages consumed at the very end (losses).
-        cuts: where each call begins in `steps`, for a program that was lowered call by call.
-    """
-
-    rank: int
-    steps: tuple[Step, ...]
-    inputs: dict[Work, tuple[Message, ...]]
-    proves: dict[Message, tuple[Message, ...]]
-    peak_receives: int
-    finally_needs: tuple[Message, ...] = ()
-    cuts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
-    """A schedule with its communication, a program a rank."""
-
-    schedule: Schedule
-    programs: tuple[RankProgram, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """What ranks tell each other besides activations and gradients.
-
-    Arguments:
-        loss: the losses, from the ranks of the last stage to every rank.
-        norm: the global gradient norm of each update group (only where the program holds updates).
-        sums: groups of ranks that add up gradients before each update (likewise).
-    """
-
-    loss: bool = False
-    norm: bool = False
-    sums: tuple[tuple[int, ...], ...] = ()
-
-    def partners(self, rank: int) -> list[int]:
-        """The ranks with which `rank` adds up gradients, ascending."""
-        return sorted({other for group in self.sums if rank in group for other in group if other != rank})
-
-    def counts_for(self, rank: int) -> list[int]:
-        """Those of them whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
-        return sorted({other for group in self.sums if rank == min(group) for other in group if other != rank})
+from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
+from ..program import GroupStep, Lowered, RankProgram, Step, Work
 
 
 def lower(
     schedule: Schedule,
     *,
-    sharing: Sharing = Sharing(),  # frozen
-    receives_ahead: int = 2,
+    sharing: Sharing = NOTHING_SHARED,
+    receives_ahead: int = RECEIVES_AHEAD,
     calls: Sequence[Sequence[int]] | None = None,
 ) -> Lowered:
     """Insert sends and receives.
@@ -188,7 +54,7 @@ class _Links:
         self.schedule = schedule
         self.sharing = sharing
         # By rank, each step of work with the position of the action that it goes with.
-        self.work_at = [_with_finishes(schedule, program, norm=sharing.norm) for program in schedule.programs]
+        self.work_at = [_with_group_steps(schedule, program, norm=sharing.norm) for program in schedule.programs]
         self.work = [[step for step, _ in work] for work in self.work_at]
         self._updates: list[dict[int, Action]] = [
             {a.index: a for a in reversed(program) if a.op is Op.U} for program in schedule.programs
@@ -226,7 +92,7 @@ class _Links:
         for rank, work in enumerate(self.work):
             loss_behind = _last_forwards(schedule, rank) if sharing.loss else {}
             for step in work:
-                if isinstance(step, Finish):
+                if isinstance(step, GroupStep):
                     self._share_gradients(rank, step)
                     continue
                 stage, op, index = step
@@ -254,30 +120,31 @@ class _Links:
                 continue
             message = Message(MessageKind.LOSS, rank, receiver, group)
             if self.schedule.is_asynchronous:
-                self._add(message, made_by, rank, Finish(False, group), receiver)
+                self._add(message, made_by, rank, GroupStep(Op.REDUCE_GRAD, group), receiver)
             else:
                 self.outputs[rank].setdefault(made_by, []).append((message, receiver))
                 self.on_link.setdefault((rank, receiver), []).append(message)
                 self.finally_needs[receiver].append(message)
 
-    def _share_gradients(self, rank: int, finish: Finish) -> None:
-        group = finish.index
+    def _share_gradients(self, rank: int, step: GroupStep) -> None:
+        group = step.index
         norm, ranks = self.sharing.norm, range(self.schedule.num_ranks)
-        if not finish.norm:
+        if step.op is Op.REDUCE_GRAD:
             for peer in self.sharing.partners(rank):
                 wants_now = norm and rank in self.sharing.counts_for(peer)
-                consumer: Work = Finish(True, group) if wants_now else self._updates[peer][group]
-                self._add(Message(MessageKind.SUM, rank, peer, group), finish, rank, consumer, peer)
+                consumer: Work = GroupStep(Op.GRAD_NORM, group) if wants_now else self._updates[peer][group]
+                self._add(Message(MessageKind.SUM, rank, peer, group), step, rank, consumer, peer)
         elif rank > 0:
-            self._add(Message(MessageKind.NORM, rank, 0, group), finish, rank, finish, 0)
+            self._add(Message(MessageKind.NORM, rank, 0, group), step, rank, step, 0)
         else:
             for peer in ranks[1:]:
                 message = Message(MessageKind.TOTAL, 0, peer, group)
-                self._add(message, finish, 0, self._updates[peer][group], peer)
+                self._add(message, step, 0, self._updates[peer][group], peer)
 
 
-def _with_finishes(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
-    """The actions of a rank with their positions; in a streaming program a Finish goes with the last backward of each
+def _with_group_steps(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
+    """The actions of a rank with their positions; in a streaming program the steps of an update
+    group go with the last backward of each
     update group (with its update, where the rank has no backward in it)."""
     if not schedule.is_asynchronous:
         return [(action, position) for position, action in enumerate(program)]
@@ -285,18 +152,18 @@ def _with_finishes(schedule: Schedule, program: tuple[Action, ...], *, norm: boo
     for position, action in enumerate(program):
         if action.op in COMPUTE_OPS and action.op is not Op.F:
             last[action.index // schedule.group_size] = position
-    kinds = (False, True) if norm else (False,)
+    ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if norm else (Op.REDUCE_GRAD,)
     work: list[tuple[Work, int]] = []
     finished: set[int] = set()
     for position, action in enumerate(program):
         group = action.index if action.op is Op.U else action.index // schedule.group_size
         if action.op is Op.U and group not in finished:
             finished.add(group)
-            work += [(Finish(kind, group), position) for kind in kinds]
+            work += [(GroupStep(op, group), position) for op in ops]
         work.append((action, position))
         if last.get(group) == position:
             finished.add(group)
-            work += [(Finish(kind, group), position) for kind in kinds]
+            work += [(GroupStep(op, group), position) for op in ops]
     return work
 
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 
 from ..check import check, check_lowered
 from ..ir import Action, Op, Schedule, ScheduleError
+from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
+from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..versions import derive_versions
-from .lower import STAGE_KINDS, Finish, Lowered, Message, RankProgram, Sharing, Step, Transfer, Work, lower
+from .lower import lower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Stream:
         return replace(self.schedule, programs=tuple(programs), num_batches=num_batches)
 
 
-def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = 2) -> Stream:
+def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = RECEIVES_AHEAD) -> Stream:
     """Cut an asynchronous schedule into calls, with their communication.
 
     Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs
@@ -184,9 +186,9 @@ def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: 
         return Message(kind, src, dst, index) if index >= first_group else None
 
     def work(old: Work) -> Work | None:
-        if isinstance(old, Finish):
+        if isinstance(old, GroupStep):
             index = old.index + by_group
-            return Finish(old.norm, index) if index >= first_group else None
+            return GroupStep(old.op, index) if index >= first_group else None
         stage, op, index = old
         if op is Op.U:
             index += by_group

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..ir import Action, Op
-from ..lowering.lower import Message, message_for
+from ..messages import Message, message_for
 from ..needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 

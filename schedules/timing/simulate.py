@@ -11,7 +11,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from ..ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
-from ..lowering.lower import Message, MessageKind
+from ..messages import Message, MessageKind
 from .costs import Costs, CostTable
 from .timeline import RankTrace, Span, Timeline
 

@@ -12,9 +12,9 @@ import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..check import peak_activations
+from ..alive import peak_activations
 from ..ir import COMPUTE_OPS, Action, Op, Schedule
-from ..lowering.lower import Message, MessageKind
+from ..messages import Message, MessageKind
 from ..versions import derive_versions
 
 _JSON_VERSION = 1

@@ -8,7 +8,7 @@ import pytest
 from support.small import X, Y, make
 
 from stagewright.comm import PipelineError
-from stagewright.schedules.lowering.lower import Transfer
+from stagewright.schedules.messages import Transfer
 
 
 def test_a_standstill_in_one_process_names_who_waits_for_what() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from stagewright.pipe.run.machine import Machine, Wait
 from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
-from stagewright.schedules.lowering.lower import RankProgram, Sharing, Transfer
+from stagewright.schedules.messages import Sharing, Transfer
+from stagewright.schedules.program import RankProgram
 
 F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
 ACT = Message(MessageKind.ACT, 0, 1, 0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from stagewright.schedules import Action, Edge, Schedule, ScheduleError, build, check
+from stagewright.schedules import Action, Edge, Op, Schedule, ScheduleError, build, check
 
 from .random_schedules import by_hand, disordered, parsed, schedules, steady
 from .reference import has_deadlock
@@ -139,7 +139,6 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F2", r"0F2 on rank 1, position 6: this rank holds the stages \[1\]"),
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 7F2", r"7F2 on rank 1, position 6: this rank holds the stages \[1\]"),
         (1, "1F0 1B0 1F1 1B1 1F3 1B2", r"1F3 on rank 1, position 4: microbatches are numbered 0\.\.2"),
-        (1, "1RECV_F0 1F0 1B0 1F1 1B1 1F2 1B2", "1RECV_F0 on rank 1, position 0: a compute order holds F B I W U only"),
     ],
 )
 def test_incomplete(rank: int, program: str, message: str) -> None:
@@ -203,3 +202,10 @@ def test_one_action_less_is_missed(schedule: Schedule, data: st.DataObject) -> N
     # Without an I, a W alone is left: the I is missing. Without a W, likewise.
     with pytest.raises(ScheduleError, match=rf"missing: .*\b{gone}\b"):
         check(lacking)
+
+
+def test_what_is_no_compute_order() -> None:
+    schedule = build("1f1b", num_ranks=1, num_microbatches=1)
+    program = (Action(0, Op.REDUCE_GRAD, 0), *schedule.programs[0])
+    with pytest.raises(ScheduleError, match="0REDUCE_GRAD0 on rank 0, position 0: a compute order holds F B I W U"):
+        check(replace(schedule, programs=(program,)))

@@ -31,8 +31,8 @@ def test_a_whole_backward_may_be_cheaper_than_its_parts() -> None:
 def test_table_knows_each_op() -> None:
     table = Costs(forward=1, backward=2, input_grad=3, weight_grad=4, update=5).table(num_stages=1)
     assert [table.of(op, 0) for op in (Op.F, Op.B, Op.I, Op.W, Op.U)] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    with pytest.raises(ValueError, match="SEND_F has no cost of its own: expected one of F B I W U"):
-        table.of(Op.SEND_F, 0)
+    with pytest.raises(ValueError, match="REDUCE_GRAD has no cost of its own: expected one of F B I W U"):
+        table.of(Op.REDUCE_GRAD, 0)
 
 
 def test_any_numbers_do() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -22,14 +23,16 @@ from stagewright.schedules import (
     ScheduleError,
     build,
     check_lowered,
-    lower,
 )
-from stagewright.schedules.lowering.lower import RankProgram, Sharing, Step, Transfer
+from stagewright.schedules import lower as lower_any
 from stagewright.schedules.lowering.lower import __doc__ as picture_of_lowering
+from stagewright.schedules.messages import Sharing, Transfer
+from stagewright.schedules.program import RankProgram, Step
 
 from .random_schedules import by_hand, schedules, steady
 from .reference import data_edges
 
+lower = partial(lower_any, receives_ahead=2)  # as the pictures show it
 lowered_schedules = st.builds(lower, schedules())
 
 

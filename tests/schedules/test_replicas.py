@@ -8,7 +8,8 @@ import pytest
 
 from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
 from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.lowering.lower import Lowered, Sharing, Transfer
+from stagewright.schedules.messages import Sharing, Transfer
+from stagewright.schedules.program import Lowered
 from stagewright.schedules.versions import derive_versions
 
 from .builders import ASYNC

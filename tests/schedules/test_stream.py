@@ -10,19 +10,9 @@ import pytest
 from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered
 from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.lowering import stream as stream_module
-from stagewright.schedules.lowering.lower import (
-    STAGE_KINDS,
-    Finish,
-    Lowered,
-    Message,
-    MessageKind,
-    RankProgram,
-    Sharing,
-    Step,
-    Transfer,
-    Work,
-)
 from stagewright.schedules.lowering.stream import Stream, make_stream
+from stagewright.schedules.messages import STAGE_KINDS, Message, MessageKind, Sharing, Transfer
+from stagewright.schedules.program import GroupStep, Lowered, RankProgram, Step, Work
 from stagewright.schedules.versions import derive_versions
 
 from .random_schedules import by_hand
@@ -195,7 +185,7 @@ def test_a_stream_that_begins_later(case: Case, deferred: bool, first: int) -> N
                 assert step == old._replace(message=old.message._replace(index=old.message.index + by))
             elif isinstance(step, Action) and isinstance(old, Action):
                 assert step == old._replace(index=old.index + first * (groups if step.op is Op.U else M))
-            elif isinstance(step, Finish) and isinstance(old, Finish):
+            elif isinstance(step, GroupStep) and isinstance(old, GroupStep):
                 assert step == old._replace(index=old.index + first * groups)
     for stage in range(schedule.num_stages):
         for k in range(4 * M):

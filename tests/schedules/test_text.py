@@ -84,6 +84,7 @@ def test_communication_and_spaces_are_skipped() -> None:
         (CSV.replace("1F2", "F2"), r"row 2, column 6: cannot read the action 'F2'"),
         ("\n\n" + CSV.replace("1F0", "one"), r"row 4, column 2: cannot read the action 'one'"),
         (CSV.replace("1F2", "0F2"), r"row 2: 0F2 is of stage 0, which row 1 has too; expected one row for each stage"),
+        ("0SEND_F\n", "row 1, column 1: cannot read the action '0SEND_F'"),
         ("", "the table has no action: expected a row a rank with cells such as 0F0"),
         (",,\n,\n", "the table has no action"),
         ("0SEND_F0\n", "the table has no action"),

@@ -1,0 +1,59 @@
+"""What is alive on a rank, and when: activations and messages. Weight versions are counted in `versions`.
+
+The checker, the simulator's timelines and the planner count with these, and nobody counts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from .ir import Action, Op
+from .messages import Message, Transfer
+from .program import RankProgram, Step
+
+_LAST_USES = frozenset({Op.B, Op.W})  # of a microbatch's activations on its stage
+
+
+def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
+    """Each action of a rank with the stage activations alive while it runs, by stage.
+
+        program     F0  F1  B0  F2  I1  W1  B2       whether a backward is split differs by microbatch
+        alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
+
+    In a program without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
+    the beginning. The mapping is one and the same, and holds until the next step of the iteration.
+    """
+    begun = {(stage, index) for stage, op, index in program if op is Op.F}
+    alive = {stage: 0 for stage, _, _ in program}
+    for stage, op, index in program:
+        alive[stage] += op in _LAST_USES and (stage, index) not in begun
+    forward_only = all(op is Op.F for _, op, _ in program)
+    for action in program:
+        if action.op is Op.F:
+            alive[action.stage] += 1
+        yield action, alive
+        if action.op in _LAST_USES or forward_only:
+            alive[action.stage] -= 1
+
+
+def peak_activations(program: Sequence[Action]) -> int:
+    """The most stage activations alive at once when a rank runs `program` in order."""
+    return max((sum(alive.values()) for _, alive in activations(program)), default=0)
+
+
+def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:
+    """Each step of a rank with the messages whose tensors it holds then.
+
+    Receives count from their posting to the step that consumes them, sends until an arrival proves them received. The
+    collection is one and the same, and holds until the next step of the iteration.
+    """
+    held: dict[Message, None] = {}  # in the order in which they came
+    for step in program.steps:
+        if isinstance(step, Transfer):
+            held[step.message] = None
+            yield step, held
+            continue
+        yield step, held
+        for message in program.inputs.get(step, ()):
+            for done in (message, *program.proves.get(message, ())):
+                held.pop(done, None)

@@ -1,0 +1,101 @@
+"""What travels between ranks: messages, transfers of them, and what else than activations ranks tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from .ir import Action, Op
+
+# Receives of a link that are posted and not yet consumed, at most, unless the order forces more. A link carries several
+# streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
+RECEIVES_AHEAD = 4
+
+
+class MessageKind(StrEnum):
+    """What a message carries."""
+
+    ACT = "act"  # outputs of a stage, to a consumer stage
+    GRAD = "grad"  # gradients of those outputs, back to the producer
+    LOSS = "loss"  # losses of an update group, from a rank of the last stage to another rank
+    SUM = "sum"  # gradients of an update group that several ranks add up (replicas, tied weights)
+    NORM = "norm"  # squared gradient norm of one rank, to rank 0
+    TOTAL = "total"  # that of all ranks, from rank 0
+
+
+STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
+
+
+class Message(NamedTuple):
+    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. Else they are ranks, and `index` an update group
+    (the batch, where a batch is updated at once)."""
+
+    kind: MessageKind
+    src: int
+    dst: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+    def __str__(self) -> str:
+        kind, src, dst, index = self
+        match kind:
+            case MessageKind.ACT:
+                return f"activations of microbatch {index} from stage {src} to stage {dst}"
+            case MessageKind.GRAD:
+                return f"gradients of microbatch {index} from stage {src} to stage {dst}"
+            case MessageKind.LOSS:
+                return f"loss of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.SUM:
+                return f"shared gradients of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.NORM:
+                return f"gradient norm of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.TOTAL:
+                return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
+
+
+def message_for(action: Action, need: Action) -> Message:
+    """What brings the result of `need` to `action` when they stand on different ranks."""
+    kind = MessageKind.ACT if need.op is Op.F else MessageKind.GRAD
+    return Message(kind, need.stage, action.stage, action.index)
+
+
+class Transfer(NamedTuple):
+    """A send, or the posting of a receive, with the rank on the other side."""
+
+    message: Message
+    peer: int
+    is_send: bool
+
+    def __str__(self) -> str:
+        kind, src, dst, index = self.message
+        verb = "SEND" if self.is_send else "RECV"
+        if kind not in STAGE_KINDS:
+            return f"{verb}_{kind.name}{index}"
+        letter = "F" if kind is MessageKind.ACT else "B"
+        return f"{src if self.is_send else dst}{verb}_{letter}{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What ranks tell each other besides activations and gradients.
+
+    Arguments:
+        loss: the losses, from the ranks of the last stage to every rank.
+        norm: the global gradient norm of each update group (only where the program holds updates).
+        sums: groups of ranks that add up gradients before each update (likewise).
+    """
+
+    loss: bool = False
+    norm: bool = False
+    sums: tuple[tuple[int, ...], ...] = ()
+
+    def partners(self, rank: int) -> list[int]:
+        """The ranks with which `rank` adds up gradients, ascending."""
+        return sorted({other for group in self.sums if rank in group for other in group if other != rank})
+
+    def counts_for(self, rank: int) -> list[int]:
+        """Those of them whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
+        return sorted({other for group in self.sums if rank == min(group) for other in group if other != rank})
+
+
+NOTHING_SHARED = Sharing()

@@ -1,0 +1,58 @@
+"""What one rank does, communication included: the result of lowering, and what an engine carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .ir import Action, Op, Schedule
+from .messages import Message, Transfer
+
+
+class GroupStep(NamedTuple):
+    """What a rank does once for an update group, behind its last backward of the group.
+
+    REDUCE_GRAD: the losses of the group are here; gradients that other ranks add up with their own leave.
+    GRAD_NORM: they have arrived and are added; the squared norm of this rank's part is next.
+    """
+
+    op: Op
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.index}"
+
+
+Work = Action | GroupStep
+Step = Work | Transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """What one rank does, communication included.
+
+    Arguments:
+        rank: which.
+        steps: actions, sends and postings in order.
+        inputs: by action (or group step), the messages that must have arrived before it starts.
+        proves: by received message, the sends of this rank that its arrival proves received.
+        peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
+        finally_needs: messages consumed at the very end (losses).
+        cuts: where each call begins in `steps`, for a program that was lowered call by call.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    inputs: dict[Work, tuple[Message, ...]]
+    proves: dict[Message, tuple[Message, ...]]
+    peak_receives: int
+    finally_needs: tuple[Message, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A schedule with its communication, a program a rank."""
+
+    schedule: Schedule
+    programs: tuple[RankProgram, ...]
