@@ -23,6 +23,7 @@ from ..comm import (
     link_lanes,
 )
 from ..comm.process_group import Link
+from ..partition.graph.units import Tensors
 from ..schedules import Schedule, check, check_lowered, lower
 from ..schedules.lowering.stream import make_stream
 from ..schedules.messages import Sharing, Transfer
@@ -34,11 +35,11 @@ from .measure.clock import clock_for
 from .measure.recorder import Recorder
 from .run.engine import Engine, LocalRank
 from .run.worker import Worker
-from .stages.build import Parts, cut_model, with_model_inputs
+from .stages.build import CutModel, cut_model
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
-from .stages.shapes import Inference, Signature, signature
-from .stages.stage import LossValue, Stage, Tensors
+from .stages.shapes import InferredStages, Signature, signature
+from .stages.stage import LossValue, Stage
 from .stages.wiring import OutputSpecs, Wiring
 from .update.gradients import Gradients
 from .update.optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
@@ -68,7 +69,7 @@ class Mode:
     programs: one batch, by rank; none of a stream, which makes its own.
     """
 
-    inference: Inference
+    inference: InferredStages
     wiring: Wiring
     schedule: Schedule
     programs: tuple[RankProgram, ...]
@@ -89,7 +90,7 @@ class Pipeline:
     """
 
     schedule: Schedule
-    parts: Parts
+    parts: CutModel
     train: Mode
     evaluate: Mode
     ownership: Ownership
@@ -145,16 +146,16 @@ class Assembly:
             split_points=self._layout.split_points,
             plan=self._layout.plan,
             seeder=self._seeder,
+            device=settings.device,
         )
-        with_model_inputs(parts, len(inputs))
-        stage_num_parameters = tuple(sum(p.numel() for p in face.module.parameters()) for face in parts.train)
+        stage_num_parameters = tuple(sum(p.numel() for p in s.module.parameters()) for s in parts.train.stages)
         train = self._make_mode(schedule, microbatch, training=True)
         evaluate = self._make_mode(schedule.forward_only(), microbatch, training=False)
         local_stages = sorted({s for rank in self._local for s in schedule.placement[rank]})
         ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
         for index in local_stages:
-            parts.train[index].module.to(settings.device)
-            parts.evaluate[index].module.to(settings.device)
+            parts.train.stages[index].module.to(settings.device)
+            parts.evaluate.stages[index].module.to(settings.device)
         collectives = Collectives(self._layout.place, device=settings.device, timeout=settings.timeout)
         self._guard.on_failure(collectives.abort)
         mine = describe(
@@ -202,10 +203,8 @@ class Assembly:
         )
 
     def _make_mode(self, schedule: Schedule, microbatch: Signature, *, training: bool) -> Mode:
-        parts = self._parts
-        faces, sizes = (parts.train, parts.train_sizes) if training else (parts.evaluate, parts.evaluate_sizes)
-        inference = Inference(faces, self._seeder, sizes=sizes, device=self._settings.device, training=training)
-        wiring = Wiring(faces, inference.outputs(microbatch))
+        inference = self._parts.train if training else self._parts.evaluate
+        wiring = Wiring(inference.stages, inference.outputs(microbatch))
         wired = schedule.with_edges(wiring.edges())
         check(wired)
         if wired.is_asynchronous:
@@ -277,8 +276,8 @@ class Assembly:
         return Stage(
             index=index,
             name=self._parts.names[index],
-            train=self._parts.train[index],
-            evaluate=self._parts.evaluate[index],
+            train=self._parts.train.stages[index],
+            evaluate=self._parts.evaluate.stages[index],
             loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
             recompute=self._layout.recompute[index],
         )

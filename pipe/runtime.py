@@ -44,7 +44,7 @@ from .layout import Layout
 from .measure.gather import gather_costs, gather_records
 from .measure.recorder import RankRecord, assemble_stream, assemble_timeline
 from .run.engine import LocalRank, refuse_what_cannot_run
-from .stages.build import Parts
+from .stages.build import CutModel
 from .stages.ownership import Ownership
 from .stages.shapes import signature
 from .update.gradients import Gradients
@@ -89,7 +89,7 @@ class Runtime:
         check_inputs(inputs, len(self._own_microbatches()))
         with self._guard.together():
             self._assembled = self._assembly.build([x.to(self._settings.device) for x in inputs])
-        if self._world.distributed and self._assembled.parts.train_output is not None:
+        if self._world.distributed and self._assembled.parts.is_traced:
             gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
 
     def ready(self, arguments: Sequence[Any]) -> None:
@@ -330,7 +330,7 @@ class Runtime:
     # What is known
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> CutModel:
         """The cut model."""
         self._built("stage_names")
         return self._pipeline.parts

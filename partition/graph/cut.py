@@ -1,4 +1,4 @@
-"""Where to cut a sequence of units into stages: the one place into which the profile-driven partitioner plugs."""
+"""Where to cut a sequence of units without a profile: contiguous stages of nearly equal weight, few bytes between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cut_evenly(
     the one before it, and so on.
 
     Arguments:
-        weights: [n] of each unit, at least 0 (parameters today; seconds when a profile is there).
+        weights: [n] by unit, at least 0: parameter elements.
         num_stages: S, at most n.
         crossing_bytes: [n] bytes that cross a cut made before unit i (entry 0 is never used), infinite where none
             may be made; all free where not given.

@@ -1,4 +1,4 @@
-"""The profiler: what each part of a model costs on the device where the model is."""
+"""The profiler: what each unit of a model costs on the device where the model is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
-from ..graph.trace import MODEL_INPUT
+from ..graph.units import MODEL_INPUT, Tensors
 from ..profile import Node, Profile
 from .memory import bytes_of, peaks
-from .parts import Tensors, make_parts
 from .passes import Passes, Sample
 from .state import untouched
 from .timing import Clock, Estimate, clock_for, typical
@@ -44,21 +44,21 @@ def profile_model(
     split_backward: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Measure every part of a model: the children of an nn.Sequential, or the groups of a traced model.
+    """Measure every cut unit of a model: the children of an nn.Sequential, or runs of operations of a traced graph.
 
-    Parts run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
-    `passes`. Figures are medians of the fastest quarter of the samples. Parts that are equal (classes,
+    Units run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
+    `passes`. Figures are medians of the fastest quarter of the samples. Units that are equal (classes,
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
     buffers are counted for each: a tensor that several share, with the first. I and W are timed one after the other
     over one graph (`split`), a little more than B together; an operation that computes both at once, such as
-    an autograd.Function, does so twice, and takes up to B in each. Where a part has no parameters, or no input wants a
+    an autograd.Function, does so twice, and takes up to B in each. Where a unit has no parameters, or no input wants a
     gradient, the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as
     they are.
 
     Arguments:
         example_inputs: ONE microbatch, batch in dimension 0.
         target: for `loss_fn`.
-        loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last part.
+        loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit.
         optimizer: makes the optimizer of a stage; it steps on copies. None: no update is measured.
         autocast: run forwards under torch.autocast with this type.
         repetitions: passes that count, at most.
@@ -77,19 +77,18 @@ def profile_model(
     if isinstance(target, torch.Tensor):
         target = target.to(device)
     with untouched(model, device), torch.enable_grad():
-        tell(f"cutting {type(model).__name__} into parts")
-        whole = make_parts(model, inputs)
+        tell(f"cutting {type(model).__name__} into units")
         passes = Passes(
-            whole,
+            model_units(model, inputs, enter_unit=None),
             inputs,
             loss=None if loss_fn is None else lambda output: (_loss(loss_fn, output, target),),
             apart=[*model.parameters(), *model.buffers()],
             autocast=autocast,
             clock=clock,
         )
-        tell(f"{len(passes.samples)} parts, {len(passes.firsts)} of them different")
+        tell(f"{len(passes.samples)} units, {len(passes.firsts)} of them different")
         share = 1 - SPLIT_SHARE if split_backward else 1.0
-        both = (passes.run_parts, passes.run_whole)
+        both = (passes.run_units, passes.run_whole)
         _repeat(both, repetitions=repetitions, seconds=seconds * share, what="forward, backward", tell=tell)
         if split_backward:
             left = seconds * SPLIT_SHARE
@@ -109,7 +108,7 @@ def _check(inputs: Sequence[torch.Tensor], target: object, loss_fn: object, repe
             raise ValueError(f"example_inputs[{position}] is {shown}: expected a tensor, batch first")
     if (loss_fn is None) != (target is None):
         given, missing = ("loss_fn", "target") if target is None else ("target", "loss_fn")
-        raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last part)")
+        raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last unit)")
     if repetitions < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"repetitions={repetitions}, seconds={seconds}: expected at least 1, and a number above 0")
 
@@ -157,7 +156,7 @@ def _repeat(
 
 
 def _workspaces(passes: Passes, device: torch.device) -> dict[int, int]:
-    """The larger of F's and B's passing memory, for the first of equal parts [bytes]."""
+    """The larger of F's and B's passing memory, for the first of equal units [bytes]."""
     actions: list[Callable[[], object]] = []
     kept: dict[int, tuple[Tensors, Tensors]] = {}
 
@@ -189,7 +188,7 @@ class _Update:
 
 
 def _update(sample: Sample, optimizer: OptimizerFactory | None, clock: Clock) -> _Update:
-    """The optimizer's step on copies of a part's parameters."""
+    """The optimizer's step on copies of a unit's parameters."""
     if optimizer is None or not sample.parameters:
         return _Update(seconds=0.0, state_bytes=0, parameter_bytes=0)
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
@@ -225,7 +224,7 @@ def _profile(
     seen: set[int] = set()
     nodes = []
     for sample in passes.samples:
-        tensors = {id(t): t for t in (*sample.part.module.parameters(), *sample.part.module.buffers())}
+        tensors = {id(t): t for t in (*sample.stage.module.parameters(), *sample.stage.module.buffers())}
         shared = [t for key, t in tensors.items() if key in seen and isinstance(t, nn.Parameter)]
         own = [t for key, t in tensors.items() if key not in seen]
         seen.update(tensors)
@@ -267,15 +266,15 @@ def _node(
         weight_grad = Estimate.of(times.weight_grad).seconds
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
-    notes = [sample.part.description]
+    notes = [sample.unit.description]
     if sample.finish is not None:
         notes.append("with the loss")
     if shared:
         notes.append("some parameters counted before")
     if first is not sample:
-        notes.append(f"timed as {first.part.name}, its equal")
+        notes.append(f"timed as {first.unit.name}, its equal")
     return Node(
-        name=sample.part.name,
+        name=sample.unit.name,
         description=", ".join(notes),
         forward_seconds=Estimate.of(times.forward).seconds,
         backward_seconds=backward,
@@ -292,14 +291,14 @@ def _node(
 
 
 def _edges(passes: Passes) -> tuple[tuple[str, str], ...]:
-    names = [sample.part.name for sample in passes.samples]
+    names = [sample.unit.name for sample in passes.samples]
     edges = [
         (names[source.producer], names[i])
         for i, sample in enumerate(passes.samples)
-        for source in sample.sources
+        for source in sample.stage.inputs
         if source.producer != MODEL_INPUT
     ]
-    # A part that neither takes nor gives a tensor stays where it stands.
+    # A unit that neither takes nor gives a tensor stays where it stands.
     linked = {name for edge in edges for name in edge}
     edges += [
         (names[max(i - 1, 0)], names[max(i, 1)])

@@ -1,4 +1,4 @@
-"""What a part of a model keeps from its forward to its backward, and what it takes for a while."""
+"""What a unit of a model keeps from its forward to its backward, and what it takes for a while."""
 
 from __future__ import annotations
 

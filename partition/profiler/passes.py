@@ -1,56 +1,59 @@
-"""Runs of a model part by part: once to learn what flows, then again and again against the clock.
+"""Runs of a model unit by unit: once to learn what flows, then again and again against the clock.
 
-A pass goes through the parts as a pipeline of one part a stage would; between two such passes the whole model runs as
-one, so that both meet the same machine, and the parts find the caches as a whole step leaves them:
+A pass goes through the units as a pipeline of one unit a stage would; between two such passes the whole model runs as
+one, so that both meet the same machine, and the units find the caches as a whole step leaves them:
 
     F0 F1 F2 F3 B3 B2 B1 B0 | F0..F3 B3..B0 in one | F0 F1 ...      then      F0 F1 F2 F3 I3 W3 I2 W2 I1 W1 I0 W0 | ...
 
-Of equal parts only the first runs, but where the whole does.
+Of equal units only the first runs, except where the whole runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..graph.export import OutputForm
+from ..graph.fingerprint import tensor_form
+from ..graph.first_run import first_run, fresh_leaves, take
+from ..graph.source_line import first_line, users_line
 from ..graph.split_backward import SplitBackward
-from ..graph.trace import MODEL_INPUT, ValueRef
-from .fingerprint import tensor_form
+from ..graph.units import ModelUnits, StageModule, Tensors, Unit
 from .memory import Stash, bytes_of
-from .parts import Part, PartsOfModel, Tensors, sources_of
 from .timing import Clock
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one walk through the model taught of a part.
+    """What one walk through the model taught of a unit.
 
     Arguments:
-        like: the number of the first part that is equal; its own where it is the first.
-        sources: where its inputs come from.
+        stage: runs the unit by itself.
+        like: the number of the first unit that is equal; its own where it is the first.
         output_bytes, stash_bytes: [bytes].
-        inputs: detached, with the flags of whether they want a gradient; kept of the first of equal parts only.
+        inputs: detached, with the flags of whether they want a gradient; kept of the first of equal units only.
         gradients: of those outputs that have one.
+        finish: the loss, on the last unit.
     """
 
-    part: Part
+    unit: Unit
+    stage: StageModule
     like: int
-    sources: tuple[ValueRef, ...]
     output_bytes: int
     stash_bytes: int
-    inputs: Tensors = ()
-    gradients: Tensors = ()
-    finish: Callable[[Tensors], Tensors] | None = None  # the loss, on the last part
+    inputs: Tensors
+    gradients: Tensors
+    finish: Callable[[Tensors], Tensors] | None
 
     def forward(self, autocast: AbstractContextManager[Any]) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient)."""
-        leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in self.inputs)
+        leaves = fresh_leaves(self.inputs)
         with autocast:
-            outputs = self.part.run(leaves)
+            outputs = self.stage.run(leaves)
             if self.finish is not None:
                 outputs = self.finish(outputs)
         return leaves, tuple(output for output in outputs if output.requires_grad)
@@ -58,12 +61,12 @@ class Sample:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Those that are trained."""
-        return [parameter for parameter in self.part.module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.stage.module.parameters() if parameter.requires_grad]
 
 
 @dataclass(slots=True, kw_only=True)
 class Times:
-    """Samples [s], one a pass, of one part or of the whole."""
+    """Samples [s], one a pass, of one unit or of the whole."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -72,19 +75,21 @@ class Times:
 
 
 class Passes:
-    """A model's parts, run in passes.
+    """A model's units, run in passes.
 
     Arguments:
-        whole: all parts.
+        units: of the model.
         inputs: of the model, one microbatch.
         loss: the model's output -> (loss,); None: the output gets a gradient as it is.
         apart: tensors that the stash leaves out: parameters and buffers.
-        autocast: of a forward; a fresh one at each call.
+        autocast: type in which forwards run; None: as they are.
+
+    Raises ValueError for inputs that do not fit the model.
     """
 
     def __init__(
         self,
-        whole: PartsOfModel,
+        units: ModelUnits,
         inputs: Sequence[torch.Tensor],
         *,
         loss: Callable[[Any], Tensors] | None,
@@ -92,12 +97,11 @@ class Passes:
         autocast: torch.dtype | None,
         clock: Clock,
     ) -> None:
-        self._whole = whole
         self._inputs = tuple(inputs)
         self._loss = loss
         self._autocast_dtype = autocast
         self._clock = clock
-        self.samples = self._learn(apart)
+        self.samples = self._learn(units, apart)
         self.firsts = [i for i, sample in enumerate(self.samples) if sample.like == i]
         self.times = {i: Times() for i in self.firsts}
         self.step = Times()
@@ -105,11 +109,11 @@ class Passes:
 
     @property
     def num_samples(self) -> int:
-        """Of the microbatch."""
+        """Samples in the microbatch."""
         return self._inputs[0].shape[0]
 
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
-        """(leaves, outputs that want a gradient) of a part that is the first of its equals."""
+        """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
         return self.samples[index].forward(self._autocast())
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -117,45 +121,46 @@ class Passes:
             return nullcontext()
         return torch.autocast(self._inputs[0].device.type, dtype=self._autocast_dtype)
 
-    def _finish(self, flat: Tensors) -> Tensors:
-        assert self._loss is not None
-        return self._loss(self._whole.assemble(flat))
+    def _finish(self, form: OutputForm) -> Callable[[Tensors], Tensors] | None:
+        loss = self._loss
+        return None if loss is None else lambda flat: loss(form.assemble(flat))
 
-    def _learn(self, apart: Sequence[torch.Tensor]) -> list[Sample]:
+    def _learn(self, units: ModelUnits, apart: Sequence[torch.Tensor]) -> list[Sample]:
+        cut = units.by_unit({unit.name: i for i, unit in enumerate(units.units)})
+        cut.batch_sizes.check(self.num_samples)
         stash = Stash([*apart, *self._inputs])
         values: list[Tensors] = []
         samples: list[Sample] = []
         firsts: dict[object, int] = {}
-        for index, part in enumerate(self._whole.parts):
-            sources = sources_of(part, index, [len(each) for each in values], len(self._inputs))
-            if part.inputs is None and index > 0:
-                part.in_spec = self._whole.parts[index - 1].out_spec
-            inputs = tuple(
-                self._inputs[s.slot] if s.producer == MODEL_INPUT else values[s.producer][s.slot] for s in sources
-            )
-            leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
-            finish = self._finish if self._loss is not None and index == len(self._whole.parts) - 1 else None
+        stage = finish = None
+        for index, (unit, piece) in enumerate(zip(units.units, cut.pieces, strict=True)):
+            linked = piece.link(stage, index=index, num_inputs=len(self._inputs))
+            inputs = take(linked.inputs, self._inputs, values)
             with stash.counting() as saved, self._autocast():
-                outputs = part.try_run(leaves)
+                with _explained(unit, inputs):
+                    stage, outputs = first_run(piece, linked, inputs)
+                if index == len(cut.pieces) - 1:
+                    finish = self._finish(cut.form_of_output(stage))
                 results = outputs if finish is None else finish(outputs)
-            like = firsts.setdefault((part.form, tuple(map(tensor_form, inputs)), finish is None), index)
-            sample = Sample(
-                part=part,
-                like=like,
-                sources=sources,
-                output_bytes=bytes_of(outputs),
-                stash_bytes=saved(),
-                finish=finish,
+            like = firsts.setdefault((piece.form(), tuple(map(tensor_form, inputs)), finish is None), index)
+            is_first = like == index
+            samples.append(
+                Sample(
+                    unit=unit,
+                    stage=stage,
+                    like=like,
+                    output_bytes=bytes_of(outputs),
+                    stash_bytes=saved(),
+                    inputs=fresh_leaves(inputs) if is_first else (),
+                    gradients=tuple(_gradient(x) for x in results if x.requires_grad) if is_first else (),
+                    finish=finish,
+                )
             )
-            if like == index:
-                sample.inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
-                sample.gradients = tuple(_gradient(x) for x in results if x.requires_grad)
-            samples.append(sample)
-            values.append(tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs))
+            values.append(fresh_leaves(outputs))
         return samples
 
-    def run_parts(self, *, keep: bool) -> None:
-        """F of the first of equal parts in order, B in the other direction; `keep`: whether the times count."""
+    def run_units(self, *, keep: bool) -> None:
+        """F of the first of equal units in order, B in the other direction; `keep`: whether the times count."""
         mark = self._clock.mark
         marks: dict[int, list[Any]] = {}
         live: list[tuple[int, Tensors]] = []
@@ -177,7 +182,7 @@ class Passes:
             self.times[index].backward.append(self._clock.seconds(c, d))
 
     def run_split(self, *, keep: bool) -> None:
-        """The same with I, then W, in the place of B; parts that have only one of them are left out."""
+        """The same with I, then W, in the place of B; units that have only one of them are left out."""
         self.splits = True
         mark = self._clock.mark
         marks: dict[int, tuple[Any, Any, Any]] = {}
@@ -201,17 +206,14 @@ class Passes:
             self.times[index].weight_grad.append(self._clock.seconds(b, c))
 
     def run_whole(self, *, keep: bool) -> None:
-        """F and B of all parts as one graph."""
+        """F and B of all units as one graph."""
         begin = self._clock.mark()
         values: list[Tensors] = []
         with self._autocast():
             for sample in self.samples:
-                inputs = [
-                    self._inputs[s.slot] if s.producer == MODEL_INPUT else values[s.producer][s.slot]
-                    for s in sample.sources
-                ]
-                values.append(sample.part.run(inputs))
-            outputs = values[-1] if self._loss is None else self._finish(values[-1])
+                values.append(sample.stage.run(take(sample.stage.inputs, self._inputs, values)))
+            finish = self.samples[-1].finish
+            outputs = values[-1] if finish is None else finish(values[-1])
         middle = self._clock.mark()
         wanted = [x for x in outputs if x.requires_grad]
         if wanted:
@@ -223,7 +225,20 @@ class Passes:
             self.step.backward.append(self._clock.seconds(middle, end))
 
 
+@contextmanager
+def _explained(unit: Unit, inputs: Tensors) -> Iterator[None]:
+    """Within: an error is told as a ValueError with the unit, what it was given and the user's source line."""
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError, AssertionError) as error:
+        given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        raise ValueError(
+            f"{unit.name} ({unit.description}) cannot take ({given}){users_line(error)}: {first_line(error)}. "
+            f"Expected example_inputs of one microbatch, batch first, that fit the model"
+        ) from error
+
+
 def _gradient(output: torch.Tensor) -> torch.Tensor:
-    """What comes back for an output: a loss counts once; otherwise small numbers, no zeros, the same each time."""
+    """A gradient for an output: a loss counts once; otherwise small numbers, no zeros, the same each time."""
     dense = torch.empty_like(output)
     return dense.fill_(1.0 if output.dim() == 0 else 1e-3)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.trace import MODEL_INPUT
+from ...partition.graph.units import MODEL_INPUT, Tensors
 from ...schedules import Action, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, summarize_losses
 from ..stages.randomness import Seeder
-from ..stages.stage import LossValue, Stage, Tensors
+from ..stages.stage import LossValue, Stage
 from ..stages.wiring import Wiring
 from ..update.updates import Updates
 
@@ -125,11 +125,11 @@ class Worker:
         stage, wiring = self.stages[s], self._wiring
         batch, k = self._at(index)
         specs = batch.specs[k]
-        face = stage.train if self._training else stage.evaluate
+        module = stage.train if self._training else stage.evaluate
         arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, index)) for p in wiring.producers[s]}
         inputs: list[torch.Tensor] = []
         wants_grad: list[bool] = []
-        for ref in face.inputs:
+        for ref in module.inputs:
             if ref.producer == MODEL_INPUT:
                 x = batch.inputs[ref.slot][k]
                 assert x is not None, f"microbatch {k} belongs to another data replica"

@@ -9,31 +9,31 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from .build import Parts
+from .build import CutModel
 
 
 class Ownership:
-    """Names -> the stages that hold them. Built on every rank, alike, before anything is freed.
+    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed.
 
     Arguments:
-        parts: the cut model.
+        cut: the cut model.
         owners: [S] the ranks of each stage; of replicas, the first one speaks for all.
         local_stages: of this process.
     """
 
-    def __init__(self, parts: Parts, *, owners: Sequence[Sequence[int]], local_stages: Collection[int]) -> None:
-        self._root = parts.root
+    def __init__(self, cut: CutModel, *, owners: Sequence[Sequence[int]], local_stages: Collection[int]) -> None:
+        self._root = cut.root
         self._owners = owners
         self._owner_of = [ranks[0] for ranks in owners]
         self._local = frozenset(local_stages)
         held: dict[int, set[int]] = {}
-        for faces in (parts.train, parts.evaluate):
-            for stage, face in enumerate(faces):
-                for tensor in [*face.module.parameters(), *face.module.buffers()]:
+        for mode in (cut.train, cut.evaluate):
+            for stage, each in enumerate(mode.stages):
+                for tensor in [*each.module.parameters(), *each.module.buffers()]:
                     held.setdefault(id(tensor), set()).add(stage)
         everything = [
-            *parts.root.named_parameters(remove_duplicate=False),
-            *parts.root.named_buffers(remove_duplicate=False),
+            *cut.root.named_parameters(remove_duplicate=False),
+            *cut.root.named_buffers(remove_duplicate=False),
         ]
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
@@ -41,7 +41,7 @@ class Ownership:
         by_id: dict[int, str] = {}
         for name, tensor in everything:
             self._first_name[name] = by_id.setdefault(id(tensor), name)
-        self._free(parts, {id(tensor) for name, tensor in everything if not self.is_local(name)})
+        self._free(cut, {id(tensor) for name, tensor in everything if not self.is_local(name)})
 
     def is_local(self, name: str) -> bool:
         """Whether a stage of this process holds it."""
@@ -139,13 +139,13 @@ class Ownership:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
         return state
 
-    def _free(self, parts: Parts, gone: set[int]) -> None:
+    def _free(self, cut: CutModel, gone: set[int]) -> None:
         """Put meta tensors in the place of everything that this process does not hold."""
         metas: dict[int, torch.Tensor] = {}
-        modules = [*parts.root.modules()]
-        for faces in (parts.train, parts.evaluate):
-            for face in faces:
-                modules += face.module.modules()
+        modules = [*cut.root.modules()]
+        for mode in (cut.train, cut.evaluate):
+            for stage in mode.stages:
+                modules += stage.module.modules()
         for module in modules:
             for table in (module._parameters, module._buffers):
                 for name, value in list(table.items()):

@@ -1,4 +1,4 @@
-"""Shape inference: what every stage returns, found on fake tensors: nothing is computed and no buffer changes.
+"""Shape inference: what every stage takes and returns, found on fake tensors: nothing is computed, no buffer changes.
 
 Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold.
 """
@@ -6,7 +6,7 @@ Every rank runs it over the whole model, with stand-ins for the parameters that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,14 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
-from ...partition.graph.export import BatchSizes
+from ...partition.graph.first_run import first_run, run_and_watch, take
 from ...partition.graph.source_line import first_line, users_line
-from ...partition.graph.trace import MODEL_INPUT, ValueRef
-from .chain import NOT_TENSORS, Chain
+from ...partition.graph.units import Cut, OutputError, StageModule, Tensors
 from .randomness import Seeder
-from .stage import Face
+from .wiring import OutputSpecs
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+_RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], Tensors]
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -29,98 +30,102 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return tuple((tuple(t.shape), t.dtype) for t in tensors)
 
 
-class Inference:
-    """Output specs of all stages for given model inputs, remembered by signature and autocast.
+class InferredStages:
+    """The stages of a model in one mode, complete, and what they return for given model inputs.
 
     Arguments:
-        faces: the stages in one mode, in order.
+        cut: the stages before anything ran.
+        example: the model inputs that show how the stages go together.
         seeder: learns which units draw random numbers.
-        sizes: the batch sizes that the stages take.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
+
+    Raises ValueError, with the user's source line, for a stage that cannot run on fake tensors.
+
+    Attributes:
+        stages: [S].
+        output_form: how the flat outputs of the last stage make the model's output.
     """
 
-    def __init__(
-        self, faces: Sequence[Face], seeder: Seeder, *, sizes: BatchSizes, device: torch.device, training: bool
-    ) -> None:
-        self._faces = faces
+    def __init__(self, cut: Cut, example: Signature, *, seeder: Seeder, device: torch.device, training: bool) -> None:
         self._seeder = seeder
-        self._sizes = sizes
+        self._sizes = cut.batch_sizes
         self._device = device
         self._training = training
-        self._known: dict[object, tuple[tuple[TensorSpec, ...], ...]] = {}
+        stages: list[StageModule] = []
 
-    def outputs(self, inputs: Signature) -> tuple[tuple[TensorSpec, ...], ...]:
-        """[S] tuples: the specs of each stage's outputs."""
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (inputs, autocast)
+        def run_first(index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+            before = stages[-1] if stages else None
+            linked = cut.pieces[index].link(before, index=index, num_inputs=len(inputs))
+            arguments = take(linked.inputs, inputs, results)
+            with _explained(index, arguments), _stand_ins(linked.module, device):
+                stage, outputs = first_run(cut.pieces[index], linked, arguments)
+            stages.append(stage)
+            return outputs
+
+        specs = self._specs(example, len(cut.pieces), run_first)
+        self._known: dict[object, OutputSpecs] = {self._key(example): specs}
+        self.stages = tuple(stages)
+        self.output_form = cut.form_of_output(stages[-1])
+
+    def outputs(self, inputs: Signature) -> OutputSpecs:
+        """The specs of each stage's outputs, remembered by signature and autocast.
+
+        Raises ValueError for inputs that the stages do not take.
+        """
+        key = self._key(inputs)
         if key not in self._known:
-            self._sizes.check(inputs[0][0][0])
-            self._known[key] = tuple(
-                tuple(TensorSpec.of(output) for output in outputs) for outputs in self.run_fake(inputs)
-            )
+            self._known[key] = self._specs(inputs, len(self.stages), self._run_again)
         return self._known[key]
 
-    def run_fake(self, inputs: Signature) -> list[tuple[torch.Tensor, ...]]:
-        """The fake outputs of each stage."""
+    def _key(self, inputs: Signature) -> object:
+        kind = self._device.type
+        return inputs, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
+        """Walk over the stages with fake tensors."""
+        self._sizes.check(inputs[0][0][0])
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
-        results: list[tuple[torch.Tensor, ...]] = []
+        results: list[Tensors] = []
         with mode, grad, self._seeder.watch():
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs]
-            for index, face in enumerate(self._faces):
-                if isinstance(face.module, Chain) and index > 0:
-                    before = self._faces[index - 1].module
-                    assert isinstance(before, Chain)
-                    face.module.in_spec = before.out_spec
-                    face.inputs = _all_of(index - 1, len(results[-1]))
-                arguments = tuple(
-                    flat[ref.slot] if ref.producer == MODEL_INPUT else results[ref.producer][ref.slot]
-                    for ref in face.inputs
-                )
-                outputs = self._named_call(index, face, arguments)
-                face.num_outputs = len(outputs)
-                results.append(outputs)
-        return results
+            for index in range(num_stages):
+                results.append(run(index, flat, results))
+        return tuple(tuple(map(TensorSpec.of, outputs)) for outputs in results)
 
-    def _named_call(self, index: int, face: Face, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """`_call`, or ValueError with the stage, what it was given and the user's source line."""
-        try:
-            with _quiet_torch():
-                return self._call(face, arguments)
-        except Exception as error:
-            if isinstance(error, ValueError) and str(error).endswith(NOT_TENSORS):
-                raise
-            given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in arguments)
+    def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+        stage = self.stages[index]
+        arguments = take(stage.inputs, inputs, results)
+        with _explained(index, arguments), _stand_ins(stage.module, self._device):
+            value, changes = run_and_watch(stage.module, arguments)
+            outputs = stage.flatten(value)
+        if changes and not stage.clone_inputs:
             raise ValueError(
-                f"stage {index} cannot take ({given}){users_line(error)}: {first_line(error)}. Expected inputs like "
-                f"those that the model was built for (only the batch size may differ), and a forward whose output "
-                f"shapes follow from its input shapes, not from values"
-            ) from error
-
-    def _call(self, face: Face, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        def leaves() -> tuple[torch.Tensor, ...]:
-            return tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments)
-
-        with _stand_ins(face.module, self._device):
-            if not face.clone_inputs:
-                inputs = leaves()
-                versions = [x._version for x in inputs]
-                try:
-                    outputs = face.run(inputs)
-                except RuntimeError as error:
-                    if "in-place" not in str(error):  # what autograd says of a leaf that is changed
-                        raise
-                else:
-                    if versions == [x._version for x in inputs]:
-                        return outputs
-                face.clone_inputs = True
-            return face.run(leaves())
+                f"stage {index} ({stage.name}) changes an input of {_shapes(arguments)} in place, and did not for the "
+                f"inputs that the model was built with: expected a forward that does so always or never (inplace=False)"
+            )
+        return outputs
 
 
-def _all_of(producer: int, count: int) -> tuple[ValueRef, ...]:
-    return tuple(ValueRef(producer, slot) for slot in range(count))
+@contextmanager
+def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
+    try:
+        with _quiet_torch():
+            yield
+    except OutputError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"stage {index} cannot take ({_shapes(arguments)}){users_line(error)}: {first_line(error)}. Expected "
+            f"inputs like those that the model was built for (only the batch size may differ), and a forward whose "
+            f"output shapes follow from its input shapes, not from values"
+        ) from error
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
 
 
 @contextmanager

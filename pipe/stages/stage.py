@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ...partition.graph.trace import ValueRef
+from ...partition.graph.units import StageModule, Tensors
 from ..update.versions import WeightVersions
 
-Tensors = tuple[torch.Tensor, ...]
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
 LossOf = Callable[[Tensors, object, bool], LossValue]
@@ -27,38 +25,18 @@ LossOf = Callable[[Tensors, object, bool], LossValue]
 RECOMPUTE = ("none", "full")
 
 
-@dataclass(slots=True, kw_only=True)
-class Face:
-    """A stage in one mode (training or evaluation): what it runs and what it takes.
-
-    Arguments:
-        module: called with flat tensors; returns a tuple of tensors.
-        inputs: where each comes from.
-        num_outputs: how many tensors it returns (found by shape inference).
-        clone_inputs: whether it changes an input in place (found by shape inference): it then gets a copy, since
-            the input belongs to the stage before, or to the user.
-    """
-
-    module: nn.Module
-    inputs: tuple[ValueRef, ...]
-    num_outputs: int = 0
-    clone_inputs: bool = False
-
-    def run(self, inputs: Tensors) -> Tensors:
-        """The outputs."""
-        outputs: Tensors = self.module(*(x.clone() for x in inputs) if self.clone_inputs else inputs)
-        return outputs
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Live:
-    """What a microbatch leaves behind between its forward and its backward."""
+    """What a microbatch leaves behind between its forward and its backward.
+
+    outputs: with their graph; None: the forward runs again, with these buffers.
+    """
 
     leaves: Tensors
     outputs: Tensors | None
     target: object
     version: int
-    buffers: dict[str, torch.Tensor] | None = None
+    buffers: dict[str, torch.Tensor]
 
 
 class Stage:
@@ -66,7 +44,8 @@ class Stage:
 
     Arguments:
         index: s.
-        name: for people: the modules in it.
+        name: the units in it, for people.
+        train, evaluate: what it runs in both modes.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
         recompute: "none" or "full".
         weights: the versions of its parameters, under an asynchronous schedule.
@@ -77,8 +56,8 @@ class Stage:
         *,
         index: int,
         name: str,
-        train: Face,
-        evaluate: Face,
+        train: StageModule,
+        evaluate: StageModule,
         loss_of: LossOf | None,
         recompute: str,
         weights: WeightVersions | None = None,
@@ -92,11 +71,6 @@ class Stage:
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
         self._moving: tuple[str, ...] | None = None  # names of buffers that a forward changes
-
-    @property
-    def num_live(self) -> int:
-        """Microbatches between their forward and their backward."""
-        return len(self._live)
 
     def forward(
         self,
@@ -117,32 +91,25 @@ class Stage:
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
-        if self.weights is None:
-            return self._forward(key, inputs, wants_grad, target, version)
-        self.weights.bind(version)
-        try:
-            return self._forward(key, inputs, wants_grad, target, version)
-        finally:
-            self.weights.release()
-
-    def _forward(
-        self, key: int, inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool], target: object, version: int
-    ) -> tuple[Tensors, LossValue | None]:
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
-        live = _Live(leaves, None, target, version)
-        if self.recompute == "full":
-            live.buffers = self._snapshot_before_forward()
-            with torch.no_grad():
-                outputs, loss = self._run(leaves, target)
-            self._learn_moving_buffers(live.buffers)
-        else:
-            with torch.enable_grad():
-                outputs, loss = self._run(leaves, target)
-            live.outputs = outputs
-        self._live[key] = live
+        weights, train = self.weights, self.train
+        runs_again = self.recompute == "full"
+        if weights is not None:
+            weights.bind(version)
+        try:  # the module is called from here: every function in between costs each microbatch time
+            before = self._snapshot_before_forward() if runs_again else {}
+            with torch.set_grad_enabled(not runs_again):
+                value = train.module(*([x.clone() for x in leaves] if train.clone_inputs else leaves))
+                outputs, loss = self._with_loss(train.flatten(value), target)
+            if runs_again:
+                self._learn_moving_buffers(before)
+        finally:
+            if weights is not None:
+                weights.release()
+        self._live[key] = _Live(leaves, None if runs_again else outputs, target, version, before)
         if loss is not None:
-            value, count = loss
-            return (), (value.detach(), None if count is None else count.detach())
+            mean_or_sum, count = loss
+            return (), (mean_or_sum.detach(), None if count is None else count.detach())
         return tuple(o.detach() for o in outputs), None
 
     def evaluate_forward(self, inputs: Sequence[torch.Tensor], target: object) -> tuple[Tensors, LossValue | None]:
@@ -164,31 +131,30 @@ class Stage:
         Returns the gradient of each input that wants one, by slot (None for the others).
         """
         live = self._live.pop(key)
-        if self.weights is None:
-            return self._backward(live, gradients)
-        self.weights.begin_backward(live.version, group)
+        if self.weights is not None:
+            self.weights.begin_backward(live.version, group)
         try:
-            return self._backward(live, gradients)
+            outputs = live.outputs if live.outputs is not None else self._recomputed(live)
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         finally:
-            self.weights.end_backward(live.version, group)
-
-    def _backward(self, live: _Live, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        outputs = live.outputs
-        if outputs is None:
-            with torch.enable_grad(), self._buffers_as(live.buffers or {}):
-                outputs, _ = self._run(live.leaves, live.target)
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            if self.weights is not None:
+                self.weights.end_backward(live.version, group)
         return [(torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves]
 
     def drop(self) -> None:
         """Forget all microbatches in flight (after an error)."""
         self._live.clear()
 
-    def _run(self, leaves: Tensors, target: object) -> tuple[Tensors, LossValue | None]:
-        """The module and, on the last stage, the loss; with a loss the only output is its value."""
-        outputs = self.train.run(leaves)
+    def _recomputed(self, live: _Live) -> Tensors:
+        """The outputs of a forward that kept its inputs only."""
+        with torch.enable_grad(), self._buffers_as(live.buffers):
+            outputs, _ = self._with_loss(self.train.run(live.leaves), live.target)
+        return outputs
+
+    def _with_loss(self, outputs: Tensors, target: object) -> tuple[Tensors, LossValue | None]:
+        """The outputs of the stage; on the last stage the loss, whose value is then the only output."""
         if self._loss_of is None:
             return outputs, None
         loss = self._loss_of(outputs, target, True)

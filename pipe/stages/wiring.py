@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...comm import TensorSpec
-from ...partition.graph.trace import MODEL_INPUT
+from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Edge, Message, MessageKind
-from .stage import Face
 
-OutputSpecs = Sequence[Sequence[TensorSpec]]
+OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 
 
 class Wiring:
     """The slots of each edge. `acts[src, dst]`: the output slots of `src` that `dst` takes, ascending;
     `grads[src, dst]`: those of them for which a gradient comes back."""
 
-    def __init__(self, faces: Sequence[Face], specs: OutputSpecs) -> None:
+    def __init__(self, stages: Sequence[StageModule], specs: OutputSpecs) -> None:
         self.acts: dict[tuple[int, int], tuple[int, ...]] = {}
-        for dst, face in enumerate(faces):
+        for dst, module in enumerate(stages):
             slots: dict[int, set[int]] = {}
-            for ref in face.inputs:
+            for ref in module.inputs:
                 if ref.producer != MODEL_INPUT:
                     slots.setdefault(ref.producer, set()).add(ref.slot)
             for src, used in slots.items():
@@ -29,8 +28,8 @@ class Wiring:
             (src, dst): tuple(slot for slot in slots if specs[src][slot].requires_grad)
             for (src, dst), slots in self.acts.items()
         }
-        self.consumers = [sorted(d for s, d in self.acts if s == stage) for stage in range(len(faces))]
-        self.producers = [sorted(s for s, d in self.acts if d == stage) for stage in range(len(faces))]
+        self.consumers = [sorted(d for s, d in self.acts if s == stage) for stage in range(len(stages))]
+        self.producers = [sorted(s for s, d in self.acts if d == stage) for stage in range(len(stages))]
 
     def edges(self) -> tuple[Edge, ...]:
         """The stage graph for the schedule."""

@@ -10,7 +10,7 @@ from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
 from ...schedules.messages import Sharing
 from ..batch.batches import Batch
-from ..stages.build import Parts
+from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
 from .updates import SharedGradient, Updates
@@ -50,7 +50,7 @@ def make_updates(
     rank: int,
     *,
     schedule: Schedule,
-    parts: Parts,
+    parts: CutModel,
     ownership: Ownership,
     taken: set[str],
     num_versions: int,
@@ -78,7 +78,7 @@ def make_updates(
             )
         weights[stage] = WeightVersions(
             name=f"stage {stage} ({parts.names[stage]})",
-            module=parts.train[stage].module,
+            module=parts.train.stages[stage].module,
             parameters=held,
             count=num_versions,
             copied={name for name, _ in held if name in taken},

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ...comm import TensorSpec
+from ...partition.graph.units import Tensors
 from ...schedules import Message, MessageKind, Schedule
 from ...schedules.ir import Op
 from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
-from ..stages.stage import Tensors
 from .optimizers import StageOptimizer, clip_factor, squared_norm
 from .versions import WeightVersions
 

@@ -1,7 +1,7 @@
-"""Which parts of a model are equal: fingerprints of what they compute, parameter values apart.
+"""Which units of a model are equal: fingerprints of what they compute, parameter values apart.
 
 Equal fingerprints mean equal work. Where it cannot be told (an attribute of an unknown kind) the object's identity
-stands in for its value: the parts are then measured one by one, which costs time and nothing else.
+stands in for its value: the units are then measured one by one, which costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tensor_form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def module_form(module: nn.Module) -> object:
-    """Of a module with everything in it: classes, plain attributes, hooks, forms of tensors, training flags."""
+    """Form of a module with everything in it: classes, plain attributes, hooks, forms of tensors, training flags."""
     return (
         type(module),
         module.training,
@@ -40,7 +40,7 @@ def module_form(module: nn.Module) -> object:
 
 
 def graph_form(module: fx.GraphModule) -> object:
-    """Of a graph: its operations, their constants and wiring, and the forms of the tensors that it holds."""
+    """Form of a graph: its operations, their constants and wiring, and the forms of the tensors that it holds."""
     number: dict[fx.Node, int] = {}
     form: list[object] = []
     for node in module.graph.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,28 +12,35 @@ from support import models
 from torch import Tensor, nn
 
 from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.partition.graph.groups import unit_paths
-from stagewright.partition.graph.trace import MODEL_INPUT, TracedModel
+from stagewright.partition.graph.boundaries import unit_paths
+from stagewright.partition.graph.first_run import first_run, take
+from stagewright.partition.graph.trace import TracedUnits
+from stagewright.partition.graph.units import ModelUnits, StageModule
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
 
-def trace(model: nn.Module, *inputs: Tensor) -> TracedModel:
-    return TracedModel(model, inputs, enter_unit=None)
+def trace(model: nn.Module, *inputs: Tensor) -> TracedUnits:
+    return TracedUnits(model, inputs, enter_unit=None)
 
 
-def names(traced: TracedModel) -> list[str]:
-    return [group.name for group in traced.groups()]
+def names(units: ModelUnits) -> list[str]:
+    return [unit.name for unit in units.units]
 
 
-def run_in_stages(traced: TracedModel, stage_by_group: dict[str, int], *inputs: Tensor) -> list[Tensor]:
-    """The flat outputs of the model, cut as given."""
-    num_stages = 1 + max(stage_by_group.values())
+def run_in_stages(units: ModelUnits, stage_of: dict[str, int], *inputs: Tensor) -> Any:
+    """The output of the model, cut as given; each stage runs a first time and a second time."""
+    cut = units.by_unit(stage_of)
     results: list[tuple[Tensor, ...]] = []
-    for stage in traced.split(traced.assign_groups(stage_by_group), num_stages):
-        values = [inputs[r.slot] if r.producer == MODEL_INPUT else results[r.producer][r.slot] for r in stage.inputs]
-        results.append(stage.module(*values))
-    return list(results[-1])
+    stage: StageModule | None = None
+    for index, piece in enumerate(cut.pieces):
+        linked = piece.link(stage, index=index, num_inputs=len(inputs))
+        stage, found = first_run(piece, linked, take(linked.inputs, inputs, results))
+        again = stage.run(take(stage.inputs, inputs, results))
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        results.append(found)
+    assert stage is not None
+    return cut.form_of_output(stage).assemble(results[-1])
 
 
 class Residual(nn.Module):
@@ -105,7 +113,7 @@ class Bare(nn.Module):
         return self.act(self.linear(self.flatten(x) * 2)) + 1
 
 
-def test_a_block_of_a_gpt_makes_two_groups() -> None:
+def test_a_block_of_a_gpt_makes_two_units() -> None:
     found = names(trace(GPT(GPTConfig(layers=2, width=16, heads=2, length=16)), TOKENS))
     blocks = [f"blocks.{i}.norm{j}" for i in range(2) for j in (1, 2)]
     assert found == ["embedding.tokens", "embedding", *blocks, "head.norm", "head.linear"]
@@ -134,11 +142,11 @@ def test_a_module_that_runs_again_gets_a_number() -> None:
 
 def test_work_without_parameters_joins_its_neighbour() -> None:
     traced = trace(Bare(), torch.randn(2, 4))
-    (group,) = traced.groups()
-    assert (group.name, group.first, group.num_nodes) == ("flatten", 0, len(traced.nodes))
+    (unit,) = traced.units
+    assert (unit.name, unit.first, unit.size) == ("flatten", 0, len(traced.graph.nodes))
 
 
-def test_a_model_without_modules_is_one_group() -> None:
+def test_a_model_without_modules_is_one_unit() -> None:
     class Alone(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.relu() + 1
@@ -169,14 +177,13 @@ def test_what_only_holds_modules_counts_as_them() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_groups_cover_the_graph_and_run_as_stages(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def test_units_cover_the_graph_and_run_as_stages(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     model.eval()
     traced = trace(model, *inputs)
-    groups = traced.groups()
-    assert groups == trace(model, *inputs).groups()
-    covered = [i for group in groups for i in range(group.first, group.last + 1)]
-    assert covered == list(range(len(traced.nodes)))
-    (found,) = run_in_stages(traced, {group.name: i for i, group in enumerate(groups)}, *inputs)
+    assert traced.units == trace(model, *inputs).units
+    covered = [i for unit in traced.units for i in range(unit.first, unit.last + 1)]
+    assert covered == list(range(len(traced.graph.nodes)))
+    found = run_in_stages(traced, {unit.name: i for i, unit in enumerate(traced.units)}, *inputs)
     assert torch.equal(found, model(*inputs))
 
 
@@ -184,23 +191,23 @@ def test_stages_need_not_be_contiguous() -> None:
     """A tower a stage, though the graph runs them in turn."""
     model, inputs = Towers(), (torch.randn(2, 4), torch.randn(2, 4))
     stages = {"left.0": 0, "left.1": 0, "right.first": 1, "right.second": 1, "head": 2}
-    (found,) = run_in_stages(trace(model, *inputs), stages, *inputs)
+    found = run_in_stages(trace(model, *inputs), stages, *inputs)
     assert torch.equal(found, model(*inputs))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"left.7": 0}, "group 'left.7' is not in the model: expected its groups, left.0, right.first, "),
-        ({"head": None}, "no stage for group 'head': expected one for each of left.0, "),
-        ({"left.0": 1, "left.1": 0}, "group 'left.1' on stage 0 needs 'left.0' of the later stage 1: "),
-        ({"head": 3}, "stage 2 has no group: expected at least one on each stage 0 to 3"),
-        ({"left.0": -1}, "group 'left.0' on stage -1: expected a whole number of at least 0"),
-        ({"left.0": True}, "group 'left.0' on stage True: expected a whole number"),
+        ({"left.7": 0}, "unit 'left.7' is not in the model: expected its units, left.0, right.first, "),
+        ({"head": None}, "no stage for unit 'head': expected one for each of left.0, "),
+        ({"left.0": 1, "left.1": 0}, "unit 'left.1' on stage 0 needs 'left.0' of the later stage 1: "),
+        ({"head": 3}, "stage 2 has no unit: expected at least one on each stage 0 to 3"),
+        ({"left.0": -1}, "unit 'left.0' on stage -1: expected a whole number of at least 0"),
+        ({"left.0": True}, "unit 'left.0' on stage True: expected a whole number"),
     ],
 )
 def test_stages_that_cannot_be(change: dict[str, int | None], message: str) -> None:
     stages = {"left.0": 0, "left.1": 0, "right.first": 1, "right.second": 1, "head": 1, **change}
     given = {name: stage for name, stage in stages.items() if stage is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
-        trace(Towers(), torch.randn(2, 4), torch.randn(2, 4)).assign_groups(given)
+        trace(Towers(), torch.randn(2, 4), torch.randn(2, 4)).by_unit(given)

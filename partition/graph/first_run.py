@@ -1,0 +1,74 @@
+"""The first run of a stage: only it shows what a stage returns and whether it changes its inputs in place.
+
+On fake tensors in shape inference, on real ones in the profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .units import MODEL_INPUT, Linked, Piece, StageModule, Tensors, ValueRef, flatten
+
+
+def take(refs: Sequence[ValueRef], inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+    """The inputs of a stage.
+
+    Arguments:
+        refs: where they come from.
+        inputs: of the model.
+        results: the outputs of the stages that ran.
+    """
+    return tuple(inputs[r.slot] if r.producer == MODEL_INPUT else results[r.producer][r.slot] for r in refs)
+
+
+def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """The same values without their graph."""
+    return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
+
+
+def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors]:
+    """Run a stage that nothing is known of: the stage, complete, and its outputs.
+
+    Arguments:
+        arguments: its inputs; they keep their values.
+
+    Raises OutputError for outputs that are no tensors, and whatever the module raises.
+    """
+    value, changes = run_and_watch(linked.module, arguments)
+    if linked.is_flat:
+        assert isinstance(value, tuple)
+        flat, structure = value, None
+    else:
+        flat, structure = flatten(value, end=piece.end)
+    stage = StageModule(
+        name=piece.name,
+        end=piece.end,
+        module=linked.module,
+        inputs=linked.inputs,
+        num_outputs=len(flat),
+        structure=structure,
+        clone_inputs=changes,
+    )
+    return stage, flat
+
+
+def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, bool]:
+    """What a module returns, and whether it changes an argument in place; it then ran again on copies."""
+    values = [x.detach().clone() for x in arguments]
+    leaves = fresh_leaves(arguments)
+    versions = [x._version for x in leaves]
+    try:
+        value = module(*leaves)
+    except RuntimeError as error:
+        if "in-place" not in str(error):  # what autograd says of a leaf that is changed
+            raise
+    else:
+        if versions == [x._version for x in leaves]:
+            return value, False
+    with torch.no_grad():
+        for x, before in zip(arguments, values, strict=True):
+            x.detach().copy_(before)
+    return module(*(x.clone() for x in fresh_leaves(arguments))), True

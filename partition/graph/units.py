@@ -1,0 +1,212 @@
+"""Cut units of a model, and the stages made of them: one interface for the profiler, plans and the runtime.
+
+    model_units(model)  -> ModelUnits    .units: what the nodes of a profile and the stages of a plan are named after
+    evenly, at, by_unit -> Cut           one Piece a stage, in order
+    first_run           -> StageModule   complete: what a stage runs, what it takes, what it returns
+
+Two implementations: children of an nn.Sequential (`chain`) and operations of a traced graph (`trace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .export import BatchSizes, OutputForm
+
+Tensors = tuple[torch.Tensor, ...]
+EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
+
+MODEL_INPUT = -1
+
+
+class OutputError(ValueError):
+    """A stage returns what cannot travel to the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """Where a stage's input comes from: output `slot` of stage `producer` (MODEL_INPUT: the model's input `slot`)."""
+
+    producer: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A piece of a model that is not cut further: children of an nn.Sequential, or a run of operations of a graph.
+
+    Arguments:
+        name: unique in the model; "#2" where a module runs again.
+        description: for people.
+        first, last: its place in the model's order (children, or operations), both included.
+    """
+
+    name: str
+    description: str
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        """Children or operations in it, at least 1."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModule:
+    """One stage in one mode (training or evaluation), complete.
+
+    Arguments:
+        name: the units in it, for people.
+        end: what makes its outputs, for errors.
+        module: called with flat tensors; returns tensors in tuples, lists and dicts.
+        inputs: where each comes from.
+        num_outputs: tensors that it returns.
+        structure: of what it returns; None: a tuple of tensors, as a graph does.
+        clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
+            before, or to the user.
+    """
+
+    name: str
+    end: str
+    module: nn.Module
+    inputs: tuple[ValueRef, ...]
+    num_outputs: int
+    structure: pytree.TreeSpec | None
+    clone_inputs: bool
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """The flat outputs."""
+        return self.flatten(self.module(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))
+
+    def flatten(self, value: object) -> Tensors:
+        """Flat outputs from what the module returned; OutputError where it is built otherwise than it was."""
+        if self.structure is None:
+            assert isinstance(value, tuple)
+            return value
+        flat, structure = flatten(value, end=self.end)
+        if structure != self.structure:
+            raise OutputError(
+                f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {structure}, and returned "
+                f"{self.num_outputs} as {self.structure} when the stages were built: expected the same structure for "
+                f"every batch; join what varies into one tensor, or let stages end elsewhere (split_points=)"
+            )
+        return flat
+
+
+class Piece(Protocol):
+    """One stage's units before anything ran: what a chain's stage takes is known once the stage before it ran."""
+
+    @property
+    def name(self) -> str:
+        """The units in it, for people."""
+
+    @property
+    def end(self) -> str:
+        """What makes its outputs, for errors."""
+
+    def link(self, before: StageModule | None, *, index: int, num_inputs: int) -> Linked:
+        """The module that runs it.
+
+        Arguments:
+            before: the stage in front of it; None: it is the first.
+            index: its number.
+            num_inputs: of the model.
+        """
+
+    def form(self) -> object:
+        """Equal for pieces that do equal work on equal inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """A stage's module and where its inputs come from.
+
+    Arguments:
+        is_flat: whether it returns a tuple of tensors in any case.
+    """
+
+    module: nn.Module
+    inputs: tuple[ValueRef, ...]
+    is_flat: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A model cut into stages, in one mode.
+
+    Arguments:
+        pieces: one a stage.
+        batch_sizes: for which the pieces are right.
+        output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
+        evaluation: makes the same cut of the model in evaluation mode.
+    """
+
+    pieces: tuple[Piece, ...]
+    batch_sizes: BatchSizes
+    output_form: OutputForm | None
+    evaluation: Callable[[], Cut]
+
+    def form_of_output(self, last: StageModule) -> OutputForm:
+        """The form of the model's output, from its last stage."""
+        if self.output_form is not None:
+            return self.output_form
+        assert last.structure is not None
+        return OutputForm(spec=last.structure, constants={})
+
+
+class ModelUnits(Protocol):
+    """A model's cut units in their order, in the mode in which the model stands."""
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """A function of the model alone."""
+
+    def evenly(self, num_stages: int) -> Cut:
+        """Contiguous stages with nearly equal numbers of parameters; ValueError for more than can be made."""
+
+    def at(self, split_points: Sequence[str]) -> Cut:
+        """Stages that begin at these names; ValueError with near matches for a wrong one, and for a wrong order."""
+
+    def by_unit(self, stage_of: Mapping[str, int]) -> Cut:
+        """A stage for each unit; ValueError for stages that these units cannot make."""
+
+
+def flatten(value: object, *, end: str) -> tuple[Tensors, pytree.TreeSpec]:
+    """Tensors in tuples, lists and dicts, and their structure; OutputError for anything else.
+
+    Arguments:
+        end: what returned it.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise OutputError(
+                f"{end} returns a {type(leaf).__name__} ({leaf!r:.60}) at the end of a stage: expected tensors (in "
+                f"tuples, lists or dicts)"
+            )
+    return tuple(leaves), structure
+
+
+def check_stages(units: Sequence[Unit], stage_of: Mapping[str, int]) -> None:
+    """ValueError unless there is a stage for each unit and a unit on each stage."""
+    names = [unit.name for unit in units]
+    for name in stage_of:
+        if name not in names:
+            raise ValueError(f"unit {name!r} is not in the model: expected its units, {', '.join(names)}")
+    missing = [name for name in names if name not in stage_of]
+    if missing:
+        raise ValueError(f"no stage for unit {missing[0]!r}: expected one for each of {', '.join(names)}")
+    for name, stage in stage_of.items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ValueError(f"unit {name!r} on stage {stage!r}: expected a whole number of at least 0")
+    last = max(stage_of.values())
+    empty = set(range(last)) - set(stage_of.values())
+    if empty:
+        raise ValueError(f"stage {min(empty)} has no unit: expected at least one on each stage 0 to {last}")
