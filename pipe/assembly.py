@@ -24,6 +24,7 @@ from ..comm import (
 )
 from ..comm.process_group import Link
 from ..partition.graph.units import Tensors
+from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, check, check_lowered, lower
 from ..schedules.lowering.stream import make_stream
 from ..schedules.messages import Sharing, Transfer
@@ -31,7 +32,6 @@ from ..schedules.program import RankProgram
 from .batch.agreement import check_agreement, describe
 from .batch.batches import read_loss, split_tensor
 from .layout import Layout
-from .measure.clock import clock_for
 from .measure.recorder import Recorder
 from .run.engine import Engine, LocalRank
 from .run.worker import Worker

@@ -17,10 +17,11 @@ from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
 from ..graph.units import MODEL_INPUT, Tensors
 from ..profile import Node, Profile
+from .clock import Clock, clock_for
+from .estimate import Estimate, typical
 from .memory import bytes_of, peaks
 from .passes import Passes, Sample
 from .state import untouched
-from .timing import Clock, Estimate, clock_for, typical
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -202,12 +203,12 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, clock: Clock) ->
             f"that steps from gradients alone, such as AdamW"
         )
     made.step()
-    marks = [clock.mark()]
+    marks = [clock.stamp()]
     for _ in range(UPDATES):
         made.step()
-        marks.append(clock.mark())
+        marks.append(clock.stamp())
     clock.settle()
-    spans = [clock.seconds(a, b) for a, b in pairwise(marks)]
+    spans = [clock.between(a, b) for a, b in pairwise(marks)]
     state = [value for each in made.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     return _Update(seconds=Estimate.of(spans).seconds, state_bytes=bytes_of(state), parameter_bytes=bytes_of(copies))
 

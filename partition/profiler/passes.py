@@ -23,8 +23,8 @@ from ..graph.first_run import first_run, fresh_leaves, take
 from ..graph.source_line import first_line, users_line
 from ..graph.split_backward import SplitBackward
 from ..graph.units import ModelUnits, StageModule, Tensors, Unit
+from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
-from .timing import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,31 +161,31 @@ class Passes:
 
     def run_units(self, *, keep: bool) -> None:
         """F of the first of equal units in order, B in the other direction; `keep`: whether the times count."""
-        mark = self._clock.mark
-        marks: dict[int, list[Any]] = {}
+        stamp = self._clock.stamp
+        marks: dict[int, list[Stamp]] = {}
         live: list[tuple[int, Tensors]] = []
         for index in self.firsts:
-            begin = mark()
+            begin = stamp()
             _, outputs = self.forward(index)
-            marks[index] = [begin, mark()]
+            marks[index] = [begin, stamp()]
             live.append((index, outputs))
         while live:
             index, outputs = live.pop()
-            begin = mark()
+            begin = stamp()
             if outputs:
                 torch.autograd.backward(outputs, self.samples[index].gradients)
-            marks[index] += [begin, mark()]
+            marks[index] += [begin, stamp()]
             del outputs
         self._clock.settle()
         for index, (a, b, c, d) in marks.items() if keep else ():
-            self.times[index].forward.append(self._clock.seconds(a, b))
-            self.times[index].backward.append(self._clock.seconds(c, d))
+            self.times[index].forward.append(self._clock.between(a, b))
+            self.times[index].backward.append(self._clock.between(c, d))
 
     def run_split(self, *, keep: bool) -> None:
         """The same with I, then W, in the place of B; units that have only one of them are left out."""
         self.splits = True
-        mark = self._clock.mark
-        marks: dict[int, tuple[Any, Any, Any]] = {}
+        stamp = self._clock.stamp
+        marks: dict[int, tuple[Stamp, Stamp, Stamp]] = {}
         live = [(index, *self.forward(index)) for index in self.firsts]
         while live:
             index, leaves, outputs = live.pop()
@@ -194,35 +194,35 @@ class Passes:
             if not (outputs and wanted and parameters):
                 continue
             split = SplitBackward(outputs, sample.gradients, leaves=wanted, parameters=parameters)
-            begin = mark()
+            begin = stamp()
             split.input_grad()
-            middle = mark()
+            middle = stamp()
             split.weight_grad()
-            marks[index] = (begin, middle, mark())
+            marks[index] = (begin, middle, stamp())
             del leaves, outputs, wanted, split
         self._clock.settle()
         for index, (a, b, c) in marks.items() if keep else ():
-            self.times[index].input_grad.append(self._clock.seconds(a, b))
-            self.times[index].weight_grad.append(self._clock.seconds(b, c))
+            self.times[index].input_grad.append(self._clock.between(a, b))
+            self.times[index].weight_grad.append(self._clock.between(b, c))
 
     def run_whole(self, *, keep: bool) -> None:
         """F and B of all units as one graph."""
-        begin = self._clock.mark()
+        begin = self._clock.stamp()
         values: list[Tensors] = []
         with self._autocast():
             for sample in self.samples:
                 values.append(sample.stage.run(take(sample.stage.inputs, self._inputs, values)))
             finish = self.samples[-1].finish
             outputs = values[-1] if finish is None else finish(values[-1])
-        middle = self._clock.mark()
+        middle = self._clock.stamp()
         wanted = [x for x in outputs if x.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, self.samples[self.samples[-1].like].gradients)
-        end = self._clock.mark()
+        end = self._clock.stamp()
         self._clock.settle()
         if keep:
-            self.step.forward.append(self._clock.seconds(begin, middle))
-            self.step.backward.append(self._clock.seconds(middle, end))
+            self.step.forward.append(self._clock.between(begin, middle))
+            self.step.backward.append(self._clock.between(middle, end))
 
 
 @contextmanager

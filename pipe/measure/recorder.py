@@ -7,10 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
 from ...schedules.lowering.stream import Stream
 from ...schedules.messages import STAGE_KINDS
-from .clock import Clock, Stamp
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
@@ -51,7 +51,7 @@ class Recorder:
 
     def norm(self, start: Stamp, end: Stamp) -> None:
         """The global norm was found and the gradients clipped."""
-        self._norms.append(self.clock.seconds(end) - self.clock.seconds(start))
+        self._norms.append(self.clock.between(start, end))
 
     def median_norm(self) -> float | None:
         """Median seconds of the global norm, waiting for the other ranks included; None without one."""
@@ -86,9 +86,8 @@ class Recorder:
         self._norms.clear()
 
     def _remember(self) -> None:
-        at = self.clock.seconds
         for action, start, end in self._actions[self._remembered :]:
-            self._durations[action.stage, action.op].append(at(end) - at(start))
+            self._durations[action.stage, action.op].append(self.clock.between(start, end))
         self._remembered = len(self._actions)
 
 
