@@ -1,0 +1,101 @@
+"""README.md and docs/: every example, snippet and command in them is run, or at least read by its command."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagewright
+from stagewright.experiments.cli import COMMANDS, main
+
+ROOT = Path(stagewright.__file__).parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SLOW = re.compile(r"layers=100|schedule=\"auto\"")  # a plan for 1,024 devices; a model profiled
+QUICK = ("schedule", "simulate", "plan")  # commands that need no run before them
+NEEDS_FILES = re.compile(r"--profile|--cluster \S+\.json")
+OPTIONS = {"train": "training.options.TrainOptions", "profile": "commands.profile.ProfileOptions"}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return [text for language, text in found if language in languages]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `stagewright` line in blocks of commands, without what a shell does with its output."""
+    lines = [line for text in blocks(page, "sh", "") for line in text.replace("\\\n", " ").splitlines()]
+    split = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines if line.startswith("stagewright ")]
+    return [words[1:] for words in split]
+
+
+def slowly(value: Any, text: str) -> Any:
+    return pytest.param(value, marks=[pytest.mark.slow] if SLOW.search(text) else [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_examples(page: Path) -> None:
+    result = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    "words", [slowly(words, " ".join(words)) for page in PAGES for words in commands(page)], ids=" ".join
+)
+def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, line = words[0], " ".join(words)
+    assert command in COMMANDS
+    monkeypatch.chdir(tmp_path)
+    if command in QUICK and not NEEDS_FILES.search(line):
+        if "--csv mine.csv" in line:
+            Path("mine.csv").write_text(stagewright.schedules.build("gpipe", num_ranks=2, num_microbatches=3).to_csv())
+        assert main(words) == 0
+    elif command in OPTIONS:
+        import tyro
+
+        module, _, name = OPTIONS[command].rpartition(".")
+        tyro.cli(getattr(importlib.import_module(f"stagewright.experiments.{module}"), name), args=words[1:]).check()
+
+
+@pytest.mark.parametrize(
+    "code", [slowly(code, code) for page in PAGES for code in blocks(page, "python")], ids=lambda code: code[:40]
+)
+def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snippet runs with a small model under the names that it takes for granted."""
+    import torch
+    from torch import nn
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    tokens, targets = torch.randn(16, 8), torch.randn(16, 8)
+    names: dict[str, Any] = {
+        "sw": stagewright,
+        "torch": torch,
+        "model": nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))),
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        "tokens": tokens,
+        "targets": targets,
+        "loader": [(tokens, targets)] * 3,
+    }
+    if "pipe = " not in code:
+        given = {name: names[name] for name in ("model", "loss_fn", "optimizer")}
+        names["pipe"] = stagewright.PipelineModule(**given, example_inputs=(tokens,), mesh={"pipe": 2})
+    exec(compile(code, "<snippet>", "exec"), names)
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
