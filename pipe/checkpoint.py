@@ -20,8 +20,8 @@ import torch
 
 from ..comm import Collectives
 from .stages.ownership import Ownership
+from .stages.weights import WeightVersions
 from .update.optimizers import StageOptimizer
-from .update.versions import WeightVersions
 
 _VERSION = 1
 _MANIFEST = "checkpoint.json"

@@ -47,9 +47,9 @@ from .run.engine import LocalRank, refuse_what_cannot_run
 from .stages.build import CutModel
 from .stages.ownership import Ownership
 from .stages.shapes import signature
+from .stages.weights import WeightVersions
 from .update.gradients import Gradients
 from .update.streaming import Streaming
-from .update.versions import WeightVersions
 
 
 class Runtime:

@@ -56,7 +56,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
 
 
 def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, bool]:
-    """What a module returns, and whether it changes an argument in place; it then ran again on copies."""
+    """The value a module returns, and whether it changes an argument in place; it then ran again on copies."""
     values = [x.detach().clone() for x in arguments]
     leaves = fresh_leaves(arguments)
     versions = [x._version for x in leaves]

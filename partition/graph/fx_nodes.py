@@ -1,4 +1,4 @@
-"""What a node of an exported graph is, and what it uses."""
+"""Properties of a node of an exported graph, and the attributes and modules that it names."""
 
 from __future__ import annotations
 

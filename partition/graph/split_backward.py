@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SplitBackward:
-    """Of one graph, which it retains until it is dropped.
+    """The two halves of the backward of one graph, which it retains until it is dropped.
 
     Arguments:
         outputs, gradients: where the backward begins.

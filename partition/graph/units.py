@@ -109,7 +109,7 @@ class Piece(Protocol):
 
     @property
     def end(self) -> str:
-        """What makes its outputs, for errors."""
+        """The module or graph that makes its outputs, for errors."""
 
     def link(self, before: StageModule | None, *, index: int, num_inputs: int) -> Linked:
         """The module that runs it.

@@ -1,4 +1,4 @@
-"""What a unit of a model keeps from its forward to its backward, and what it takes for a while."""
+"""Memory of a unit: kept from its forward to its backward, and taken for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Stash:
-    """Counts what autograd saves, by storage, each once: with the first that saves it.
+    """The bytes that autograd saves, by storage, each once: with the first that saves it.
 
     Arguments:
         apart: tensors that are there in any case: parameters, buffers, the model's inputs.
@@ -42,7 +42,7 @@ class Stash:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Without gaps and overlaps [bytes]."""
+    """Total size of tensors, without gaps and overlaps [bytes]."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

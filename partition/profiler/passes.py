@@ -29,7 +29,7 @@ from .memory import Stash, bytes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one walk through the model taught of a unit.
+    """A unit as one walk through the model showed it.
 
     Arguments:
         stage: runs the unit by itself.
@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are trained."""
+        """The parameters that are trained."""
         return [parameter for parameter in self.stage.module.parameters() if parameter.requires_grad]
 
 

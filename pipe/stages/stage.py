@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ...partition.graph.units import StageModule, Tensors
-from ..update.versions import WeightVersions
+from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
@@ -27,7 +27,7 @@ RECOMPUTE = ("none", "full")
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """What a microbatch leaves behind between its forward and its backward.
+    """Remains of a microbatch between its forward and its backward.
 
     outputs: with their graph; None: the forward runs again, with these buffers.
     """

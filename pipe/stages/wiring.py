@@ -1,4 +1,4 @@
-"""What flows over the edges of the stage graph: which outputs of a stage go to which other stage."""
+"""The edges of the stage graph: which outputs of a stage go to which other stage."""
 
 from __future__ import annotations
 

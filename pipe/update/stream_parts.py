@@ -12,9 +12,9 @@ from ...schedules.messages import Sharing
 from ..batch.batches import Batch
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
+from ..stages.weights import WeightVersions
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
 from .updates import SharedGradient, Updates
-from .versions import WeightVersions
 
 
 def sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> Sharing:

@@ -21,8 +21,8 @@ from ...schedules import Message, MessageKind, Schedule
 from ...schedules.ir import Op
 from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary
+from ..stages.weights import WeightVersions
 from .optimizers import StageOptimizer, clip_factor, squared_norm
-from .versions import WeightVersions
 
 
 class SharedGradient(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 
 from stagewright.pipe.batch.batches import Batch
 from stagewright.pipe.run.worker import Worker
-from stagewright.pipe.update.versions import WeightVersions
+from stagewright.pipe.stages.weights import WeightVersions
 
 CONV = AsyncCase(task="conv-norm", num_ranks=2)
 RECOMPUTED = AsyncCase(task="small-gpt", num_ranks=2, recompute="full")
