@@ -10,7 +10,13 @@ READY := .venv/ready
 PACKAGES := schedules partition comm pipe viz experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check types bench format clean
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
+# In-process tests run on all cores, up to eight. Those that start gloo processes come after them, one by one.
+ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
+# Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
+OR_NONE := || [ $$? -eq 5 ]
+
+.PHONY: help setup train test nightly check lint types bench format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -20,14 +26,21 @@ setup: $(READY)  ## create .venv with the tested versions (each target does so b
 train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." passes options
 	$(BIN)/stagewright train $(ARGS)
 
-test: $(READY)  ## run all tests; ARGS="..." passes pytest's options
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
+	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
+	$(PYTEST) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
 
-check: $(READY)  ## format, lint, types and the fast tests
+nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
+	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
+	$(PYTEST) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
+
+check: lint  ## format, lint, types and the fast tests
+	$(PYTEST) $(ON_ALL_CORES) -m 'not slow and not gloo and not nightly' $(ARGS)
+
+lint: $(READY)  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'not slow and not gloo'
 
 types: $(READY)  ## mypy in strict mode
 	MYPYPATH=.venv/link $(BIN)/mypy -m stagewright -m stagewright.__main__ $(PACKAGES:%=-p stagewright.%)

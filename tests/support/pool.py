@@ -25,6 +25,9 @@ from typing import Any
 
 from .pool_worker import Order, Reply, serve
 
+# What the workers' common parent loads, tracing included, so that each of them need not: five seconds of a core.
+# None of it starts a thread, which a fork would lose.
+_PRELOADED = ["torch.distributed", "torch._dynamo", "torch.export._trace", "stagewright.pipe"]
 _START_LIMIT = 120.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
 _END_GRACE = 5.0  # [s] for a worker to leave by itself
@@ -128,7 +131,8 @@ class Pool:
 
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # forked from one process that has loaded torch
+        context.set_forkserver_preload(_PRELOADED)
         started = []
         for index in range(len(self._workers), ranks):
             ours, theirs = context.Pipe()
