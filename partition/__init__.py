@@ -5,11 +5,11 @@ read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the 
 
 from .cluster import Cluster, DeviceKind, Level
 from .memory_use import MemoryUse
+from .partitioner import partition
 from .pipedream_text import read_pipedream_profile
 from .planner import ProfileSource, plan
 from .plans.plan import Plan, PlanStage, RunnerUp
 from .profile import Node, Profile
-from .solver.solve import partition
 
 __all__ = [
     "Cluster",

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
+from .memory_use import MemoryUse
 from .strict import Fields, count, number, parse_object, read_text
 
 _JSON_VERSION = 1
@@ -75,29 +76,6 @@ class Node:
     def seconds(self) -> float:
         """F + B [s]."""
         return self.forward_seconds + self.backward_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
-    """Memory by data structure [bytes].
-
-    Arguments:
-        activations: kept from F to B by all microbatches in flight.
-        workspace: of the node that needs most: nodes run one after the other.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer_state: float
-    activations: float
-    workspace: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """All of it [bytes]."""
-        kept = self.parameters + self.gradients + self.optimizer_state + self.buffers
-        return kept + self.activations + self.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +160,7 @@ class Profile:
         """The sum of the parts over the step that was measured at once, less one; None where it was not measured."""
         return None if self.step_seconds is None else self.parts_seconds / self.step_seconds - 1
 
-    def holdings(self, names: Collection[str] | None = None, *, in_flight: int = 1) -> Holdings:
+    def holdings(self, names: Collection[str] | None = None, *, in_flight: int = 1) -> MemoryUse:
         """What these nodes hold on a device that runs them.
 
         Arguments:
@@ -197,10 +175,10 @@ class Profile:
             raise ValueError(f"node {unknown[0]!r} is not in the profile: expected names of its nodes")
         own = [node for node in self.nodes if names is None or node.name in names]
         parameters = sum(node.parameter_bytes for node in own)
-        return Holdings(
+        return MemoryUse(
             parameters=parameters,
             gradients=parameters,
-            optimizer_state=parameters * (self.optimizer_ratio or 0.0),
+            optimizer=parameters * (self.optimizer_ratio or 0.0),
             activations=in_flight * sum(node.stash_bytes for node in own),
             workspace=max((node.workspace_bytes for node in own), default=0.0),
             buffers=sum(node.buffer_bytes for node in own),

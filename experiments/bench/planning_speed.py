@@ -12,8 +12,8 @@ from pathlib import Path
 import tyro
 
 from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
+from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import DeviceModel
-from ...partition.formulas.transformer import Transformer, TransformerSource
 from ...partition.plans.as_text import describe
 from ..host import peak_resident_bytes
 from .plan_workloads import PIPEDREAM_DATA, PUBLISHED

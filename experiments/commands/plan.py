@@ -19,8 +19,8 @@ from typing import Literal
 import tyro
 
 from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
+from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
-from ...partition.formulas.transformer import Transformer, TransformerSource
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from .files import read_file, write_out
 

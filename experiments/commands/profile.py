@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ...partition import Node, Profile, read_pipedream_profile
-from ...partition.solver.stage_memory import StageMemory, stage_memory
+from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from .files import read_file, write_out
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from ...comm.links import MeasuredLinks
 
 DEFAULT_RANKS = 2
+FREE = 1e15  # [bytes/s]: links that cost nothing, so that the cut follows compute alone
 BUSY = 0.1  # spread of the whole step from which on its figures say little
 
 
@@ -111,18 +111,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _memory(profile: Profile, options: ProfileOptions) -> list[StageMemory]:
+def _memory(profile: Profile, options: ProfileOptions) -> Sequence[PlanStage]:
+    """Stages for equal devices and free links, one rank a stage."""
     if options.stages is None:
-        return []
-    from ...schedules.messages import RECEIVES_AHEAD
-
-    return stage_memory(
+        return ()
+    return partition(
         profile,
-        num_stages=options.stages,
+        Cluster.from_levels([(options.stages, FREE)]),
         schedule=options.schedule,
         num_microbatches=options.microbatches,
-        receives_ahead=RECEIVES_AHEAD,
-    )
+        straight=True,
+        optimizer_bytes=profile.optimizer_ratio or 0.0,
+    ).stages
 
 
 def _get(options: ProfileOptions) -> Profile:
@@ -174,7 +174,7 @@ def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
     return [(group[0], len(group)) for group in rows.values()]
 
 
-def _show(profile: Profile, memory: Sequence[StageMemory], options: ProfileOptions) -> None:
+def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions) -> None:
     console = _console()
     console.print(_node_table(profile))
     for line in summary(profile):
@@ -240,7 +240,7 @@ def summary(profile: Profile) -> list[str]:
     known = "" if profile.optimizer_ratio is not None else " (optimizer not measured)"
     lines.append(
         f"memory [MB]  parameters {held.parameters / 1e6:.1f}, gradients {held.gradients / 1e6:.1f}, optimizer state "
-        f"{held.optimizer_state / 1e6:.1f}{known}, activations {held.activations / 1e6:.1f} a microbatch, workspace "
+        f"{held.optimizer / 1e6:.1f}{known}, activations {held.activations / 1e6:.1f} a microbatch, workspace "
         f"{held.workspace / 1e6:.1f}, buffers {held.buffers / 1e6:.1f}"
     )
     if held.activations:
@@ -252,20 +252,22 @@ def summary(profile: Profile) -> list[str]:
     return lines
 
 
-def _memory_table(memory: Sequence[StageMemory], options: ProfileOptions) -> Table:
-    names = ("parameters", "gradients", "optimizer state", "activations", "workspace", "communication", "buffers")
+def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table:
+    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "communication", "buffers")
     table = _table(
         f"\nmemory at the peak of {options.schedule}, {options.microbatches} microbatches, in MB (predicted)",
         ("stage", "holds"),
         ("in flight", *names, "total"),
     )
-    for stage in memory:
-        sizes = [getattr(stage, name.replace(" ", "_")) for name in names]
+    for number, stage in enumerate(memory):
+        assert stage.memory is not None
+        first, last = stage.nodes[0], stage.nodes[-1]
+        sizes = [getattr(stage.memory, name) for name in names]
         table.add_row(
-            str(stage.stage),
-            stage.nodes,
+            str(number),
+            first if first == last else f"{first} .. {last}",
             str(stage.in_flight),
-            *(f"{size / 1e6:.1f}" for size in (*sizes, stage.total)),
+            *(f"{size / 1e6:.1f}" for size in (*sizes, stage.memory.total)),
         )
     return table
 

@@ -23,21 +23,45 @@ is held of a parameter once. Nothing overlaps.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..cluster import Cluster, Level
-from ..profile import Node
+from ..profile import Node, Profile
 from ..strict import count, fail
-from .collectives import all_reduce_seconds
+from ..topology import Topology
 from .device_model import DeviceModel
-
-if TYPE_CHECKING:
-    from .transformer import Transformer
-
-VALUE_BYTES = 2  # of a weight or an activation
+from .transformer import VALUE_BYTES, Transformer
 
 
-class Parts:
+def transformer_profile(
+    model: Transformer, *, microbatch_size: int, tensor: int = 1, device: DeviceModel, cluster: Cluster | None = None
+) -> Profile:
+    """What each part costs one of `tensor` devices that compute a microbatch together.
+
+    Arguments:
+        microbatch_size: b [sequences].
+        tensor: t; divides the heads.
+        device: how fast it computes.
+        cluster: whose innermost levels the tensor ranks fill; None: one node of t devices, `device.link_bandwidth`.
+
+    The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
+    1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
+    the caller divides by t. Point-to-point messages and data parallelism are not in it.
+
+    Raises ValueError for sizes that do not divide or fit.
+    """
+    model.refuse_tensor(tensor)
+    layers = LayerFormulas(model, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
+    return Profile(
+        nodes=layers.nodes(),
+        device=device.name,
+        dtype="bfloat16",
+        origin="formula",
+        microbatch_size=microbatch_size,
+        optimizer_ratio=model.optimizer_ratio,
+    )
+
+
+class LayerFormulas:
     """The nodes of one profile."""
 
     def __init__(
@@ -53,8 +77,8 @@ class Parts:
         self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
         self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
         self.vocabulary = -(-model.vocabulary // tensor)
-        self.sum_seconds = all_reduce_seconds(
-            VALUE_BYTES * self.wide / device.link_efficiency, members=tensor, cluster=cluster
+        self.sum_seconds = (
+            Topology(cluster).ring(range(tensor)).seconds(VALUE_BYTES * self.wide / device.link_efficiency)
         )
 
     def nodes(self) -> tuple[Node, ...]:

@@ -1,21 +1,16 @@
-"""The profile of a GPT from formulas: for models that do not fit on the machine at hand.
-
-The shape of the model is here, and what it says alone: parameters and FLOPs. What its parts cost stands in
-`layers.py`. Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
+"""The shape of a GPT, and what it says alone: parameters and FLOPs. What its parts cost stands in `layers.py`.
+ Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
 s sequence length, B batch size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..cluster import Cluster
-from ..profile import Profile
 from ..strict import count, fail, number
-from .device_model import DeviceModel
-from .layers import VALUE_BYTES, Parts
 
+VALUE_BYTES = 2  # of a weight or an activation
 Head = Literal["tied", "untied"]
 Split = Literal["tensor", "sequence"]
 Attention = Literal["stored", "flash"]
@@ -103,34 +98,6 @@ class Transformer:
         layers = self.layers * (self.weight_flops(tokens) + self.score_flops(tokens))
         return (4 if recompute == "full" else 3) * layers + 3 * self.head_flops(tokens)
 
-    def profile(
-        self, *, microbatch_size: int, tensor: int = 1, device: DeviceModel, cluster: Cluster | None = None
-    ) -> Profile:
-        """What each part costs one of `tensor` devices that compute a microbatch together.
-
-        Arguments:
-            microbatch_size: b [sequences].
-            tensor: t; divides the heads.
-            device: how fast it computes.
-            cluster: whose innermost levels the tensor ranks fill; None: one node of t devices, `device.link_bandwidth`.
-
-        The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
-        1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
-        the caller divides by t. Point-to-point messages and data parallelism are not in it.
-
-        Raises ValueError for sizes that do not divide or fit.
-        """
-        self.refuse_tensor(tensor)
-        parts = Parts(self, microbatch_size=microbatch_size, tensor=tensor, device=device, cluster=cluster)
-        return Profile(
-            nodes=parts.nodes(),
-            device=device.name,
-            dtype="bfloat16",
-            origin="formula",
-            microbatch_size=microbatch_size,
-            optimizer_ratio=self.optimizer_ratio,
-        )
-
     def refuse_tensor(self, tensor: int) -> None:
         """ValueError for a tensor size that does not divide the heads and the MLP."""
         for name, size in (("heads", self.heads), ("mlp_width", self.mlp_width)):
@@ -153,40 +120,3 @@ class Transformer:
     def head_flops(self, tokens: int) -> float:
         """Of the projection's forward [FLOP]."""
         return 2.0 * tokens * self.hidden * self.vocabulary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerSource:
-    """Profiles of one model on one kind of device, by microbatch and tensor size; each is made once.
-
-    Arguments:
-        transformer, device, cluster: as for `Transformer.profile`.
-    """
-
-    transformer: Transformer
-    device: DeviceModel
-    cluster: Cluster | None = None
-    _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
-        """`Transformer.profile`; what it needs beside the sizes is known."""
-        key = (microbatch_size, tensor)
-        if key not in self._made:
-            self._made[key] = self.transformer.profile(
-                microbatch_size=microbatch_size, tensor=tensor, device=self.device, cluster=self.cluster
-            )
-        return self._made[key]
-
-    def tensor_sizes(self, limit: int | None = None) -> tuple[int, ...]:
-        """The tensor sizes worth trying: those that divide heads and MLP and stay within a node (and `limit`).
-
-        >>> model = Transformer(layers=2, hidden=96, heads=6, vocabulary=100, length=8)
-        >>> cluster = Cluster.parse("2x4:nvlink=300GB/s,net=25GB/s")
-        >>> TransformerSource(transformer=model, device=DeviceModel.preset("A100-80GB"), cluster=cluster).tensor_sizes()
-        (1, 2, 3)
-        """
-        most = self.transformer.heads if limit is None else count("limit", limit)
-        if self.cluster is not None:
-            most = min(most, self.cluster.levels[0].size)
-        sizes = range(1, min(most, self.transformer.heads) + 1)
-        return tuple(t for t in sizes if not self.transformer.heads % t and not self.transformer.mlp_width % t)

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from ...schedules.messages import RECEIVES_AHEAD
-from ..solver.antichains import Floats
+from ..in_flight import InFlight
 from ..solver.chunks import all_stages, equal_stages, even_stages
+from ..stage_cost import pace
+from ..stage_memory import MemoryRules, stage_bytes
+from ..topology import Floats
 from .evaluate import Ends, Evaluator
-from .in_flight import InFlight
-from .memory import MemoryRules
 from .model import Model
 from .place import Place
 from .space import Configuration
@@ -31,7 +31,7 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    costs = _StageCosts(model, evaluator.places.of(c), evaluator.in_flight(c, exact=False), rules, c)
+    costs = _EvenCosts(model, evaluator.places.of(c), evaluator.in_flight(c, exact=False), rules, c)
     for fits in (True, False):
         ends = even_stages(costs.within if fits else costs.whatever, c.num_stages, len(model.coarse))
         if ends is not None:
@@ -49,8 +49,8 @@ def few_ways(model: Model, num_stages: int) -> bool:
     return nodes <= 24 and math.comb(max(nodes - 1, 0), num_stages - 1) <= 50 * ALL_CUTS
 
 
-class _StageCosts:
-    """[n, n] seconds of stage s between two of the coarse cuts, by what it computes and sends.
+class _EvenCosts:
+    """[n, n] pace of stage s between two of the coarse cuts [s], sums of gradients apart: they are alike for all cuts.
 
     Each of a rank's V stages is given a V-th of its memory, with what it holds at the rank's peak.
     """
@@ -58,56 +58,56 @@ class _StageCosts:
     def __init__(
         self, model: Model, place: Place, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration
     ) -> None:
-        self.model, self.place, self.flights, self.rules, self.c = model, place, flights, rules, c
+        self.place, self.flights, self.rules, self.c = place, flights, rules, c
         at = np.asarray(model.coarse)
-        cuts = model.cuts
-        self.inside = cuts.inside[np.ix_(at, at)]
-
-        def between(column: Floats) -> Floats:
-            own = column[at]
-            return np.asarray(np.maximum(own - own[:, None], 0.0), dtype=np.float64)
-
-        self.work, self.forward = between(cuts.seconds), between(cuts.forward)
-        self.weights, self.stash = between(cuts.parameters), between(cuts.stash)
-        self.buffers = between(cuts.buffers)
-        self.crossing = cuts.crossing[at]
+        self.inside = model.cuts.inside[np.ix_(at, at)]
+        self.sums = model.cuts.stages(at[:, None], at)
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
 
     def whatever(self, stage: int) -> Floats:
         """Without a memory limit, nothing recomputed."""
-        p = stage % self.c.pipeline
+        speed = self.place.speeds[stage % self.c.pipeline]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
-        key = (inward, outward, self.place.speeds[p])
+        key = (inward, outward, speed)
         if key not in self._plain:
-            sent = self.crossing[:, None] * inward.seconds_a_byte + self.crossing * outward.seconds_a_byte
-            worst = np.maximum(self.work / self.place.speeds[p], sent / self.c.tensor)
-            self._plain[key] = np.where(self.inside, worst, np.inf)
+            sums = self.sums
+            sent = sums.before * inward.seconds_a_byte + sums.behind * outward.seconds_a_byte
+            slower = pace(work=sums.work / speed, links=sent / self.c.tensor)
+            self._plain[key] = np.where(self.inside, slower, np.inf)
         return self._plain[key]
 
     def within(self, stage: int) -> Floats:
         """Recomputed where it must be, infinite where it does not fit."""
         p, chunk = stage % self.c.pipeline, stage // self.c.pipeline
-        flight, limit = self.flights[p], self.place.limits[p] / self.c.num_chunks
+        flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
         plain = self.whatever(stage)
         must = "none" not in self.rules.recompute
         if not math.isfinite(limit) and not must:
             return plain
         held = flight.held[int(flight.held.sum(axis=1).argmax())][chunk]
-        key = (id(plain), float(held), flight.versions, limit, self.place.speeds[p])
+        key = (id(plain), float(held), flight.versions, limit, speed)
         if key in self._made:
             return self._made[key]
-        shards = self.c.counts[p] if "full" in self.rules.sharding else 1
-        fixed = self.weights * (flight.versions + 1 + self.rules.optimizer_ratio / shards) + self.buffers
-        fixed = fixed + self.model.largest_workspace / self.c.num_chunks
-        ends = self.crossing[:, None] + self.crossing
-        fixed = fixed + ends * (1 + RECEIVES_AHEAD / self.c.tensor / self.c.num_chunks)
+        small = self._bytes(p, held, recompute=False)
         seconds = plain
-        small = fixed + held * self.stash
         if "full" in self.rules.recompute:
             again = np.full(plain.shape, fill_value=True) if must else small > limit
-            seconds = np.where(again, np.maximum(plain, (self.work + self.forward) / self.place.speeds[p]), plain)
-            small = np.where(again, fixed + held * self.crossing[:, None] + self.stash, small)
+            seconds = np.where(again, np.maximum(plain, (self.sums.work + self.sums.forward) / speed), plain)
+            small = np.where(again, self._bytes(p, held, recompute=True), small)
         made = np.where(small <= limit, seconds, np.inf)
         self._made[key] = made
         return made
+
+    def _bytes(self, p: int, held: Floats, *, recompute: bool) -> Floats:
+        shards = self.c.counts[p] if "full" in self.rules.sharding else 1
+        return stage_bytes(
+            self.sums,
+            in_flight=held,
+            versions=self.flights[p].versions,
+            optimizer=self.rules.optimizer_ratio / shards,
+            has_replicas=self.c.counts[p] > 1,
+            recompute=recompute,
+            tensor=self.c.tensor,
+            num_chunks=self.c.num_chunks,
+        )

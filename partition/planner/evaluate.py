@@ -1,18 +1,12 @@
 """One configuration with its cuts: what each stage costs, what each rank holds, and the simulated step.
 
-Seconds of a stage on its ranks, of one microbatch:
-
-    F, B      of its nodes, over the speed of its slowest device; recomputed stages run F once more in B
-    message   latency + crossing bytes / T / bandwidth of the slowest link between the two stages' ranks
-    update    sum of gradients in a ring over D replicas, then the optimizer's step (a share of it where it is divided)
-
-Without a flush the sum overlaps with compute, so that only the step stands in the program. No step is faster than what
-a rank has to send in it, which the simulator (whose messages do not queue) would not see.
+Without a flush the sum of gradients overlaps with compute, so that only the optimizer's step stands in the program. No
+step is faster than what a rank has to send in it, which the simulator (whose messages do not queue) would not see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,11 +16,11 @@ from ...schedules.ir import Schedule
 from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.simulate import simulate
-from ..solver.antichains import Floats
-from .in_flight import InFlight, count_in_flight, merged
-from .links import Machine, ring_seconds
-from .memory import MemoryRules, RankMemory, RankPlace
-from .model import Model, StageSums
+from ..in_flight import InFlight, count_in_flight, merged
+from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_seconds
+from ..stage_memory import MemoryRules, RankMemory, RankPlace
+from ..topology import Floats, Topology
+from .model import Model
 from .place import Place, Places
 from .space import Configuration
 
@@ -47,25 +41,13 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, the longer message, all that it sends) and of a batch."""
-
-    forward: Floats
-    backward: Floats
-    message: Floats
-    sending: Floats
-    ring: Floats
-    step: Floats
-
-    @property
-    def work(self) -> Floats:
-        """[S] F + B."""
-        return self.forward + self.backward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluated:
-    """A configuration with cuts that fits. `bound`: no order of this work is faster [s]."""
+    """A configuration with cuts that fits.
+
+    Arguments:
+        bottleneck: pace of the slowest rank [s a microbatch].
+        bound: no order of this work is faster [s]; 0 where the number of microbatches is open.
+    """
 
     configuration: Configuration
     ends: Ends
@@ -98,10 +80,10 @@ class Evaluator:
     """
 
     def __init__(
-        self, machine: Machine, rules_of: Callable[[Model], MemoryRules], model_of: Callable[[int, int], Model]
+        self, topology: Topology, rules_of: Callable[[Model], MemoryRules], model_of: Callable[[int, int], Model]
     ) -> None:
-        self.machine, self.model_of, self._rules_of = machine, model_of, rules_of
-        self.places = Places(machine)
+        self.topology, self.model_of, self._rules_of = topology, model_of, rules_of
+        self.places = Places(topology)
         self._flights: dict[object, tuple[InFlight, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
@@ -109,27 +91,29 @@ class Evaluator:
         """Of its microbatch and tensor size."""
         return self.model_of(c.microbatch_size, c.tensor)
 
-    def evaluate(self, c: Configuration, ends: Ends, *, exact: bool = False) -> Evaluated:
+    def evaluate(
+        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[InFlight] | None = None
+    ) -> Evaluated:
         """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and RefusedError.
 
         Arguments:
             exact: count what is in flight in the whole schedule, however long.
+            flights: by stage of the first chunk, in place of what the schedule says.
         """
         model, place = self.model(c), self.places.of(c)
-        sums = model.stages(ends)
-        rules, counts, flights = self._rules_of(model), c.counts, self.in_flight(c, exact=exact)
+        sums, rules, counts = model.stages(ends), self._rules_of(model), c.counts
+        if flights is None:
+            flights = self.in_flight(c, exact=exact)
         memories = []
         for p in range(c.pipeline):
             rank = RankPlace(
                 position=p, pipeline=c.pipeline, replicas=counts[p], tensor=c.tensor, limit=place.limits[p]
             )
-            memory = rules.fit(sums, flights[p], rank)
-            memories.append(memory)
+            memories.append(rules.fit(sums, flights[p], rank))
         worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
         if memories[worst].too_many:
             raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
         seconds = _seconds(c, sums, place, memories)
-        bottleneck, bound = _bounds(c, seconds)
         return Evaluated(
             configuration=c,
             ends=ends,
@@ -137,8 +121,8 @@ class Evaluator:
             sums=sums,
             seconds=seconds,
             memories=tuple(memories),
-            bottleneck=bottleneck,
-            bound=bound,
+            bottleneck=float(pace(work=_work(c, seconds), links=_links(c, seconds)).max()),
+            bound=0.0 if c.num_microbatches is None else _bound(c, seconds),
         )
 
     def simulate(self, evaluated: Evaluated) -> Simulated:
@@ -153,14 +137,13 @@ class Evaluator:
             update=update.tolist(),
         )
         timeline = simulate(schedule, costs)
-        seconds, sending = timeline.batch_seconds, _sending(c, s)
-        busy = (1 - timeline.bubble) * seconds
-        seconds = max(seconds, sending)
+        busy = (1 - timeline.bubble) * timeline.batch_seconds
+        seconds = max(timeline.batch_seconds, float(_links(c, s).max()) * c.batch)
         return Simulated(seconds=seconds, bubble=1 - busy / seconds if seconds > 0 else 0.0)
 
     def num_actions(self, c: Configuration) -> int:
         """That a simulation of a batch takes."""
-        return 2 * c.num_stages * (_per_replica(c) if c.is_equal else c.num_microbatches)
+        return 2 * c.num_stages * (_per_replica(c) if c.is_equal else c.batch)
 
     def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
         """By stage of the first chunk. Where not `exact`, of a shorter batch where that holds at least as much.
@@ -203,37 +186,22 @@ class Evaluator:
 
 
 def _per_replica(c: Configuration) -> int:
-    return c.num_microbatches // c.counts[0] if c.is_equal else c.num_microbatches
+    return c.batch // c.counts[0] if c.is_equal else c.batch
 
 
-def _seconds(c: Configuration, sums: StageSums, place: Place, memories: list[RankMemory]) -> StageSeconds:
+def _seconds(c: Configuration, sums: StageSums, place: Place, memories: Sequence[RankMemory]) -> StageSeconds:
     group = np.arange(c.num_stages) % c.pipeline
-    chunk = np.arange(c.num_stages) // c.pipeline
-    speeds = np.asarray(place.speeds)[group]
-    treatments = [memories[p].treatment for p in group]
-    again = np.array([each.recompute[v] for each, v in zip(treatments, chunk, strict=True)])
-    shards = np.array([each.shards[v] for each, v in zip(treatments, chunk, strict=True)])
-    per_byte = [np.array([link.seconds_a_byte for link in links]) / c.tensor for links in (place.inward, place.outward)]
-    latency = [np.array([link.latency for link in links]) for links in (place.inward, place.outward)]
-    inward, outward = sums.before * per_byte[0], sums.behind * per_byte[1]
-    return StageSeconds(
-        forward=sums.forward / speeds,
-        backward=(sums.backward + again * sums.forward) / speeds,
-        message=np.maximum(latency[0] + inward, latency[1] + outward),
-        sending=inward + outward,
-        ring=np.array(
-            [
-                ring_seconds(float(sums.weights[s]), c.counts[p], place.rings[p]) if sums.weights[s] > 0 else 0.0
-                for s, p in enumerate(group)
-            ]
-        ),
-        step=sums.update / speeds / shards,
+    treatments = [(memories[p].treatment, v) for v in range(c.num_chunks) for p in range(c.pipeline)]
+    return stage_seconds(
+        sums,
+        speeds=np.asarray(place.speeds)[group],
+        inward=place.inward,
+        outward=place.outward,
+        rings=[place.rings[p] for p in group],
+        tensor=c.tensor,
+        recompute=np.array([float(each.recompute[v]) for each, v in treatments]),
+        shards=np.array([float(each.shards[v]) for each, v in treatments]),
     )
-
-
-def _shares(c: Configuration) -> Floats:
-    """[P] microbatches of the busiest replica."""
-    return -(-c.num_microbatches // np.array(c.counts))
 
 
 def _by_rank(c: Configuration, figures: Floats) -> Floats:
@@ -241,31 +209,48 @@ def _by_rank(c: Configuration, figures: Floats) -> Floats:
     return np.asarray(figures.reshape(c.num_chunks, c.pipeline).sum(axis=0), dtype=np.float64)
 
 
-def _sending(c: Configuration, s: StageSeconds) -> float:
-    """What the busiest rank has to send in a batch [s]; of a stream its rings as well, once an update."""
-    total = _by_rank(c, s.sending) * _shares(c)
-    rule = family(c.schedule).rule
-    if rule.is_asynchronous:
-        total = total + _by_rank(c, s.ring) * rule.updates_per_batch(c.num_microbatches, c.counts)
-    return float(total.max())
+def _share(c: Configuration) -> Floats:
+    """[P] of the busiest replica."""
+    return busiest_share(c.num_microbatches, np.array(c.counts))
 
 
-def _bounds(c: Configuration, s: StageSeconds) -> tuple[float, float]:
-    """The bottleneck a microbatch, and a lower bound of the step [s].
+def _updates(c: Configuration) -> Floats:
+    """[P] sums of gradients a microbatch: once a batch, or once each replica of every stage has had a microbatch."""
+    if c.num_microbatches is None:
+        return np.asarray(1 / np.array(c.counts))
+    once = family(c.schedule).rule.updates_per_batch(c.batch, c.counts)
+    return np.full(c.pipeline, once / c.batch)
+
+
+def _work(c: Configuration, s: StageSeconds) -> Floats:
+    """[P] seconds a microbatch of a rank's compute lane."""
+    return _by_rank(c, s.work) * _share(c)
+
+
+def _links(c: Configuration, s: StageSeconds) -> Floats:
+    """[P] seconds a microbatch of its links: all that its busiest replica sends, and its sums of gradients."""
+    return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.ring) * _updates(c)
+
+
+def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
+    """[S] seconds a microbatch of the slower lane of each stage alone."""
+    share, updates = (np.tile(each, c.num_chunks) for each in (_share(c), _updates(c)))
+    return pace(work=s.work * share, links=s.sending * share + s.ring * updates)
+
+
+def _bound(c: Configuration, s: StageSeconds) -> float:
+    """A lower bound of the step [s].
 
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
     back to the first rank, which updates behind it.
     """
-    work, update = _by_rank(c, s.work) * _shares(c), _by_rank(c, s.ring + s.step)
-    sending = _sending(c, s)
-    bottleneck = max(float(work.max()), sending) / c.num_microbatches
-    rule = family(c.schedule).rule
-    if rule.is_asynchronous:
-        updates = rule.updates_per_batch(c.num_microbatches, c.counts)
-        return bottleneck, max(float((work + _by_rank(c, s.step) * updates).max()), sending)
+    work, links = _work(c, s) * c.batch, float(_links(c, s).max()) * c.batch
+    if family(c.schedule).rule.is_asynchronous:
+        return max(float((work + _by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
+    update = _by_rank(c, s.ring + s.step)
     front = c.pipeline - 1
     head, tail = (
         np.concatenate([[0.0], np.cumsum(ways)])
         for ways in (s.forward[:front] + s.message[:front], s.backward[:front] + s.message[1 : front + 1])
     )
-    return bottleneck, max(float((head + work + np.maximum(update, tail + update[0])).max()), sending)
+    return max(float((head + work + np.maximum(update, tail + update[0])).max()), links)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from ..profile import Profile
-from ..solver.antichains import Cuts, Floats, all_cuts
+from ..solver.antichains import MAX_CUTS, Cuts, all_cuts, node_names
+from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSums:
-    """[S] of each stage: F, B and optimizer step [s]; held, kept, sent and needed for a while [bytes]."""
-
-    forward: Floats
-    backward: Floats
-    update: Floats
-    weights: Floats
-    buffers: Floats
-    stash: Floats
-    before: Floats  # cross the cut in front of it
-    behind: Floats
-    workspace: Floats
-
-    @property
-    def work(self) -> Floats:
-        """[S] F + B [s]."""
-        return self.forward + self.backward
 
 
 class Model:
@@ -39,19 +20,18 @@ class Model:
 
     Arguments:
         optimizer_ratio: bytes of optimizer state a byte of parameters.
+        compression: of activations, divides what crosses a cut.
     """
 
-    def __init__(self, profile: Profile, *, optimizer_ratio: float, max_cuts: int) -> None:
+    def __init__(
+        self, profile: Profile, *, optimizer_ratio: float, max_cuts: int = MAX_CUTS, compression: float = 1.0
+    ) -> None:
         self.profile = profile
         self.optimizer_ratio = optimizer_ratio
-        self.cuts: Cuts = all_cuts(profile, limit=max_cuts)
-        self.update = self._column("update_seconds")
+        cuts = all_cuts(profile, limit=max_cuts)
+        self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.seconds = float(self.cuts.seconds[-1])
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
-
-    def _column(self, figure: str) -> Floats:
-        weights = np.array([getattr(node, figure) for node in self.profile.nodes])
-        return np.asarray(np.where(self.cuts.members, weights, 0.0).sum(axis=1), dtype=np.float64)
 
     @cached_property
     def coarse(self) -> list[int]:
@@ -72,38 +52,13 @@ class Model:
         return [0, *sorted(best.values()), len(cuts) - 1]
 
     def stages(self, ends: Sequence[int]) -> StageSums:
-        """Between neighbours among these cuts, S + 1 of them from 0 to the last."""
-        at, cuts = np.asarray(ends), self.cuts
-
-        def between(column: Floats) -> Floats:
-            return np.asarray(np.maximum(np.diff(column[at]), 0.0), dtype=np.float64)
-
-        own = cuts.members[at[1:]] & ~cuts.members[at[:-1]]
-        return StageSums(
-            forward=between(cuts.forward),
-            backward=between(cuts.backward),
-            update=between(self.update),
-            weights=between(cuts.parameters),
-            buffers=between(cuts.buffers),
-            stash=between(cuts.stash),
-            before=cuts.crossing[at[:-1]],
-            behind=cuts.crossing[at[1:]],
-            workspace=np.where(own, self._workspaces, 0.0).max(axis=1),
-        )
-
-    @cached_property
-    def _workspaces(self) -> Floats:
-        return np.asarray([node.workspace_bytes for node in self.profile.nodes], dtype=np.float64)
-
-    @cached_property
-    def largest_workspace(self) -> float:
-        """Of any node [bytes]."""
-        return float(self._workspaces.max())
+        """[S] between neighbours among these cuts, S + 1 of them from 0 to the last."""
+        at = np.asarray(ends)
+        return self.cuts.stages(at[:-1], at[1:])
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
         """Of the nodes between two cuts, each behind what it needs."""
-        own = self.cuts.members[last] & ~self.cuts.members[first]
-        return tuple(self.profile.nodes[at].name for at in self.profile.order() if own[at])
+        return node_names(self.profile, self.cuts, first, last)
 
     def parameter_bytes(self, first: int, last: int) -> float:
         """Of the nodes between two cuts, as the profile adds them up [bytes]."""

@@ -1,10 +1,10 @@
-"""A configuration on the ranks of a machine: links between its stages, rings over its replicas, its devices."""
+"""A configuration on the ranks of a cluster: links between its stages, rings over its replicas, its devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .links import NO_LINK, Link, Machine
+from ..topology import NO_TRANSFER, Topology, TransferTime
 from .space import Configuration
 
 
@@ -19,9 +19,9 @@ class Place:
         limits: [P] memory of its smallest device [bytes].
     """
 
-    inward: tuple[Link, ...]
-    outward: tuple[Link, ...]
-    rings: tuple[Link, ...]
+    inward: tuple[TransferTime, ...]
+    outward: tuple[TransferTime, ...]
+    rings: tuple[TransferTime, ...]
     speeds: tuple[float, ...]
     limits: tuple[float, ...]
 
@@ -29,8 +29,8 @@ class Place:
 class Places:
     """Places of configurations; equal ones are found once."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
         self._known: dict[object, Place] = {}
 
     def of(self, configuration: Configuration) -> Place:
@@ -42,14 +42,14 @@ class Places:
         return self._known[key]
 
     def _find(self, c: Configuration) -> Place:
-        machine, ranks, width = self.machine, c.stage_ranks, c.pipeline
-        hops = [machine.between(ranks[p], ranks[(p + 1) % width], tensor=c.tensor) for p in range(width - 1)]
-        around = [machine.between(ranks[-1], ranks[0], tensor=c.tensor)] if c.num_chunks > 1 and width > 1 else []
+        topology, ranks, width = self.topology, c.stage_ranks, c.pipeline
+        hops = [topology.between(ranks[p], ranks[(p + 1) % width], tensor=c.tensor) for p in range(width - 1)]
+        around = [topology.between(ranks[-1], ranks[0], tensor=c.tensor)] if c.num_chunks > 1 and width > 1 else []
         between = ((hops + around) * c.num_chunks)[: c.num_stages - 1]
         return Place(
-            inward=(NO_LINK, *between),
-            outward=(*between, NO_LINK),
-            rings=tuple(machine.across(each[:: c.tensor]) for each in ranks),
-            speeds=tuple(map(machine.speed, ranks)),
-            limits=tuple(map(machine.memory, ranks)),
+            inward=(NO_TRANSFER, *between),
+            outward=(*between, NO_TRANSFER),
+            rings=tuple(topology.ring(each[:: c.tensor]) for each in ranks),
+            speeds=tuple(map(topology.speed, ranks)),
+            limits=tuple(map(topology.memory, ranks)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...schedules.registry import canonical_name, family
 from ..cluster import Cluster
@@ -11,20 +11,23 @@ from ..plans.as_text import CHOSEN
 from ..plans.plan import RECOMPUTE, Plan
 from ..profile import Profile
 from ..solver.antichains import MAX_CUTS
+from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
+from ..stage_memory import MemoryRules
 from ..strict import count, number
+from ..topology import Topology
+from .candidates import TooLargeError, candidates
 from .evaluate import Ends, Evaluator
-from .links import Machine
-from .memory import MemoryRules
 from .model import Model
-from .result import as_plan, label
-from .search import Found, Progress, Search
+from .result import Found, as_plan, label
+from .search import Progress, Search
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, SearchSpace
-from .unequal import MAX_DEVICES, takes_replicas, unequal_replicas
 
 SCHEDULES = ("1f1b", "interleaved")
 CHUNK_SIZES = tuple(range(2, 9))
+MAX_DEVICES = 32  # up to which unequal replicas are tried
+CANDIDATES = 4  # of unequal replicas, by each way
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
 
@@ -90,7 +93,8 @@ def plan(
     recompute = _choices("recompute", recompute)
     sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding)
     ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
-    machine = Machine(cluster, memory_limit=None if memory_limit is None else number("memory_limit", memory_limit))
+    limit = None if memory_limit is None else number("memory_limit", memory_limit)
+    topology = Topology(cluster, memory_limit=limit)
     ratio = None if optimizer_bytes is None else number("optimizer_bytes", optimizer_bytes)
     models: dict[tuple[int, int], Model] = {}
 
@@ -119,17 +123,10 @@ def plan(
     fixed: list[tuple[Configuration, Ends]] = []
     if data_sizes is None and pipeline_sizes is None and 1 in ways and cluster.num_devices <= MAX_DEVICES:
         for size in sizes:
-            for name in filter(takes_replicas, names):
-                fixed += unequal_replicas(
-                    model_of(size, 1),
-                    cluster,
-                    schedule=name,
-                    microbatch_size=size,
-                    num_microbatches=global_batch // size,
-                    memory_limit=memory_limit,
-                )
+            for name in filter(SCHEDULES_WITH_REPLICAS.__contains__, names):
+                fixed += _unequal(model_of(size, 1), topology, schedule=name, microbatch_size=size, batch=global_batch)
     search = Search(
-        Evaluator(machine, rules_of, model_of),
+        Evaluator(topology, rules_of, model_of),
         rules_of,
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
@@ -139,13 +136,41 @@ def plan(
     if not found:
         raise ValueError(_why_nothing(search, space))
     says_size = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0]).microbatch_size is not None
+    best = found[0].evaluated
     return as_plan(
         found,
-        machine,
+        topology,
+        bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
         says_size=says_size,
         num_runners_up=num_runners_up,
         notes=_notes(search, found, says_size=says_size),
     )
+
+
+def _unequal(
+    model: Model, topology: Topology, *, schedule: str, microbatch_size: int, batch: int
+) -> Iterator[tuple[Configuration, Ends]]:
+    """The dynamic program's candidates, with the memory limit and without it, since recomputation may make room.
+
+    What has equal replicas with equal shares on a uniform cluster is left to the enumeration.
+    """
+    for memory_limit in (topology.memory_limit, math.inf):
+        try:
+            options = candidates(
+                model,
+                topology.cluster,
+                schedule=schedule,
+                microbatch_size=microbatch_size,
+                num_microbatches=batch // microbatch_size,
+                memory_limit=memory_limit,
+                wanted=CANDIDATES,
+            )
+        except TooLargeError:
+            return
+        for configuration, ends in options.found:
+            has_work = max(configuration.counts) <= configuration.batch
+            if has_work and not (configuration.is_equal and topology.is_uniform):
+                yield configuration, ends
 
 
 def _listed(values: Sequence[int] | None) -> str:

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..plans.plan import Plan, PlanStage, RunnerUp
-from .evaluate import Evaluated
-from .links import Machine
-from .search import Found
+from ..topology import Topology
+from .evaluate import Evaluated, Simulated, stage_paces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A configuration with cuts; simulated, or not where nobody knows its batch or the schedule does not take it."""
+
+    evaluated: Evaluated
+    simulated: Simulated | None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, simulated [s]; infinite where it was not."""
+        return math.inf if self.simulated is None else self.simulated.seconds
 
 
 def as_plan(
-    found: Sequence[Found], machine: Machine, *, says_size: bool, num_runners_up: int, notes: Sequence[str]
+    found: Sequence[Found],
+    topology: Topology,
+    *,
+    bound: float,
+    says_size: bool,
+    num_runners_up: int,
+    notes: Sequence[str],
 ) -> Plan:
     """The first of `found` as a plan, the next ones as its runners-up.
 
     Arguments:
+        bound: of the bottleneck of any plan [s a microbatch].
         says_size: whether the profile says how many samples a microbatch has.
     """
     best = found[0]
     e, c = best.evaluated, best.evaluated.configuration
     return Plan(
         stages=plan_stages(e),
-        num_devices=machine.num_devices,
+        num_devices=topology.num_devices,
         num_chunks=c.num_chunks,
         cost_model="default",
         schedule=c.schedule,
         num_microbatches=c.num_microbatches,
         microbatch_size=c.microbatch_size if says_size else None,
         predicted_step_time=e.bottleneck,
-        bound=min(e.bottleneck, e.model.seconds * c.tensor / machine.total_speed),
-        simulated_step_time=best.seconds,
-        simulated_bubble=best.simulated.bubble,
+        bound=min(e.bottleneck, bound),
+        simulated_step_time=None if best.simulated is None else best.simulated.seconds,
+        simulated_bubble=None if best.simulated is None else best.simulated.bubble,
         runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
         notes=tuple(notes),
     )
@@ -39,13 +60,12 @@ def as_plan(
 
 def plan_stages(e: Evaluated) -> tuple[PlanStage, ...]:
     """The stages in order, each on all its ranks."""
-    c, seconds, ranks, counts = e.configuration, e.seconds, e.configuration.stage_ranks, e.configuration.counts
-    uses = [memory.uses for memory in e.memories]
+    c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
+    paces = stage_paces(c, seconds)
     stages = []
     for s in range(c.num_stages):
         p, v = s % c.pipeline, s // c.pipeline
         memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
-        share = -(-c.num_microbatches // counts[p]) / c.num_microbatches
         stages.append(
             PlanStage(
                 nodes=e.model.names(first, last),
@@ -54,9 +74,9 @@ def plan_stages(e: Evaluated) -> tuple[PlanStage, ...]:
                 forward_seconds=float(seconds.forward[s]),
                 backward_seconds=float(seconds.backward[s]),
                 update_seconds=float(seconds.ring[s] + seconds.step[s]),
-                step_seconds=float(max(seconds.work[s], seconds.sending[s])) * share,
+                step_seconds=float(paces[s]),
                 parameter_bytes=e.model.parameter_bytes(first, last),
-                memory=uses[p][v],
+                memory=memory.uses[v],
                 in_flight=max(1, memory.in_flight[v]),
                 recompute="full" if memory.treatment.recompute[v] else "none",
                 optimizer_shards=memory.treatment.shards[v],
@@ -86,6 +106,6 @@ def _runner_up(found: Found) -> RunnerUp:
         replicas=e.configuration.counts * e.configuration.num_chunks,
         num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
         predicted_step_time=e.bottleneck,
-        simulated_step_time=found.seconds,
+        simulated_step_time=None if found.simulated is None else found.seconds,
         memory_bytes=e.memory_bytes,
     )

@@ -15,11 +15,11 @@ from heapq import heapify, heappop, heappush
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
 from ..solver.chunks import level_ranks, neighbours
+from ..stage_memory import MemoryRules
 from .cuts import candidate_ends, few_ways
-from .evaluate import Ends, Evaluated, Evaluator, MisfitError, RefusedError, Simulated
-from .links import Link
-from .memory import MemoryRules
+from .evaluate import Ends, Evaluated, Evaluator, MisfitError, RefusedError
 from .model import Model
+from .result import Found
 from .space import Configuration
 
 MAX_ACTIONS = 1_000_000  # of one simulation
@@ -29,19 +29,6 @@ _LEAST_FILL = 0.5
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A configuration with the best cuts that were simulated."""
-
-    evaluated: Evaluated
-    simulated: Simulated
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, simulated [s]."""
-        return self.simulated.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +78,7 @@ class Search:
         self.evaluator, self.rules_of = evaluator, rules_of
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self.tally = Tally()
-        self._rings: dict[tuple[int, int], Link] = {}
+        self._rings: dict[tuple[int, int], float] = {}  # seconds a byte
         self.miss: Miss | None = None
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
@@ -159,8 +146,8 @@ class Search:
         times W/P; half of that is counted, and nothing where every cut is tried.
         """
         model = self.evaluator.model(c)
-        m = c.num_microbatches // c.data
-        work = model.seconds / self.evaluator.machine.fastest
+        m = c.batch // c.data
+        work = model.seconds / self.evaluator.topology.fastest
         if family(c.schedule).rule.is_asynchronous:
             return work * m / c.pipeline
         fill = 0.0 if few_ways(model, c.num_stages) else _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
@@ -170,12 +157,20 @@ class Search:
         return each if c.num_chunks > 1 else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
 
     def _updates(self, c: Configuration, model: Model) -> float:
-        """Of all ranks of a replica together: sums of gradients over the nearest D ranks, and the steps [s]."""
+        """Of all ranks of a replica together: sums of gradients over the best placed D ranks, and the steps [s]."""
         key = (c.data, c.tensor)
         if key not in self._rings:
-            self._rings[key] = self.evaluator.machine.across(range(0, c.data * c.tensor, c.tensor))
-        ring = 2 * (c.data - 1) / c.data * float(model.cuts.parameters[-1]) * self._rings[key].seconds_a_byte
-        return ring + float(model.update[-1]) / self.evaluator.machine.fastest / c.data
+            self._rings[key] = self._least_ring(c.data, c.tensor)
+        ring = float(model.cuts.parameters[-1]) * self._rings[key]
+        return ring + float(model.cuts.update[-1]) / self.evaluator.topology.fastest / c.data
+
+    def _least_ring(self, data: int, tensor: int) -> float:
+        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""
+        topology, width = self.evaluator.topology, data * tensor
+        nodes = topology.num_devices // topology.level_sizes[-1]  # places repeat from one outermost group to the next
+        starts = {start % nodes: start for start in range(0, topology.num_devices - width + 1, width)}
+        rings = (topology.ring(range(start, start + width, tensor)) for start in starts.values())
+        return min(ring.seconds_a_byte for ring in rings)
 
     def _candidates(self, c: Configuration) -> list[Evaluated]:
         if self._is_hopeless(c):
@@ -207,7 +202,7 @@ class Search:
         rules = self.rules_of(model)
         shards = c.data if "full" in rules.sharding else 1
         held = float(model.cuts.parameters[-1]) * (2 + rules.optimizer_ratio / shards) + float(model.cuts.buffers[-1])
-        excess = held / c.pipeline - self.evaluator.machine.largest_memory
+        excess = held / c.pipeline - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False
         self._hopeless.append((excess, c))
@@ -309,7 +304,7 @@ def _if_level(e: Evaluated) -> float:
     if c.num_chunks == 1:
         return e.bound
     work = e.seconds.work.reshape(c.num_chunks, c.pipeline).sum(axis=0)
-    return e.bound - float(work.max() - work.mean()) * c.num_microbatches / c.data
+    return e.bound - float(work.max() - work.mean()) * c.batch / c.data
 
 
 def _rank(found: Found) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ class Configuration:
         schedule: canonical name.
         num_chunks: V.
         microbatch_size: samples in one; 1 where a profile does not say what it ran.
-        num_microbatches: of a batch over all replicas, M.
+        num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
         ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
     """
 
@@ -30,7 +30,7 @@ class Configuration:
     schedule: str
     num_chunks: int
     microbatch_size: int
-    num_microbatches: int
+    num_microbatches: int | None
     ranks: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -55,7 +55,13 @@ class Configuration:
     @property
     def is_equal(self) -> bool:
         """Whether all stages have D replicas, each with as many microbatches: then one replica stands for all."""
-        return len(set(self.counts)) == 1 and self.num_microbatches % self.counts[0] == 0
+        return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
+
+    @property
+    def batch(self) -> int:
+        """M, where it is known."""
+        assert self.num_microbatches is not None
+        return self.num_microbatches
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:

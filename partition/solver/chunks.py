@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .antichains import Bools, Cuts, Floats
+from ..topology import Floats
+from .antichains import Bools, Cuts
 
 MAX_MOVES = 32
 CostOf = Callable[[int], Floats]

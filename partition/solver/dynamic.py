@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cluster import Cluster
-from .antichains import Floats
-from .stage_costs import StageCosts
+from ..topology import Floats
+from .ranges import RangeCosts
 
 MAX_STEPS = 4e8  # elementary ones; about 2 s
 _MOST_LOOKED_AT = 16  # for each candidate that is returned
@@ -39,14 +39,14 @@ class Solution:
         return tuple(piece.replicas for piece in self.pieces)
 
 
-def num_steps(costs: StageCosts, *, straight: bool) -> float:
+def num_steps(costs: RangeCosts, *, straight: bool) -> float:
     """Elementary steps that `solve` would take."""
     devices = costs.num_devices
     shapes = devices if straight else devices * (devices + 1) / 2
     return float(costs.cuts.inside.sum()) * shapes
 
 
-def solve(costs: StageCosts, *, straight: bool = False, num_candidates: int = 1) -> list[Solution]:
+def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1) -> list[Solution]:
     """The plans with the least bottleneck, the best first; none where nothing fits the memory.
 
         best[i, e] = min over j, r of max{ seconds(i, j, r, e), best[j, e - r] },   best[n-1, 0] = 0
@@ -68,12 +68,12 @@ def solve(costs: StageCosts, *, straight: bool = False, num_candidates: int = 1)
 
 
 def piece_ranks(
-    costs: StageCosts, solution: Solution, order: Sequence[int], cluster: Cluster
+    costs: RangeCosts, solution: Solution, order: Sequence[int], cluster: Cluster
 ) -> tuple[tuple[int, ...], ...]:
     """The cluster's own ranks of each piece; `costs` are those of its nodes in `order`."""
     # The pipeline ends at the last device; where whole outermost groups stay idle, it moves to the first ones.
     idle = costs.num_devices - solution.pieces[0].devices
-    group = int(costs.group_sizes[-2]) if len(costs.group_sizes) > 1 else 1
+    group = cluster.num_devices // cluster.levels[-1].size
     moved = idle // group * group if costs.is_uniform else 0
     size = cluster.levels[0].size
     ranks = []
@@ -84,14 +84,14 @@ def piece_ranks(
 
 
 class _Table:
-    def __init__(self, costs: StageCosts, *, straight: bool) -> None:
+    def __init__(self, costs: RangeCosts, *, straight: bool) -> None:
         self.costs = costs
         num_cuts, num_devices = len(costs.cuts), costs.num_devices
         pairs = [(r, e) for e in range(1, num_devices + 1) for r in range(1, 2 if straight else e + 1)]
         self.replicas, self.devices = np.array([r for r, _ in pairs]), np.array([e for _, e in pairs])
         self.before = self.devices - self.replicas
         self.starts = np.searchsorted(self.devices, np.arange(1, num_devices + 1))
-        self.shape = costs.shape(self.replicas, self.devices)
+        self.at = costs.ranges(self.replicas, self.devices)
         self.best: Floats = np.full((num_cuts, num_devices + 1), np.inf)
         self.best[-1, 0] = 0.0
         for first in range(num_cuts - 2, 0, -1):
@@ -101,7 +101,7 @@ class _Table:
     def _values(self, first: int) -> tuple[np.ndarray, Floats]:
         """Cuts at which a stage from `first` may end, the last ones first; [cut, pair] bottleneck behind `first`."""
         lasts = np.flatnonzero(self.costs.cuts.inside[first])[::-1]
-        seconds = self.costs.seconds(first, lasts[:, None], self.shape)
+        seconds = self.costs.seconds(first, lasts[:, None], self.at)
         return lasts, np.maximum(seconds, self.best[lasts][:, self.before])
 
     def candidates(self, limit: int) -> list[Solution]:

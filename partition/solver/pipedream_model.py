@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .antichains import Cuts, Floats
+from ..topology import Floats
+from .antichains import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

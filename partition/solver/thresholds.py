@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .antichains import Floats
+from ..stage_memory import BUCKET_BYTES
+from ..topology import Floats, Indices
 from .dynamic import Piece, Solution
-from .stage_costs import Indices, StageCosts
+from .ranges import RangeCosts
 
 _SECTIONS = 8
 _ROUNDS = 20
@@ -37,7 +38,7 @@ class Levels:
 FASTEST = Levels(chosen=(0,), place=False)
 
 
-def solve_large(costs: StageCosts, *, straight: bool = False) -> Solution | None:
+def solve_large(costs: RangeCosts, *, straight: bool = False) -> Solution | None:
     """A plan with its bottleneck, and a lower bound for any plan; None where nothing fits the memory.
 
     On one level the plan is the best to 1e-7, relative. O(n^2 L) for each threshold, of which there are 8 in each of
@@ -47,33 +48,33 @@ def solve_large(costs: StageCosts, *, straight: bool = False) -> Solution | None
     bound, fastest = search.bracket(FASTEST, low=float(costs.work[-1]) / costs.num_devices)
     if fastest is None:
         return None
-    if len(costs.group_sizes) == 1:
+    if len(costs.topology.level_sizes) == 1:
         pieces = search.pieces(fastest, FASTEST)
     else:
-        every = Levels(chosen=tuple(range(len(costs.group_sizes))), place=True)
+        every = Levels(chosen=tuple(range(len(costs.topology.level_sizes))), place=True)
         _, reached = search.bracket(every, low=bound)
         if reached is None:
             return None
         pieces = search.pieces(reached, every)
     seconds = max(
-        float(costs.seconds(piece.first, piece.last, costs.shape(piece.replicas, piece.devices))) for piece in pieces
+        float(costs.seconds(piece.first, piece.last, costs.ranges(piece.replicas, piece.devices))) for piece in pieces
     )
     return Solution(pieces=tuple(pieces), seconds=seconds, bound=min(bound, seconds))
 
 
 class _Search:
-    def __init__(self, costs: StageCosts, *, straight: bool) -> None:
+    def __init__(self, costs: RangeCosts, *, straight: bool) -> None:
         self.costs, self.straight = costs, straight
-        self.tolerance = _TOLERANCE if len(costs.group_sizes) == 1 else _COARSE
+        self.tolerance = _TOLERANCE if len(costs.topology.level_sizes) == 1 else _COARSE
+        self.group_sizes = np.cumprod(costs.topology.level_sizes)
         self.lasts = [np.flatnonzero(row) for row in costs.cuts.inside]
 
     def bracket(self, levels: Levels, *, low: float) -> tuple[float, float | None]:
         """A time that is too short (or `low`), and one that is enough, not far above; None where none is."""
         costs = self.costs
-        slowest = float(costs.seconds_a_byte[-1])
-        high = 2 * (
-            float(costs.work[-1]) + slowest * (2 * float(costs.crossing.max()) + 2 * float(costs.cuts.parameters[-1]))
-        )
+        slowest = max(float(costs.seconds_a_byte[-1]), costs.topology.rings[-1].seconds_a_byte)
+        most = 2 * float(costs.cuts.crossing.max()) + 2 * float(costs.cuts.parameters[-1])
+        high = 2 * (float(costs.work[-1]) + slowest * most)
         low, high = max(low, 1e-300), max(high, low, 1e-300)
         if not self._enough(np.array([high]), levels)[0]:
             return low, None
@@ -105,18 +106,23 @@ class _Search:
         (first, lasts), costs = stage, self.costs
         time = times[:, None]
         least = self._least_for_work(costs.work[lasts] - costs.work[first], time)
-        if costs.memory.limit is not None:
-            least = np.maximum(least, self._least_for_memory(first, lasts, behind))
+        several = np.maximum(least, 2.0)  # replicas, which hold a bucket of gradients as well
+        if np.isfinite(costs.limit):
+            alone, together = self._least_for_memory(first, lasts, behind)
+            least, several = np.maximum(least, alone), np.maximum(several, together)
         end = costs.num_devices - (first > 0)
         fewest = np.full(behind.shape, np.inf)
         for level in levels.chosen:
-            replicas = self._least_for_links(first, lasts, time, least, float(costs.seconds_a_byte[level]))
+            replicas = self._least_for_links(stage, time, least, level)
             if self.straight:
                 replicas = np.where(replicas > 1, np.inf, replicas)
+            elif np.isfinite(costs.limit):
+                more = self._least_for_links(stage, time, several, level)
+                replicas = np.where(replicas > 1, more, replicas)
             total = behind + replicas
             total[~(total <= end)] = np.inf
-            if levels.place and level < len(costs.group_sizes) - 1:
-                size = costs.group_sizes[level]
+            if levels.place and level < len(costs.topology.level_sizes) - 1:
+                size = self.group_sizes[level]
                 reach = total - (0 if first else 1)
                 with np.errstate(invalid="ignore"):
                     apart = np.maximum(behind - 1, 0) // size != reach // size
@@ -133,11 +139,12 @@ class _Search:
             most = np.floor(batch * time / work * (1 + _SLACK))  # microbatches that the busiest may have
             return np.maximum(np.ceil(batch / most), 1.0)
 
-    def _least_for_links(self, first: int, lasts: Indices, time: Floats, least: Floats, per_byte: float) -> Floats:
+    def _least_for_links(self, stage: tuple[int, Indices], time: Floats, least: Floats, level: int) -> Floats:
         """The fewest replicas, at least `least`, with communication of at most `time`."""
-        costs = self.costs
-        crossing = (costs.crossing[first] + costs.crossing[lasts]) * per_byte
-        ring = 2 * (costs.cuts.parameters[lasts] - costs.cuts.parameters[first]) * per_byte
+        (first, lasts), costs = stage, self.costs
+        crossing = (costs.cuts.crossing[first] + costs.cuts.crossing[lasts]) * costs.seconds_a_byte[level]
+        weights = costs.cuts.parameters[lasts] - costs.cuts.parameters[first]
+        ring = 2 * weights * costs.topology.rings[level].seconds_a_byte
         with np.errstate(divide="ignore", invalid="ignore"):
             if costs.num_microbatches is not None:
                 # crossing/r + ring (1 - 1/r) / U <= T: a line in 1/r.
@@ -155,14 +162,20 @@ class _Search:
             is_enough = (least <= (middle - root) * (1 + _SLACK)) | (middle**2 < ring / time)
             return np.where(is_enough, least, np.maximum(least, np.ceil((middle + root) * (1 - _SLACK))))
 
-    def _least_for_memory(self, first: int, lasts: Indices, behind: Floats) -> Floats:
-        """The fewest replicas with which as many microbatches as are in flight fit."""
-        costs, limit = self.costs, self.costs.memory.limit
-        assert limit is not None
+    def _least_for_memory(self, first: int, lasts: Indices, behind: Floats) -> tuple[Floats, Floats]:
+        """The fewest replicas with which as many microbatches as are in flight fit: one, and more than one."""
+        costs = self.costs
         fixed, each = costs.parts(first, lasts)
+        weights = costs.cuts.parameters[lasts] - costs.cuts.parameters[first]
+        alone = self._least_for_room(costs.limit - fixed, each, behind)
+        return alone, self._least_for_room(costs.limit - fixed - np.minimum(weights, BUCKET_BYTES), each, behind)
+
+    def _least_for_room(self, room: Floats, each: Floats, behind: Floats) -> Floats:
+        """The same, where `room` bytes are left for microbatches of `each`."""
+        costs = self.costs
         with np.errstate(divide="ignore", invalid="ignore"):
-            fits = np.where(each > 0, np.floor((limit - fixed) / each * (1 + _SLACK)), np.inf)
-            fits = np.where(fixed > limit, 0.0, fits)
+            fits = np.where(each > 0, np.floor(room / each * (1 + _SLACK)), np.inf)
+            fits = np.where(room < 0, 0.0, fits)
             replicas = np.where(behind > 0, np.ceil(behind / (fits - 1)), 1.0)  # 1 + ceil(behind / r) <= fits
             replicas = np.where((fits <= 1) & (behind > 0), np.inf, replicas)
             if not costs.rule.is_asynchronous and costs.num_microbatches is not None:

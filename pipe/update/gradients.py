@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from ...partition.planner.memory import BUCKET_BYTES
+from ...partition.stage_memory import BUCKET_BYTES
 from ..stages.ownership import Ownership
 from .optimizers import clip_factor, scale_gradients, squared_norm
 

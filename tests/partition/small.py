@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ def profiles(draw: st.DrawFn, *, chain: bool = False, max_nodes: int = 9) -> Pro
             parameter_bytes=draw(TENTHS),
             buffer_bytes=draw(TENTHS),
             stash_bytes=draw(TENTHS),
+            workspace_bytes=draw(TENTHS),
         )
         for i in range(size)
     ]
@@ -68,6 +71,20 @@ def crossing(profile: Profile, before: frozenset[str]) -> float:
     return sum(node.activation_bytes for node in profile.nodes if node.name in leaving)
 
 
+def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | None = None) -> float:
+    """Seconds a byte of a sum, group by group, level by level."""
+    slowest_card = 1.0 if links is None else min(links[member] for member in members)
+    groups, seconds, part, slowest = list(members), 0.0, 1.0, math.inf
+    for number, level in enumerate(cluster.levels):
+        slowest = min(slowest, level.bandwidth)
+        sizes = Counter(member // level.size for member in groups).values()
+        pace = slowest * (slowest_card if number > 0 else 1.0)
+        seconds += 2 * (max(sizes) - 1) / max(sizes) * part / pace
+        part /= min(sizes)
+        groups = sorted({member // level.size for member in groups})
+    return seconds
+
+
 def stage_seconds(
     profile: Profile,
     cluster: Cluster,
@@ -80,7 +97,7 @@ def stage_seconds(
     speeds: tuple[float, ...] | None = None,
     links: tuple[float, ...] | None = None,
 ) -> float:
-    """The formulas of `stage_costs`, device by device; devices count from the end of the pipeline."""
+    """The formulas of `solver.ranges`, device by device; devices count from the end of the pipeline."""
     own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
     r, e, M = len(devices), devices.stop, num_microbatches
     share = 1 / r if M is None else math.ceil(M / r) / M
@@ -98,18 +115,24 @@ def stage_seconds(
     compute = sum(node.forward_seconds + node.backward_seconds for node in own) * share
     if speeds is not None:
         compute /= min(speeds[device] for device in devices)
-    talk = 2 * (r - 1) / r * weights / bandwidth(devices[0], devices[-1]) / (r if M is None else M)
+    talk = weights * ring(cluster, devices, links) / (r if M is None else M)
     if cut[0]:
         if e >= cluster.num_devices:
             return math.inf
         talk += crossing(profile, cut[0]) / bandwidth(devices[0], e) / r
     if len(cut[1]) < len(profile.nodes):
-        talk += crossing(profile, cut[1]) / bandwidth(devices[0] - 1, devices[-1]) / r
+        sent = crossing(profile, cut[1]) / bandwidth(devices[0] - 1, devices[-1])
+        talk = max(talk + sent / r, sent / devices[0])  # the consumer has no more devices than are left
     depth = math.ceil(e / r)
     if schedule == "1f1b" and M is not None:
         depth = min(depth, math.ceil(M / r))
     copies = {"1f1b": 1, "2bw": 2, "pipedream": depth}[schedule] + 1 + 2.0
+    before, behind = crossing(profile, cut[0]), crossing(profile, cut[1])
     held = weights * copies + sum(node.buffer_bytes + depth * node.stash_bytes for node in own)
+    held += max(node.workspace_bytes for node in own) + before + behind  # gradients of output and input, while B runs
+    # Four receives ahead on either side, two gradients sent, and an activation sent for each microbatch in flight.
+    held += before * (4 + 2) + behind * (4 + depth)
+    held += min(weights, 2.0**24) if r > 1 else 0.0  # of gradients that are being summed
     return max(compute, talk) if held <= limit * (1 + 1e-12) else math.inf
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stagewright.partition import Cluster, Node, Profile
 from stagewright.partition.solver.antichains import all_cuts
 from stagewright.partition.solver.dynamic import Solution, num_steps, solve
-from stagewright.partition.solver.stage_costs import SCHEDULES, Memory, StageCosts
+from stagewright.partition.solver.ranges import SCHEDULES, RangeCosts
 
 from .small import CLUSTERS, least_bottleneck, profiles, stage_seconds
 
@@ -25,18 +25,18 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def costs_of(profile: Profile, cluster: Cluster, options: dict) -> StageCosts:
+def costs_of(profile: Profile, cluster: Cluster, options: dict) -> RangeCosts:
     limit = None if options["limit"] == math.inf else options["limit"]
-    return StageCosts(
+    return RangeCosts(
         all_cuts(profile),
         cluster,
         schedule=options["schedule"],
         num_microbatches=options["num_microbatches"],
-        memory=Memory(limit=limit),
+        memory_limit=limit,
     )
 
 
-def check_solution(solution: Solution, costs: StageCosts, profile: Profile, cluster: Cluster, options: dict) -> None:
+def check_solution(solution: Solution, costs: RangeCosts, profile: Profile, cluster: Cluster, options: dict) -> None:
     """The stages follow each other, and take what is claimed."""
     pieces = solution.pieces
     assert (pieces[0].first, pieces[-1].last) == (0, len(costs.cuts) - 1)
@@ -87,19 +87,18 @@ def test_fifteen_and_one_on_four_by_four() -> None:
     """One stage may take three nodes and three quarters of the fourth, which PipeDream's levels can't say."""
     profile = chain([15.0, 1.0], [0.0, 1e12], [1.0, 1.0])
     cluster = Cluster.from_levels([(4, 1e9), (4, 1e9)])
-    costs = StageCosts(all_cuts(profile), cluster, schedule="1f1b", num_microbatches=None, memory=Memory())
+    costs = RangeCosts(all_cuts(profile), cluster, schedule="1f1b", num_microbatches=None)
     (best,) = solve(costs)
     assert (best.replicas, best.seconds) == ((15, 1), 1.0)
 
 
 def test_ties_take_the_fewest_devices_then_the_longest_first_stage() -> None:
     profile = chain([1.0, 1.0, 0.0, 2.0], [0.0] * 4, [0.0] * 4)
-    costs = StageCosts(
+    costs = RangeCosts(
         all_cuts(profile),
         Cluster.from_levels([(5, 1e9)]),
         schedule="1f1b",
         num_microbatches=1,
-        memory=Memory(),
     )
     (best,) = solve(costs)
     assert [(p.first, p.last, p.replicas) for p in best.pieces] == [(0, 3, 1), (3, 4, 1)]
@@ -115,16 +114,14 @@ def test_memory_counts_versions_and_microbatches_in_flight() -> None:
     )
     expected = {"1f1b": (47, 44), "2bw": (57, 54), "pipedream": (57, 44)}
     for schedule, (first, last) in expected.items():
-        costs = StageCosts(
-            all_cuts(profile),
-            Cluster.from_levels([(2, 1e9)]),
-            schedule=schedule,
-            num_microbatches=8,
-            memory=Memory(limit=first),
-        )
-        shapes = [costs.shape(1, 2), costs.shape(1, 1)]
-        held = [float(costs.bytes(i, i + 1, shape.in_flight)) for i, shape in enumerate(shapes)]
+
+        def costs_with(limit: float, schedule: str = schedule) -> RangeCosts:
+            cluster = Cluster.from_levels([(2, 1e9)])
+            return RangeCosts(all_cuts(profile), cluster, schedule=schedule, num_microbatches=8, memory_limit=limit)
+
+        costs = costs_with(first)
+        stages = [costs.cuts.stages(0, 1), costs.cuts.stages(1, 2)]
+        held = [float(costs.bytes(sums, costs.ranges(1, e))) for sums, e in zip(stages, (2, 1), strict=True)]
         assert held == [first, last]
         assert [s.replicas for s in solve(costs)] == [(1, 1)]
-        costs.memory = Memory(limit=first - 1)
-        assert solve(costs) == []
+        assert solve(costs_with(first - 1)) == []

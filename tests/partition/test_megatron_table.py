@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from stagewright.partition.cluster import Cluster
-from stagewright.partition.formulas.collectives import all_reduce_seconds
 from stagewright.partition.formulas.device_model import DeviceModel
-from stagewright.partition.formulas.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.source import TransformerSource
+from stagewright.partition.formulas.transformer import Transformer
+from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, Schedule, build, simulate
 
 TABLE = Path(__file__).parents[1] / "data" / "megatron" / "table1.json"
@@ -71,6 +72,7 @@ def step_costs(run: Run, device: DeviceModel) -> Costs:
     stages = [layers[first : first + size] for first in range(0, len(layers), size)]
     recompute = [sum(node.forward_seconds for node in stage) for stage in stages]
     stages[0], stages[-1] = [embedding, *stages[0]], [*stages[-1], head]
+    ring = Topology(run.cluster).ring(range(0, run.data * run.tensor, run.tensor))
     return Costs(
         forward=[sum(node.forward_seconds for node in stage) for stage in stages],
         backward=[
@@ -79,12 +81,7 @@ def step_costs(run: Run, device: DeviceModel) -> Costs:
         latency=layers[0].activation_bytes / run.tensor / run.cluster.levels[1].bandwidth,  # scatter/gather
         update=[
             sum(node.update_seconds for node in stage)
-            + all_reduce_seconds(
-                sum(node.parameter_bytes for node in stage),  # gradients of 16 bits
-                members=run.data,
-                stride=run.tensor,
-                cluster=run.cluster,
-            )
+            + ring.seconds(sum(node.parameter_bytes for node in stage))  # gradients of 16 bits
             for stage in stages
         ],
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition
-from stagewright.partition.solver import solve as solve_module
+from stagewright.partition.planner import candidates as candidates_module
 from stagewright.partition.solver.orders import node_orders, total_speed
 
 from .small import least_bottleneck, profiles
@@ -89,7 +89,7 @@ def test_orders() -> None:
 
 
 def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solve_module, "MAX_STEPS", 0)
+    monkeypatch.setattr(candidates_module, "MAX_STEPS", 0)
     profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1),))
     with pytest.raises(ValueError, match="2 cuts on 2 devices of several kinds: too large for unequal devices"):
         partition(profile, cluster_of((1.0, 2.0)))

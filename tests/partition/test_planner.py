@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
-from stagewright.partition.planner.in_flight import count_in_flight
-from stagewright.partition.planner.links import Machine, ring_seconds
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.in_flight import count_in_flight
 from stagewright.partition.planner.space import Configuration
 from stagewright.schedules import Costs, build, check, simulate
 
@@ -157,15 +156,6 @@ def test_in_flight_is_what_the_programs_hold() -> None:
     assert versions == list(simulate(build("pipedream", num_ranks=3, num_microbatches=6), Costs()).peak_versions)
 
 
-def test_links_between_ranks() -> None:
-    machine = Machine(Cluster.parse("2x4:in=10B/s@1s,out=2B/s@3s"), memory_limit=None)
-    near, far = machine.between((0,), (1,), tensor=1), machine.between((0, 1), (4, 5), tensor=1)
-    assert (near.seconds(20), far.seconds(20)) == (3.0, 13.0)
-    assert machine.between((0, 1, 2), (3,), tensor=1) == near
-    assert machine.between((2, 3), (4, 5), tensor=2) == far
-    assert ring_seconds(20, 4, machine.across(range(4))) == pytest.approx(6 * 1 + 6 / 4 * 2)
-
-
 def test_labels() -> None:
     plain = {"schedule": "1f1b", "num_chunks": 1, "microbatch_size": 2, "num_microbatches": 8}
     assert Configuration(pipeline=2, data=1, tensor=4, **plain).label == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
@@ -182,16 +172,6 @@ def test_gradients_count_once_a_backward_has_left_some() -> None:
     small = plan(chain(2, parameter_bytes=10.0), FOUR, global_batch=4, pipeline_sizes=(1,), data_sizes=(4,))
     behind = small.memory[0]
     assert (behind.gradients, behind.activations, behind.communication) == (20.0, 0.0, 20.0)
-
-
-def test_a_slow_network_card() -> None:
-    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
-    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
-    machine = Machine(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow")), memory_limit=None)
-    assert machine.between((0,), (1,), tensor=1).seconds_a_byte == 1 / 8
-    assert machine.between((2,), (3,), tensor=1).seconds_a_byte == 1 / 8
-    assert machine.between((1,), (2,), tensor=1).seconds_a_byte == 1.0
-    assert machine.across((0, 1, 2, 3)).seconds_a_byte == 1.0
 
 
 def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:

@@ -151,7 +151,8 @@ def held(profile: Profile, each: dict[str, Any], *, again: bool) -> float:
         kept = flight * before + stash if again else flight * stash
         weights = sum(node.parameter_bytes for node in own)
         copy = weights if each["data"] > 1 else 0.0  # of the gradients, while they are summed over the replicas
-        most = max(most, 4 * weights + copy + kept + (before + behind) * (1 + min(4, m)))
+        messages = before * (min(4, m) + min(2, m)) + behind * (min(4, m) + flight)
+        most = max(most, 4 * weights + copy + kept + before + behind + messages)
     return most
 
 

@@ -137,7 +137,7 @@ def test_the_sum_of_the_parts_over_the_whole() -> None:
 
 def test_holdings_by_data_structure() -> None:
     held = MEASURED.holdings(in_flight=3)
-    assert (held.parameters, held.gradients, held.optimizer_state) == (30, 30, 60)
+    assert (held.parameters, held.gradients, held.optimizer) == (30, 30, 60)
     assert (held.activations, held.workspace, held.buffers) == (21, 7, 1)
     assert held.total == 149
     assert MEASURED.holdings(["b"]).total == 20 + 20 + 40 + 4 + 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile
 from stagewright.partition.solver.dynamic import solve
-from stagewright.partition.solver.stage_costs import SCHEDULES
+from stagewright.partition.solver.ranges import SCHEDULES
 from stagewright.partition.solver.thresholds import solve_large
 
 from .small import CLUSTERS, profiles

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.partition import Cluster, Level, Profile
-from stagewright.partition.formulas.collectives import all_reduce_seconds, ring_sizes
+from stagewright.partition import Cluster, Profile
 from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
-from stagewright.partition.formulas.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.layers import transformer_profile
+from stagewright.partition.formulas.source import TransformerSource
+from stagewright.partition.formulas.transformer import Transformer
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
@@ -46,7 +47,7 @@ def shapes(draw: st.DrawFn) -> Transformer:
 
 
 def profile_of(model: Transformer, *, b: int = 1, t: int = 1, device: DeviceModel = A100) -> Profile:
-    return model.profile(microbatch_size=b, tensor=t, device=device)
+    return transformer_profile(model, microbatch_size=b, tensor=t, device=device)
 
 
 def total(profile: Profile, figure: str) -> float:
@@ -197,54 +198,15 @@ def test_a_slower_device_is_never_faster(model: Transformer, figure: str, factor
             assert getattr(after, seconds) >= getattr(before, seconds)
 
 
-# Rings.
-
-
-@pytest.mark.parametrize(
-    ("members", "stride", "sizes"),
-    [
-        (1, 1, (1, 1)),
-        (8, 1, (8, 1)),
-        (32, 1, (8, 4)),
-        (4, 8, (1, 4)),
-        (2, 16, (1, 2)),
-        (8, 4, (2, 4)),
-        (2, 4, (2, 1)),
-        (12, 1, (1, 12)),  # one and a half nodes: one ring over the net
-        (3, 3, (3, 1)),  # devices 0, 3, 6
-        (4, 3, (1, 4)),  # devices 0, 3, 6 and 9
-    ],
-)
-def test_which_levels_a_group_uses(members: int, stride: int, sizes: tuple[int, ...]) -> None:
-    assert ring_sizes(members=members, stride=stride, cluster=NODES) == sizes
-
-
-def test_seconds_of_a_sum_over_two_levels() -> None:
-    cluster = Cluster(
-        levels=(
-            Level(name="in", size=8, bandwidth=100.0, latency=0.5),
-            Level(name="out", size=4, bandwidth=10.0, latency=2.0),
-        )
-    )
-    inside = 2 * 7 * (0.5 + 800 / 8 / 100)
-    outside = 2 * 3 * (2.0 + 100 / 4 / 10)
-    assert all_reduce_seconds(800.0, members=32, cluster=cluster) == pytest.approx(inside + outside)
-    assert all_reduce_seconds(800.0, members=1, cluster=cluster) == 0
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(members=st.integers(1, 32), num_bytes=st.floats(0, 1e9), more=st.floats(0, 1e9))
-def test_more_bytes_take_longer(members: int, num_bytes: float, more: float) -> None:
-    seconds = [all_reduce_seconds(each, members=members, cluster=NODES) for each in (num_bytes, num_bytes + more)]
-    assert 0 <= seconds[0] <= seconds[1]
-
-
 def test_a_cluster_replaces_the_devices_own_link() -> None:
     same = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
     slow = Cluster.parse("4x8:nvlink=30GB/s,net=25GB/s")
     sizes = {"microbatch_size": 1, "tensor": 8, "device": A100}
-    assert SMALL.profile(**sizes, cluster=same) == SMALL.profile(**sizes)  # type: ignore[arg-type]
-    assert SMALL.profile(**sizes, cluster=slow).parts_seconds > SMALL.profile(**sizes).parts_seconds  # type: ignore[arg-type]
+    assert transformer_profile(SMALL, **sizes, cluster=same) == transformer_profile(SMALL, **sizes)  # type: ignore[arg-type]
+    assert (
+        transformer_profile(SMALL, **sizes, cluster=slow).parts_seconds
+        > transformer_profile(SMALL, **sizes).parts_seconds
+    )  # type: ignore[arg-type]
 
 
 # Sources for the planner.
@@ -341,12 +303,12 @@ def test_bad_shapes(changes: dict[str, object], message: str) -> None:
 )
 def test_bad_sizes(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SMALL.profile(**{"microbatch_size": 1, "device": A100, **sizes})  # type: ignore[arg-type]
+        transformer_profile(SMALL, **{"microbatch_size": 1, "device": A100, **sizes})  # type: ignore[arg-type]
 
 
 def test_a_tensor_size_that_does_not_divide_the_mlp() -> None:
     with pytest.raises(ValueError, match=r"tensor: 8: expected a divisor of mlp_width=100"):
-        replace(SMALL, mlp_ratio=100 / 64).profile(microbatch_size=1, tensor=8, device=A100)
+        transformer_profile(replace(SMALL, mlp_ratio=100 / 64), microbatch_size=1, tensor=8, device=A100)
 
 
 @pytest.mark.parametrize(
@@ -373,12 +335,3 @@ def test_bad_fits() -> None:
         A100.fit([0], lambda _: [1.0])
     with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
         A100.fit([1.0], lambda _: [1.0, 2.0])
-
-
-def test_bad_groups() -> None:
-    with pytest.raises(ValueError, match=r"a group of 5 devices, 8 apart, on 32 devices: expected at most 4 members"):
-        all_reduce_seconds(1.0, members=5, stride=8, cluster=NODES)
-    with pytest.raises(ValueError, match=r"members: 0: expected a whole number"):
-        all_reduce_seconds(1.0, members=0, cluster=NODES)
-    with pytest.raises(ValueError, match=r"num_bytes: -1\.0: expected a finite number"):
-        all_reduce_seconds(-1.0, members=2, cluster=NODES)

@@ -13,7 +13,8 @@ import pytest
 
 from stagewright.partition import Cluster, Plan, plan
 from stagewright.partition.formulas.device_model import DeviceModel
-from stagewright.partition.formulas.transformer import Transformer, TransformerSource
+from stagewright.partition.formulas.source import TransformerSource
+from stagewright.partition.formulas.transformer import Transformer
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
 

@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schedules.alive import activations
-from ...schedules.ir import BACKWARD_OPS, Action, Op, Schedule
-from ...schedules.versions import derive_versions
-from ..solver.antichains import Floats
+from ..schedules.alive import activations
+from ..schedules.ir import BACKWARD_OPS, Action, Op, Schedule
+from ..schedules.registry import family
+from ..schedules.versions import derive_versions
+from .topology import Floats
+
+RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
 
 
 class Peak(NamedTuple):
@@ -69,6 +72,32 @@ def count_in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
         _of_program(program, stages, version, streams=schedule.is_asynchronous)
         for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
     )
+
+
+def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[InFlight, ...]:
+    """The closed form by stage, for stages of so many replicas, in the steady state: never less than what is counted.
+
+    Stage s holds ceil(D_s + .. + D_P-1 / D_s) microbatches, and under a flush no more than its share of the batch.
+    """
+    found, rule = [], family(schedule).rule
+    for at, count in enumerate(counts):
+        depth = -(-sum(counts[at:]) // count)
+        own = depth + RUNNING_ON if num_microbatches is None else -(-num_microbatches // count)
+        if not rule.is_asynchronous:
+            depth = min(depth, own)
+        held = np.array([[float(depth)]])
+        found.append(
+            InFlight(
+                held=held,
+                graded=np.ones((1, 1)),
+                in_backward=held,
+                graded_backward=np.ones((1, 1)),
+                running=np.zeros(1, dtype=int),
+                versions=rule.versions_kept(depth),
+                num_microbatches=own,
+            )
+        )
+    return tuple(found)
 
 
 def merged(ranks: Sequence[InFlight]) -> InFlight:

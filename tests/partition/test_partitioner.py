@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.partition.solver import solve as solve_module
+from stagewright.partition.planner import candidates as candidates_module
 from stagewright.schedules import Costs, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"
@@ -24,12 +24,14 @@ def chain(*seconds: float, **figures: float) -> Profile:
 
 
 def test_fifteen_and_one_for_vgg_on_four_by_four() -> None:
+    """Four devices share their server's adapter of 10 Gbit/s, as in the paper's cluster A."""
     profile = read_pipedream_profile(DATA / "vgg16.txt")
-    plan = partition(profile, Cluster.from_levels([(4, 1e10), (4, 1.25e9)]))
+    cluster = Cluster.from_levels([(4, 1e10), (4, 1.25e9 / 4)])
+    plan = partition(profile, cluster)
     assert plan.replicas == (15, 1)
     assert plan.stages[0].ranks == tuple(range(15))
     assert plan.gap == 0
-    assert plan == partition(profile, Cluster.from_levels([(4, 1e10), (4, 1.25e9)]))
+    assert plan == partition(profile, cluster)
     assert Plan.from_json(plan.to_json()) == plan
     named = [name for stage in plan.stages for name in stage.nodes]
     assert sorted(named) == sorted(node.name for node in profile.nodes)
@@ -104,7 +106,7 @@ def test_a_graph_with_too_many_cuts_says_so_and_bounds_the_loss() -> None:
 def test_very_large_falls_back_on_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = read_pipedream_profile(DATA / "vgg16.txt")
     exact = partition(profile, Cluster.from_levels([(16, 1.25e9)]))
-    monkeypatch.setattr(solve_module, "MAX_STEPS", 0)
+    monkeypatch.setattr(candidates_module, "MAX_STEPS", 0)
     plan = partition(profile, Cluster.from_levels([(16, 1.25e9)]))
     assert plan.predicted_step_time == pytest.approx(exact.predicted_step_time, rel=1e-7)
     assert plan.notes == ("too large for the exact dynamic program: found by a search over thresholds",)

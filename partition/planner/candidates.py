@@ -1,0 +1,101 @@
+"""What the dynamic program finds, as configurations with their cuts: stages with replicas of any number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cluster import Cluster
+from ..solver.dynamic import MAX_STEPS, Solution, num_steps, piece_ranks, solve
+from ..solver.orders import node_orders
+from ..solver.ranges import RangeCosts
+from ..solver.thresholds import solve_large
+from .evaluate import Ends
+from .model import Model
+from .space import Configuration
+
+
+class TooLargeError(ValueError):
+    """Too many cuts and devices for the dynamic program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Configurations with their cuts, those with the least bottleneck first, for each order of unequal nodes.
+
+    Arguments:
+        bound: no plan has a smaller bottleneck [s a microbatch].
+    """
+
+    found: tuple[tuple[Configuration, Ends], ...]
+    bound: float
+    notes: tuple[str, ...]
+
+
+def candidates(
+    model: Model,
+    cluster: Cluster,
+    *,
+    schedule: str,
+    microbatch_size: int,
+    num_microbatches: int | None,
+    memory_limit: float | None,
+    straight: bool = False,
+    wanted: int,
+) -> Candidates:
+    """At most `wanted` by each way: for M microbatches, and with M left out, so that no replica has more than another.
+
+    Raises TooLargeError where only unequal devices are too many: equal ones are left to a search over thresholds.
+    """
+    found: dict[tuple[Configuration, Ends], None] = {}
+    bounds, notes = [], []
+    orders, note = node_orders(cluster)
+    for order in orders:
+        costs = RangeCosts(
+            model.cuts,
+            cluster.reordered(order),
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            memory_limit=memory_limit,
+            optimizer_ratio=model.optimizer_ratio,
+        )
+        solutions = _solutions(costs, straight=straight, wanted=wanted)
+        bounds += [solution.bound for solution in solutions[:1]]
+        for solution in solutions:
+            if num_microbatches is not None and max(solution.replicas) > num_microbatches:
+                continue  # a replica without work
+            configuration = Configuration(
+                pipeline=len(solution.pieces),
+                data=solution.replicas[0],
+                tensor=1,
+                schedule=schedule,
+                num_chunks=1,
+                microbatch_size=microbatch_size,
+                num_microbatches=num_microbatches,
+                ranks=piece_ranks(costs, solution, order, cluster),
+            )
+            found[configuration, (0, *(piece.last for piece in solution.pieces))] = None
+    if not _is_exact(costs, straight=straight):
+        notes.append("too large for the exact dynamic program: found by a search over thresholds")
+    if note is not None:
+        notes.append(note)
+    return Candidates(found=tuple(found), bound=min(bounds, default=0.0), notes=tuple(notes))
+
+
+def _is_exact(costs: RangeCosts, *, straight: bool) -> bool:
+    return num_steps(costs, straight=straight) <= MAX_STEPS
+
+
+def _solutions(costs: RangeCosts, *, straight: bool, wanted: int) -> list[Solution]:
+    """The best first."""
+    if _is_exact(costs, straight=straight):
+        best = solve(costs, straight=straight, num_candidates=wanted)
+        if costs.num_microbatches is not None:
+            best += solve(costs.per_replica(), straight=straight, num_candidates=wanted)
+        return best
+    if not costs.is_uniform:
+        raise TooLargeError(
+            f"{len(costs.cuts)} cuts on {costs.num_devices} devices of several kinds: too large for unequal devices; "
+            f"expected one kind, fewer devices, or a smaller max_cuts"
+        )
+    large = solve_large(costs, straight=straight)
+    return [] if large is None else [large]

@@ -1,0 +1,140 @@
+"""A cluster as costs see it: how fast devices are and what they hold, seconds of messages and of sums over ranks.
+
+A sum over ranks goes level by level, from the inside out: the members in one group of a level scatter the sum among
+themselves, so that each moves only its part over the level above, and gather it again on the way back. With n members
+in the largest group of a level, k in the smallest one, and b bytes left to sum:
+
+    seconds += 2 (n-1) (latency + b / n / bandwidth)        b /= k
+
+So does NCCL: it makes as many rings as the node with the fewest members has adapters, each with its part of the buffer
+(Patarasuk and Yuan 2009 for one ring). gloo makes one flat ring, whose seconds on several levels are more; there a
+level's `reduce_bandwidth` says what was measured. See docs/decisions, number 22.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .cluster import Cluster, DeviceKind
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+Index = Any  # a number or an array of devices; they broadcast
+MAX_PAIRS = 1 << 20  # of replicas of two stages that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTime:
+    """Seconds of an empty transfer [s], and of each further byte [s/byte]."""
+
+    latency: float
+    seconds_a_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds of so many bytes."""
+        return self.latency + num_bytes * self.seconds_a_byte
+
+
+NO_TRANSFER = TransferTime(latency=0.0, seconds_a_byte=0.0)
+
+
+class Topology:
+    """Devices 0..D-1 of a cluster and what lies between them.
+
+    Arguments:
+        memory_limit: bytes of every device; None: what its kind says, if anything.
+    """
+
+    def __init__(self, cluster: Cluster, *, memory_limit: float | None = None) -> None:
+        self.cluster, self.memory_limit = cluster, memory_limit
+        self.num_devices = cluster.num_devices
+        self.level_sizes = [level.size for level in cluster.levels]
+        self._group_sizes = np.cumprod(self.level_sizes)[:-1]
+        slowest = np.maximum.accumulate([level.latency for level in cluster.levels]).tolist()
+        self.links, self.rings = (
+            [TransferTime(latency=a, seconds_a_byte=1 / b) for a, b in zip(slowest, bandwidths, strict=True)]
+            for bandwidths in (cluster.path_bandwidths, cluster.ring_bandwidths)
+        )
+        kinds = {kind.name: kind for kind in cluster.kinds}
+        self.devices: list[DeviceKind] = [
+            kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)
+        ]
+        held = [kind.memory_bytes if memory_limit is None else memory_limit for kind in self.devices]
+        self.memory_bytes: Floats = np.array([math.inf if each is None else each for each in held])
+        self.speeds: Floats = np.array([kind.speed for kind in self.devices])
+        self.link_speeds: Floats = np.array([kind.link_speed for kind in self.devices])
+        self.is_uniform = len(set(self.devices)) == 1
+        self.has_equal_links = bool((self.link_speeds == 1).all())
+        self.fastest = float(self.speeds.max())
+        self.total_speed = float(self.speeds.sum())
+        self.largest_memory = float(self.memory_bytes.max())
+
+    def speed(self, ranks: Sequence[int]) -> float:
+        """Speed of the slowest of them, times that of the profile's device."""
+        return float(self.speeds[0] if self.is_uniform else self.speeds[list(ranks)].min())
+
+    def memory(self, ranks: Sequence[int]) -> float:
+        """Bytes on the smallest of them; infinite where nobody said."""
+        return float(self.memory_bytes[0] if self.is_uniform else self.memory_bytes[list(ranks)].min())
+
+    def between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
+        """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank."""
+        counts = len(src) // tensor, len(dst) // tensor
+        k = np.arange(min(math.lcm(*counts), MAX_PAIRS))
+        first, last = (np.asarray(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
+        levels = sum((first // size != last // size).astype(int) for size in self._group_sizes)
+        link = self.links[int(np.max(levels))]
+        if self.has_equal_links:
+            return link
+        speeds = np.minimum(self.link_speeds[first], self.link_speeds[last])
+        per_byte = np.array([each.seconds_a_byte for each in self.links])[levels]
+        return replace(link, seconds_a_byte=float(np.max(np.where(levels > 0, per_byte / speeds, per_byte))))
+
+    def ring(self, ranks: Sequence[int]) -> TransferTime:
+        """A sum over these ranks, by the bytes that each of them holds."""
+        members = np.unique(ranks)
+        slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+        counts = []
+        for size in self.level_sizes:
+            in_group = np.unique(members // size, return_counts=True)
+            members = in_group[0]
+            counts.append((float(in_group[1].max()), float(in_group[1].min())))
+        latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, self.rings, strict=True))
+        return TransferTime(latency=latency, seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness)))
+
+    def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:
+        """Seconds a byte of sums over the devices first..last, elementwise; latency is left out.
+
+        Arguments:
+            slowness: of the slowest network card among them, in seconds of an ordinary one.
+        """
+        first, last = np.asarray(first), np.asarray(last)
+        counts = []
+        for size in self.level_sizes:
+            is_one = first // size == last // size
+            front, back = size - first % size, last % size + 1
+            least = np.where(is_one, last - first + 1, np.minimum(front, back))
+            most = np.where(last // size - first // size > 1, size, np.where(is_one, least, np.maximum(front, back)))
+            counts.append((most, least))
+            first, last = first // size, last // size
+        return self._ring_seconds_a_byte(counts, slowness)
+
+    def levels_between(self, first: Index, last: Index) -> Indices:
+        """The level that joins two devices, elementwise; 0 for a device and itself."""
+        apart = [np.asarray(first) // size != np.asarray(last) // size for size in self._group_sizes]
+        return np.asarray(sum(apart), dtype=np.intp) if apart else np.zeros(np.broadcast(first, last).shape, np.intp)
+
+    def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
+        """`counts`: by level, members in its largest and in its smallest group."""
+        seconds, part = np.zeros(()), np.ones(())
+        for level, ((most, least), ring) in enumerate(zip(counts, self.rings, strict=True)):
+            per_byte = ring.seconds_a_byte * (slowness if level else 1.0)
+            seconds = seconds + 2 * (most - 1) / most * part * per_byte
+            part = part / least
+        return np.asarray(seconds, dtype=np.float64)

@@ -1,0 +1,88 @@
+"""Costs of stages on their ranks, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stagewright import partition as package
+from stagewright.partition import Cluster, Node, Profile, partition
+from stagewright.partition.planner.evaluate import Evaluated, Evaluator, Simulated
+from stagewright.partition.planner.model import Model
+from stagewright.partition.planner.space import Configuration
+from stagewright.partition.stage_memory import MemoryRules
+from stagewright.partition.topology import Topology
+from stagewright.schedules import Costs, build, simulate
+
+CLUSTER = Cluster.parse("4:net=10B/s@1s")
+NODES = (
+    Node(name="a", forward_seconds=2, backward_seconds=4, activation_bytes=5, parameter_bytes=20),
+    Node(name="b", forward_seconds=1, backward_seconds=2, activation_bytes=7),
+)
+
+
+def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Evaluated, Simulated]:
+    """Four microbatches of two stages."""
+    model = Model(Profile(nodes=nodes), optimizer_ratio=2.0)
+    evaluator = Evaluator(Topology(CLUSTER), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+    configuration = Configuration(
+        pipeline=2,
+        data=replicas[0],
+        tensor=1,
+        schedule=schedule,
+        num_chunks=1,
+        microbatch_size=1,
+        num_microbatches=4,
+        ranks=(tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas)))),
+    )
+    found = evaluator.evaluate(configuration, (0, 1, 2), exact=True)
+    return found, evaluator.simulate(found)
+
+
+def test_stages_costs_and_messages_reach_the_simulator() -> None:
+    _, found = evaluated("1f1b", (1, 1))
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
+    assert (found.seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
+
+
+def test_optimizer_steps_and_memory() -> None:
+    """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
+    nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)
+    (small, plain), (large, found) = evaluated("1f1b", (1, 1)), evaluated("1f1b", (1, 1), nodes)
+    assert found.seconds == pytest.approx(plain.seconds + 3)
+    first, second = (memory.uses[0] for memory in small.memories)
+    assert (first.parameters, first.gradients, first.optimizer, first.workspace) == (20, 20, 40, 5)
+    assert first.communication == 5 * (4 + 2)  # gradients received ahead, two activations sent
+    assert second.communication == 5 * (4 + 2)  # activations received ahead, two gradients sent
+    grown = [memory.total - before.total for memory, before in zip(large.memories, small.memories, strict=True)]
+    assert grown == [200, 100]
+
+
+def test_replicas_without_a_flush() -> None:
+    evaluation, found = evaluated("2bw", (2, 1))
+    schedule = build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
+    assert found.seconds == pytest.approx(max(timeline.batch_seconds, 4 * 3.0))
+    # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
+    links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
+    assert evaluation.bottleneck == max(3.0, links) == 3.0
+
+
+def test_the_ring_counts_with_the_links_of_a_stage() -> None:
+    heavy = (replace(NODES[0], parameter_bytes=200.0), NODES[1])
+    evaluation, _ = evaluated("1f1b", (2, 1), heavy)
+    links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 200 / 10) / 4
+    assert evaluation.bottleneck == pytest.approx(max(3.0, links))
+
+
+def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = Profile(nodes=NODES)
+    assert partition(profile, CLUSTER).simulated_step_time is None
+    found = partition(profile, Cluster.from_levels([(3, 1e9)]), schedule="pipedream", num_microbatches=3)
+    assert any(note.startswith("not simulated: num_microbatches=3 with replicas=(2, 1)") for note in found.notes)
+    monkeypatch.setattr(package.partitioner, "MAX_ACTIONS", 1)
+    found = partition(profile, CLUSTER, num_microbatches=8)
+    assert found.simulated_step_time is None
+    assert "not simulated: more than 1 actions a batch" in found.notes

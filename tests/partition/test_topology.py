@@ -1,0 +1,96 @@
+"""Messages and sums over ranks of a cluster, beside what a person works out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, DeviceKind, Level
+from stagewright.partition.topology import NO_TRANSFER, Topology
+
+from .small import ring
+
+NODES = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
+
+
+def test_messages_between_ranks() -> None:
+    topology = Topology(Cluster.parse("2x4:in=10B/s@1s,out=2B/s@3s"))
+    near, far = topology.between((0,), (1,), tensor=1), topology.between((0, 1), (4, 5), tensor=1)
+    assert (near.seconds(20), far.seconds(20)) == (3.0, 13.0)
+    assert topology.between((0, 1, 2), (3,), tensor=1) == near
+    assert topology.between((2, 3), (4, 5), tensor=2) == far
+    assert topology.ring(range(4)).seconds(20) == pytest.approx(6 * 1 + 6 / 4 * 2)
+
+
+def test_a_slow_network_card() -> None:
+    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
+    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
+    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow")))
+    assert topology.between((0,), (1,), tensor=1).seconds_a_byte == 1 / 8
+    assert topology.between((2,), (3,), tensor=1).seconds_a_byte == 1 / 8
+    assert topology.between((1,), (2,), tensor=1).seconds_a_byte == 1.0
+    # Both halves of the buffer cross at the pace of the slow card, after a sum inside each node.
+    assert topology.ring((0, 1, 2, 3)).seconds_a_byte == 2 * 1 / 2 / 8 + 2 * 1 / 2 / 2 * 1.0
+
+
+def test_a_sum_over_two_levels_goes_inside_first() -> None:
+    levels = (
+        Level(name="in", size=8, bandwidth=100.0, latency=0.5),
+        Level(name="out", size=4, bandwidth=10.0, latency=2.0),
+    )
+    topology = Topology(Cluster(levels=levels))
+    inside = 2 * 7 * (0.5 + 800 / 8 / 100)
+    outside = 2 * 3 * (2.0 + 100 / 4 / 10)
+    assert topology.ring(range(32)).seconds(800.0) == pytest.approx(inside + outside)
+    assert topology.ring((5,)) == NO_TRANSFER
+
+
+def test_eight_gigabytes_over_eight_nodes_of_eight() -> None:
+    """No single ring over the net, which would take 0.63 s: each device brings its own adapter."""
+    topology = Topology(Cluster.parse("8x8:nvlink=300GB/s,net=25GB/s"))
+    assert topology.ring(range(64)).seconds(8e9) == pytest.approx(0.1167, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds_a_byte"),
+    [
+        (range(8), 2 * 7 / 8 / 300e9),
+        (range(0, 32, 8), 2 * 3 / 4 / 25e9),
+        (range(0, 32, 4), 2 * 1 / 2 / 300e9 + 2 * 3 / 4 / 2 / 25e9),
+        (range(12), 2 * 7 / 8 / 300e9 + 2 * 1 / 2 / 4 / 25e9),  # 8 + 4: as many rings as the smaller part has members
+        (range(9), 2 * 7 / 8 / 300e9 + 2 * 1 / 2 / 25e9),  # 8 + 1
+        ((0, 3, 6, 9), 2 * 2 / 3 / 300e9 + 2 * 1 / 2 / 25e9),  # 3 + 1
+        ((9, 6, 3, 0), 2 * 2 / 3 / 300e9 + 2 * 1 / 2 / 25e9),
+    ],
+    ids=str,
+)
+def test_which_levels_a_sum_uses(ranks: Sequence[int], seconds_a_byte: float) -> None:
+    found = Topology(NODES).ring(ranks)
+    assert found.seconds_a_byte == pytest.approx(seconds_a_byte, rel=1e-12)
+
+
+def test_sums_have_a_bandwidth_of_their_own() -> None:
+    levels = (Level(name="in", size=4, bandwidth=100.0, reduce_bandwidth=10.0),)
+    assert Topology(Cluster(levels=levels)).ring(range(4)).seconds_a_byte == pytest.approx(2 * 3 / 4 / 10)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_ranges_of_devices_are_rings_of_their_members(sizes: list[int], data: st.DataObject) -> None:
+    cluster = Cluster.from_levels([(size, speed) for size, speed in zip(sizes, (8.0, 3.0, 1.0), strict=False)])
+    topology, last_device = Topology(cluster), cluster.num_devices - 1
+    first = data.draw(st.integers(0, last_device))
+    last = data.draw(st.integers(first, last_device))
+    found = topology.ring(range(first, last + 1)).seconds_a_byte
+    assert found == pytest.approx(ring(cluster, range(first, last + 1)), rel=1e-12)
+    assert float(topology.ring_of_ranges(np.array([first]), np.array([last]), 1.0)[0]) == pytest.approx(found)
+    # Never faster than one ring over the fastest links, never slower than one over the slowest.
+    flat = 2 * (last - first) / (last - first + 1)
+    assert flat / 8 <= found * (1 + 1e-12)
