@@ -272,18 +272,20 @@ class Assembly:
         return Engine(ranks, timeout=settings.timeout)
 
     def _make_stage(self, index: int) -> Stage:
-        is_last = index == self._schedule.num_stages - 1
+        is_last, loss_fn = index == self._schedule.num_stages - 1, self._settings.loss_fn
         return Stage(
             index=index,
             name=self._parts.names[index],
             train=self._parts.train.stages[index],
             evaluate=self._parts.evaluate.stages[index],
-            loss_of=self._loss_of if is_last and self._settings.loss_fn is not None else None,
+            loss_of=self._loss_of if is_last and loss_fn is not None else None,
+            loss_module=loss_fn if is_last and isinstance(loss_fn, nn.Module) else None,
             recompute=self._layout.recompute[index],
         )
 
     def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:
         assert self._settings.loss_fn is not None
+        self._seeder.enter_loss()
         return read_loss(self._settings.loss_fn(self._parts.output(flat, training=training), target))
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_LOSS = -1  # its number among the units
 
 
 def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
@@ -67,8 +68,15 @@ class Seeder:
     def enter(self, unit: int) -> None:
         """The unit begins: seed for it, if it draws. Outside an action (shape inference) nothing is seeded."""
         self._current = unit
-        if not self._active or unit not in self._drawing:
-            return
+        if self._active and unit in self._drawing:
+            self._seed_for(unit)
+
+    def enter_loss(self) -> None:
+        """The loss begins: a unit of its own, seeded in any case, since shape inference does not run it."""
+        if self._active:
+            self._seed_for(_LOSS)
+
+    def _seed_for(self, unit: int) -> None:
         if not self._saved:
             self._saved = [generator.get_state() for generator in self._generators]
         seed = mix(self._seed, self._step, self._microbatch, unit)

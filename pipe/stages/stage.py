@@ -9,13 +9,15 @@ backward runs it again with the same random numbers and the same buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...partition.graph.units import StageModule, Tensors
+from .buffers import MovingBuffers, Snapshot
 from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
@@ -29,14 +31,14 @@ RECOMPUTE = ("none", "full")
 class _Live:
     """Remains of a microbatch between its forward and its backward.
 
-    outputs: with their graph; None: the forward runs again, with these buffers.
+    outputs: with their graph; None: the forward runs again, with this target and these buffers.
     """
 
     leaves: Tensors
     outputs: Tensors | None
     target: object
     version: int
-    buffers: dict[str, torch.Tensor]
+    buffers: Snapshot
 
 
 class Stage:
@@ -47,6 +49,7 @@ class Stage:
         name: the units in it, for people.
         train, evaluate: what it runs in both modes.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
+        loss_module: whose buffers it may change.
         recompute: "none" or "full".
         weights: the versions of its parameters, under an asynchronous schedule.
     """
@@ -59,6 +62,7 @@ class Stage:
         train: StageModule,
         evaluate: StageModule,
         loss_of: LossOf | None,
+        loss_module: nn.Module | None = None,
         recompute: str,
         weights: WeightVersions | None = None,
     ) -> None:
@@ -70,7 +74,7 @@ class Stage:
         self.weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
-        self._moving: tuple[str, ...] | None = None  # names of buffers that a forward changes
+        self._buffers = MovingBuffers(train.module, *([] if loss_module is None else [loss_module]))
 
     def forward(
         self,
@@ -97,16 +101,18 @@ class Stage:
         if weights is not None:
             weights.bind(version)
         try:  # the module is called from here: every function in between costs each microbatch time
-            before = self._snapshot_before_forward() if runs_again else {}
+            buffers = self._buffers.before_forward() if runs_again else ()
+            before = _Target.kept(target) if runs_again and self._loss_of is not None else None
             with torch.set_grad_enabled(not runs_again):
                 value = train.module(*([x.clone() for x in leaves] if train.clone_inputs else leaves))
                 outputs, loss = self._with_loss(train.flatten(value), target)
             if runs_again:
-                self._learn_moving_buffers(before)
+                buffers = self._buffers.after_forward(buffers)
         finally:
             if weights is not None:
                 weights.release()
-        self._live[key] = _Live(leaves, None if runs_again else outputs, target, version, before)
+        seen = target if before is None else before.seen_by_loss()
+        self._live[key] = _Live(leaves, None if runs_again else outputs, seen, version, buffers)
         if loss is not None:
             mean_or_sum, count = loss
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
@@ -149,7 +155,7 @@ class Stage:
 
     def _recomputed(self, live: _Live) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
-        with torch.enable_grad(), self._buffers_as(live.buffers):
+        with torch.enable_grad(), self._buffers.put_back(live.buffers):
             outputs, _ = self._with_loss(self.train.run(live.leaves), live.target)
         return outputs
 
@@ -165,36 +171,24 @@ class Stage:
             )
         return (loss[0],), loss
 
-    # Buffers under recomputation: the forward runs twice and must change them once, and the second run must see
-    # what the first one saw.
 
-    def _snapshot_before_forward(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self.train.module.named_buffers())
-        names = buffers if self._moving is None else self._moving
-        return {name: buffers[name].clone() for name in names if name in buffers}
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A target in front of a loss that will be computed again, since a loss may change its target in place."""
 
-    def _learn_moving_buffers(self, before: dict[str, torch.Tensor]) -> None:
-        if self._moving is None:
-            now = dict(self.train.module.named_buffers())
-            self._moving = tuple(name for name in before if not _same(before[name], now[name]))
-            for name in set(before) - set(self._moving):
-                del before[name]
+    given: object
+    copy: object
+    versions: list[int]
 
-    @contextmanager
-    def _buffers_as(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Other tensors stand in for these buffers (the graph may keep them; the real ones are not touched)."""
-        places = []
-        for name, value in values.items():
-            path, _, leaf = name.rpartition(".")
-            owner = self.train.module.get_submodule(path)
-            places.append((owner, leaf, owner._buffers[leaf]))
-            owner._buffers[leaf] = value
-        try:
-            yield
-        finally:
-            for owner, leaf, real in places:
-                owner._buffers[leaf] = real
+    @classmethod
+    def kept(cls, target: object) -> _Target:
+        copy = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, target)
+        return cls(target, copy, _versions(target))
+
+    def seen_by_loss(self) -> object:
+        """The target as it was; the copy is dropped where nothing changed."""
+        return self.given if _versions(self.given) == self.versions else self.copy
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _versions(target: object) -> list[int]:
+    return [leaf._version for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor)]
