@@ -128,7 +128,7 @@ def test_1f1b_under_autocast() -> None:
 
 @one_of_each
 @pytest.mark.parametrize(
-    ("flushes", "evals"), [((3,), ()), ((), (4,)), ((0, 5), (2, 5)), (tuple(range(8)), ())], ids=str
+    ("flushes", "evals"), [((3,), ()), ((), (4,)), ((0, 4), (2, 4)), (tuple(range(6)), ())], ids=str
 )
 def test_flush_and_eval_step_in_the_middle(
     rule: dict[str, Any], flushes: tuple[int, ...], evals: tuple[int, ...]
@@ -143,7 +143,7 @@ def test_flush_and_eval_step_in_the_middle(
 @one_of_each
 @pytest.mark.parametrize("task", ["mlp", "lstm", "masked-stages", "sequential-stages"])
 def test_every_model(task: str, rule: dict[str, Any]) -> None:
-    check(AsyncCase(task=task, num_ranks=3, optimizer="adamw", sizes=UNEVEN, flushes=(5,), **rule))
+    check(AsyncCase(task=task, num_ranks=3, optimizer="adamw", sizes=UNEVEN, flushes=(3,), **rule))
 
 
 @pytest.mark.parametrize("rule", [RULES["2bw"], RULES["pipedream"]], ids=["2bw", "pipedream"])
@@ -156,7 +156,7 @@ def test_recompute(task: str, rule: dict[str, Any]) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @one_of_each
 def test_batchnorm_and_its_running_statistics(rule: dict[str, Any], recompute: str) -> None:
-    sizes = (19, 23, 16, 18, 19, 17, 20, 11)
+    sizes = (19, 23, 16, 18, 20, 11)
     check(AsyncCase(task="batchnorm", num_ranks=3, sizes=sizes, recompute=recompute, evals=(3,), **rule))
 
 
@@ -184,7 +184,7 @@ def test_tied_weights_of_the_first_and_last_stage(num_ranks: int, optimizer: str
 
 @pytest.mark.parametrize("task", ["unet", "batchnorm-cnn"])
 def test_traced_models(task: str) -> None:
-    sizes = (19,) * 8 if task == "batchnorm-cnn" else UNEVEN
+    sizes = (19,) * 6 if task == "batchnorm-cnn" else UNEVEN
     check(AsyncCase(task=task, num_ranks=3, optimizer="momentum", sizes=sizes, flushes=(4,)))
 
 
@@ -234,12 +234,14 @@ def test_learning_rate_scheduler_and_clipping() -> None:
 # --- tests of the tests: a wrong mechanism is seen ---
 
 
+@pytest.mark.nightly
 @each_rule
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str, rule: dict[str, Any]) -> None:
     assert_seen(AsyncCase(task="conv-norm", num_ranks=3, sizes=(11,) * 5, **rule), mistake)
 
 
+@pytest.mark.nightly
 @one_of_each
 @pytest.mark.parametrize("mistake", ["newest", "overwritten"])
 @pytest.mark.parametrize("task", ["small-gpt", "lstm"])
@@ -253,6 +255,7 @@ def assert_seen(case: AsyncCase, mistake: str) -> None:
         assert_exact(replay(case, mistake), replay(case), tolerance=1e-7)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_outcome_of_the_pipeline_is_no_other_rules(recompute: str) -> None:
     """The rules differ from each other, and so do the outcomes."""
@@ -265,6 +268,7 @@ def test_an_outcome_of_the_pipeline_is_no_other_rules(recompute: str) -> None:
                     assert_exact(outcome, replay(other), tolerance=1e-7)
 
 
+@pytest.mark.nightly
 def test_every_rule_is_another() -> None:
     for one, other in itertools.combinations(RULES.values(), 2):
         found, expected = (replay(AsyncCase(task="conv-norm", num_ranks=3, **rule)) for rule in (one, other))

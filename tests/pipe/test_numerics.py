@@ -35,12 +35,6 @@ def check(case: Case, layout: Layout) -> None:
 # --- the matrix ---
 
 
-@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
-    check(make_case("mlp", layout, num_microbatches), layout)
-
-
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -48,13 +42,22 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
         for k, layout in enumerate(LAYOUTS)
     ],
 )
-def test_gpt_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
-    check(make_case("gpt", layout, num_microbatches), layout)
+def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
+    check(make_case("mlp", layout, num_microbatches), layout)
 
 
 @pytest.mark.parametrize(("case", "layout"), cover(ranks=RANKS))
 def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("task", ["mlp", "gpt"])
+def test_the_whole_grid(task: str, layout: Layout, num_microbatches: int) -> None:
+    """That microbatches ascend in every stage is asserted for all builders in schedules/test_ascending.py."""
+    check(make_case(task, layout, num_microbatches), layout)
 
 
 # --- what a case may ask for ---
@@ -75,7 +78,7 @@ def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> No
         pytest.param("mlp", ("6", "12"), ("0.", "3."), id="first-stage"),
         pytest.param("mlp", ("6", "12"), ("6.", "9."), id="middle-stage"),
         pytest.param("mlp", ("6", "12"), ("12.", "15.", "18."), id="last-stage"),
-        pytest.param("gpt", ("4", "9"), ("0.", "2.", "3."), id="embedding-and-blocks"),
+        pytest.param("gpt", ("4", "7"), ("0.", "2.", "3."), id="embedding-and-blocks"),
         pytest.param("batchnorm", ("4", "12"), ("0.", "1."), id="batchnorm-still-counts"),
         pytest.param("unet", ("down.1", "up.0"), ("stem", "down.0"), id="skip-without-gradient"),
     ],
@@ -89,7 +92,7 @@ def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tup
     ("task", "split_points"),
     [
         pytest.param("mlp", ("1", "2", "17"), id="mlp-uneven"),
-        pytest.param("gpt", ("2", "8", "15"), id="gpt"),
+        pytest.param("gpt", ("2", "6", "11"), id="gpt"),
         pytest.param("unet", ("down.1", "middle", "up.1"), id="unet"),
         pytest.param("two-inputs", ("layers.1", "layers.3", "head"), id="two-inputs"),
         pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
@@ -205,7 +208,7 @@ def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
     pipe = make_pipeline(case, layout, model, optimizer=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     pipe.forward_backward(*batch_of(case, 0))  # the protocol's first call takes no step
-    for call in (1, 2, 3):
+    for call in (1, 2):
         optimizer.zero_grad()
         pipe.forward_backward(*batch_of(case, call))
         optimizer.step()

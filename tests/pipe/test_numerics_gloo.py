@@ -1,4 +1,4 @@
-"""A pairwise cover of test_numerics.py over real gloo processes, and what only several processes can show."""
+"""A sample of test_numerics.py over real gloo processes, and what only several processes can show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
 from support.holdings import storage_bytes, take_stock
-from support.matrix import cover, make_case
+from support.matrix import cover, make_case, sample
 from support.models import make_batch
 from support.pipeline import make_pipeline, run, users_model
 from support.pool import Pool
@@ -21,8 +21,14 @@ def check(gloo: Pool, case: Case, layout: Layout) -> None:
     agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
 
 
-@pytest.mark.parametrize(("case", "layout"), cover(ranks=(2, 3, 4)))
+@pytest.mark.parametrize(("case", "layout"), sample(ranks=(2, 3, 4)))
 def test_every_model(gloo: Pool, case: Case, layout: Layout) -> None:
+    check(gloo, case, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("case", "layout"), cover(ranks=(2, 3, 4)))
+def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout) -> None:
     check(gloo, case, layout)
 
 

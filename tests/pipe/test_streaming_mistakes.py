@@ -13,6 +13,8 @@ from stagewright.pipe.batch.batches import Batch
 from stagewright.pipe.run.worker import Worker
 from stagewright.pipe.stages.weights import WeightVersions
 
+pytestmark = pytest.mark.nightly  # a test of tests
+
 CONV = AsyncCase(task="conv-norm", num_ranks=2)
 RECOMPUTED = AsyncCase(task="small-gpt", num_ranks=2, recompute="full")
 
@@ -84,6 +86,3 @@ def test_gradients_of_another_batch_are_seen(monkeypatch: pytest.MonkeyPatch) ->
         WeightVersions, "end_backward", lambda self, version, group: end(self, version, max(0, group - 1))
     )
     seen(CONV)
-
-
-# --- real processes ---

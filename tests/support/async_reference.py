@@ -29,7 +29,7 @@ from .layers import DROPOUT, VOCABULARY, Block, D, Embed
 from .models import TASKS, Chain, Task, masked_token_loss, masked_tokens, seeded_units, signals, token_loss, tokens
 from .reference import Seeder, copied, cut, make_scheduler
 
-UNEVEN = (11, 13, 8, 10, 11, 9, 12, 7)
+UNEVEN = (11, 13, 8, 10, 9, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class AsyncCase:
     vertical_sync: bool = False
     warmup: str | tuple[int, ...] = "plain"
     replicas: tuple[int, ...] | None = None
-    sizes: tuple[int, ...] = (11,) * 8
+    sizes: tuple[int, ...] = (11,) * 6
     flushes: tuple[int, ...] = ()
     evals: tuple[int, ...] = ()
     optimizer: str = "sgd"

@@ -31,7 +31,7 @@ ADAM_TOLERANCE = 1e-10
 class Case:
     """A training run, whatever it runs on.
 
-    sizes: samples of each training call's batch; None: five calls of the task's batch size.
+    sizes: samples of each training call's batch; None: four calls of the task's batch size.
     frozen: prefixes of the parameters with requires_grad False.
     num_stages: only for tasks of kind "stages".
     """
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        return self.sizes or (TASKS[self.task].batch_size,) * 5
+        return self.sizes or (TASKS[self.task].batch_size,) * 4
 
     @property
     def is_exact(self) -> bool:

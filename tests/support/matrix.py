@@ -1,4 +1,4 @@
-"""Which cases run on which layouts: the whole grid for one model, pairwise covers for the rest."""
+"""Which cases run on which layouts: a grid for one model, pairwise covers for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from .cases import Case, Layout
 from .models import TASKS
-from .pairwise import pairwise
+from .pairwise import Row, pairwise
 
 INTERLEAVING = ("interleaved", "looped-bfs")
 SCHEDULES = ("gpipe", "1f1b", *INTERLEAVING)
@@ -45,22 +45,26 @@ def all_layouts(*, ranks: Sequence[int]) -> list[Layout]:
 
 def cover(*, ranks: Sequence[int]) -> list[Any]:
     """pytest parameters (case, layout) in which every two of task, schedule, P, V, M and recompute meet."""
-    rows = pairwise(
-        {
-            "ranks": ranks,
-            "task": list(TASKS),
-            "schedule": SCHEDULES,
-            "chunks": CHUNKS,
-            "microbatches": MICROBATCHES,
-            "recompute": ("none", "full"),
-        },
+    return [_parameter(row["task"], row) for row in _rows(ranks, task=list(TASKS))]
+
+
+def sample(*, ranks: Sequence[int]) -> list[Any]:
+    """pytest parameters (case, layout) in which every two of schedule, P, V, M and recompute meet, each task twice."""
+    rows = _rows(ranks)
+    tasks = 2 * list(TASKS)
+    return [_parameter(task, rows[k % len(rows)]) for k, task in enumerate(tasks)]
+
+
+def _rows(ranks: Sequence[int], **more: Sequence[Any]) -> list[Row]:
+    factors = {"ranks": ranks, **more, "schedule": SCHEDULES, "chunks": CHUNKS, "microbatches": MICROBATCHES}
+    return pairwise(
+        {**factors, "recompute": ("none", "full")},
         allowed=lambda row: row["chunks"] == 1 or row["schedule"] in INTERLEAVING,
         cost=lambda row: row["ranks"],
     )
-    parameters = []
-    for row in rows:
-        layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
-        case = make_case(row["task"], layout, row["microbatches"])
-        name = f"{row['task']}-{layout}-M{row['microbatches']}"
-        parameters.append(pytest.param(case, layout, id=name))
-    return parameters
+
+
+def _parameter(task: str, row: Row) -> Any:
+    layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
+    case = make_case(task, layout, row["microbatches"])
+    return pytest.param(case, layout, id=f"{task}-{layout}-M{row['microbatches']}")

@@ -45,7 +45,7 @@ def mlp() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    blocks = [Block() for _ in range(12)]
+    blocks = [Block() for _ in range(8)]
     return nn.Sequential(Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False))
 
 

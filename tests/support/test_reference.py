@@ -53,6 +53,7 @@ class SeededGraph(fx.Interpreter):
         return super().run_node(n)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TRACED)
 def test_modules_in_the_order_they_run_are_the_random_nodes_of_the_graph(name: str) -> None:
     model = make_model(name)
@@ -73,6 +74,7 @@ def _tuple(output: Any) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TASKS)
 def test_the_reference_repeats_itself_and_every_parameter_learns(name: str) -> None:
     case = Case(task=name, num_microbatches=5, num_stages=4 if TASKS[name].kind == "stages" else None)

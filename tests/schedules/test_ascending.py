@@ -1,0 +1,59 @@
+"""Why results do not depend on the schedule: each stage runs its microbatches in ascending order.
+
+Gradients then add up, and running statistics move, in the order of one process that runs the microbatches one after
+the other: difference 0. Here for all builders over the whole grid; pipe/test_numerics.py computes a sample of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from stagewright.schedules import FAMILIES, Action, Op, Schedule, build, lower
+
+from .builders import ASYNC, FLUSH
+
+RANKS = (1, 2, 3, 4, 6, 8)
+MICROBATCHES = (1, 2, 3, 5, 8, 13)
+
+
+def out_of_order(programs: Iterable[Sequence[object]]) -> list[str]:
+    """Actions that come behind one of their stage and kind with the same or a higher microbatch, by rank."""
+    found = []
+    for rank, program in enumerate(programs):
+        last: dict[tuple[int, Op], int] = {}
+        for action in program:
+            if isinstance(action, Action):
+                if action.index <= last.get((action.stage, action.op), -1):
+                    found.append(f"rank {rank}: {action}")
+                last[action.stage, action.op] = action.index
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", FLUSH)
+def test_under_every_flush_schedule(name: str, num_ranks: int) -> None:
+    chunks = (1, 2, 3) if FAMILIES[name].takes_chunks else (None,)
+    for num_microbatches in MICROBATCHES:
+        for num_chunks in chunks:
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+            case = f"M={num_microbatches}, V={num_chunks}"
+            assert not out_of_order(schedule.programs), case
+            # What is executed: sends and receives stand between the actions, in their order.
+            assert not out_of_order(program.steps for program in lower(schedule).programs), case
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ASYNC)
+def test_under_every_asynchronous_schedule(name: str, num_ranks: int) -> None:
+    for num_microbatches in MICROBATCHES:
+        if name == "2bw" and num_microbatches < num_ranks - 1:
+            continue  # refused
+        schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        assert not out_of_order(schedule.programs), num_microbatches
+
+
+def test_it_is_seen() -> None:
+    for row, culprit in (("0F1,0F0,0B0,0B1\n", "0F0"), ("0F0,0F1,0B1,0B0\n", "0B0")):
+        assert out_of_order(Schedule.from_csv(row).programs) == [f"rank 0: {culprit}"]
