@@ -1,0 +1,207 @@
+"""Checkpoints on a disk: written beside the last one, switched by an atomic rename, checked before they are used.
+
+    folder/                   of pipe.save(folder) and pipe.load(folder)
+      latest                  name of the newest whole checkpoint
+      step-8-3f9c21ab/        a checkpoint; the one before it is kept, too
+        checkpoint.json       version, its name, step, and size and SHA-256 of each stage's file
+        stage-0.pt ...        a file a stage, which says whose it is
+
+Each file and folder is flushed to the disk before `latest` names it, so a kill at any moment leaves a whole checkpoint.
+Files are read with `weights_only=True`: loading executes no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+_VERSION = 2
+_LATEST = "latest"
+_MANIFEST = "checkpoint.json"
+_NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFile:
+    """Size [bytes] and SHA-256, in hex, of a stage's file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A whole checkpoint: its name, the step after which it was saved, and [S] its files."""
+
+    name: str
+    step: int
+    files: tuple[StageFile, ...]
+
+
+def new_name(step: int) -> str:
+    """Name of a new checkpoint, which no other one has."""
+    return f"step-{step}-{secrets.token_hex(4)}"
+
+
+def write_stage(folder: Path, name: str, stage: int, content: Mapping[str, Any]) -> StageFile:
+    """Write a stage's file of the checkpoint `name`."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    with _flushed(_stage_path(folder / name, stage)) as file:
+        hashed = _HashedFile(file)
+        torch.save({"of": [name, stage], **content}, hashed)  # type: ignore[arg-type]  # it needs write and flush alone
+    _flush_folder(folder / name)
+    return StageFile(num_bytes=hashed.num_bytes, sha256=hashed.digest.hexdigest())
+
+
+def complete(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, make this checkpoint the latest, and remove all but the one before it.
+
+    All stages' files must be written.
+    """
+    before = _latest(folder)
+    _write_text(folder / manifest.name / _MANIFEST, json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1))
+    _flush_folder(folder / manifest.name)
+    pointer = folder / f"{_LATEST}.partial"
+    _write_text(pointer, manifest.name)
+    pointer.replace(folder / _LATEST)
+    _flush_folder(folder)
+    for each in folder.iterdir():
+        if _NAME.fullmatch(each.name) and each.name not in (manifest.name, before):
+            (each / _MANIFEST).unlink(missing_ok=True)  # without it nobody takes what is left for a checkpoint
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def read(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
+    """The latest checkpoint in `folder`, or the one that `folder` is: manifest, and [S] contents, on the CPU.
+
+    Raises ValueError for what is no whole checkpoint; it names the file, and a checkpoint that can be used instead.
+    """
+    place = folder
+    if not (folder / _MANIFEST).exists():
+        name = _latest(folder)
+        if name is None:
+            raise ValueError(f"{folder} is no checkpoint: expected a folder from pipe.save")
+        place = folder / name
+    try:
+        manifest = _read_manifest(place)
+        return manifest, [_read_stage(place, manifest, stage) for stage in range(len(manifest.files))]
+    except ValueError as error:
+        others = sorted(each.parent for each in place.parent.glob(f"step-*/{_MANIFEST}") if each.parent != place)
+        hint = f"; there is another one: pipe.load({str(others[-1])!r})" if others else ""
+        raise ValueError(f"{error}{hint}") from None
+
+
+def _read_manifest(place: Path) -> Manifest:
+    path = place / _MANIFEST
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields.pop("version") != _VERSION:
+            raise ValueError(f"expected version {_VERSION}")
+        files = tuple(StageFile(**file) for file in fields.pop("files"))
+        manifest = Manifest(**fields, files=files)
+        if not files or type(manifest.step) is not int or manifest.step < 0:
+            raise ValueError("expected a step and at least one stage")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is unreadable: {error}") from None
+    return manifest
+
+
+def _read_stage(place: Path, manifest: Manifest, stage: int) -> dict[str, Any]:
+    path, expected = _stage_path(place, stage), manifest.files[stage]
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    if sha256 != expected.sha256:
+        raise ValueError(f"{path} {_what_is_wrong(path, manifest.name, stage, size, expected.num_bytes)}")
+    return _load(path)
+
+
+def _what_is_wrong(path: Path, name: str, stage: int, size: int, expected: int) -> str:
+    """Why a file is not the one that was saved."""
+    try:
+        owner, number = _load(path)["of"]
+    except (ValueError, TypeError, KeyError):
+        owner, number = name, stage
+    if (owner, number) != (name, stage):
+        return f"is stage {number} of the checkpoint {owner}: expected stage {stage} of {name}"
+    if size != expected:
+        return f"has {size} bytes of {expected}: it was cut off"
+    return "is damaged: its SHA-256 is not that of the file that was saved"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    return content
+
+
+class _HashedFile:
+    """A file for writing that counts and hashes what is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _stage_path(place: Path, stage: int) -> Path:
+    return place / f"stage-{stage}.pt"
+
+
+def _latest(folder: Path) -> str | None:
+    """Name of the newest whole checkpoint in `folder`, if there is one."""
+    try:
+        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if _NAME.fullmatch(name) else None
+
+
+def _write_text(path: Path, text: str) -> None:
+    with _flushed(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _flushed(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that is on the disk when the block ends."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
