@@ -8,7 +8,8 @@ from .memory_use import MemoryUse
 from .partitioner import partition
 from .pipedream_text import read_pipedream_profile
 from .planner import ProfileSource, plan
-from .plans.plan import Plan, PlanStage, RunnerUp
+from .plans.plan import Plan
+from .plans.record import PlanStage, RunnerUp
 from .profile import Node, Profile
 
 __all__ = [

@@ -14,10 +14,11 @@ from .planner.model import Model
 from .planner.plan import plan
 from .planner.result import Found, as_plan
 from .planner.space import Configuration
-from .plans.plan import Plan, PlanStage
+from .plans.plan import Plan
+from .plans.record import PlanStage
 from .profile import Profile
 from .solver.antichains import MAX_CUTS, node_names, pipedream_cuts
-from .solver.pipedream_model import Block, PipeDreamModel
+from .solver.pipedream_model import LevelStage, PipeDreamModel
 from .solver.ranges import SCHEDULES
 from .stage_memory import MemoryRules
 from .strict import count, number
@@ -223,8 +224,8 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
             f"straight=False, or fewer devices (PipeDream's model fills them all)"
         )
     stages = []
-    whole = Block(first=0, last=len(cuts) - 1, machines=1, offset=0)
-    groups: list[tuple[int, Block, tuple[int, ...]]] = [(len(levels) - 1, whole, (0,))]
+    whole = LevelStage(first=0, last=len(cuts) - 1, machines=1, offset=0)
+    groups: list[tuple[int, LevelStage, tuple[int, ...]]] = [(len(levels) - 1, whole, (0,))]
     while groups:
         level, outer, offsets = groups.pop()
         if level < 0:

@@ -26,7 +26,7 @@ WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "graph"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
 # Methods of a record that load the pass which they call: `schedule.to_csv()` is shorter than `to_csv(schedule)`.
 LATE = {("schedules/ir.py", "schedules/text.py")}
-FOLDERS_WITHOUT_CIRCLES = ("schedules", "comm", "viz", "pipe", "experiments")
+FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
 

@@ -2,8 +2,8 @@
 
 space     which configurations there are
 search    which of them to look at next, and when none left can win
-cuts      where to cut one of them, or `unequal` with unequal replicas
-evaluate  what it costs, holds (`memory`) and takes, simulated
+cuts      where to cut one of them; `candidates` brings its own, with unequal replicas
+evaluate  what it costs, holds and takes, simulated, on the ranks of its `placement`
 result    the Plan
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cluster import Cluster
-from ..solver.dynamic import MAX_STEPS, Solution, num_steps, piece_ranks, solve
+from ..solver.dynamic import MAX_STEPS, Solution, num_steps, solve, stage_ranks
 from ..solver.orders import node_orders
 from ..solver.ranges import RangeCosts
 from ..solver.thresholds import solve_large
@@ -64,16 +64,16 @@ def candidates(
             if num_microbatches is not None and max(solution.replicas) > num_microbatches:
                 continue  # a replica without work
             configuration = Configuration(
-                pipeline=len(solution.pieces),
+                pipeline=len(solution.stages),
                 data=solution.replicas[0],
                 tensor=1,
                 schedule=schedule,
                 num_chunks=1,
                 microbatch_size=microbatch_size,
                 num_microbatches=num_microbatches,
-                ranks=piece_ranks(costs, solution, order, cluster),
+                ranks=stage_ranks(costs, solution, order, cluster),
             )
-            found[configuration, (0, *(piece.last for piece in solution.pieces))] = None
+            found[configuration, (0, *(stage.last for stage in solution.stages))] = None
     if not _is_exact(costs, straight=straight):
         notes.append("too large for the exact dynamic program: found by a search over thresholds")
     if note is not None:

@@ -13,7 +13,7 @@ from ..stage_memory import MemoryRules, stage_bytes
 from ..topology import Floats
 from .evaluate import Ends, Evaluator
 from .model import Model
-from .place import Place
+from .placement import Placement
 from .space import Configuration
 
 ALL_CUTS = 64  # ways to cut up to which each is looked at
@@ -56,7 +56,7 @@ class _EvenCosts:
     """
 
     def __init__(
-        self, model: Model, place: Place, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration
+        self, model: Model, place: Placement, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration
     ) -> None:
         self.place, self.flights, self.rules, self.c = place, flights, rules, c
         at = np.asarray(model.coarse)

@@ -21,7 +21,7 @@ from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_sec
 from ..stage_memory import MemoryRules, RankMemory, RankPlace
 from ..topology import Floats, Topology
 from .model import Model
-from .place import Place, Places
+from .placement import Placement, Placements
 from .space import Configuration
 
 Ends = tuple[int, ...]
@@ -83,7 +83,7 @@ class Evaluator:
         self, topology: Topology, rules_of: Callable[[Model], MemoryRules], model_of: Callable[[int, int], Model]
     ) -> None:
         self.topology, self.model_of, self._rules_of = topology, model_of, rules_of
-        self.places = Places(topology)
+        self.places = Placements(topology)
         self._flights: dict[object, tuple[InFlight, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
@@ -189,7 +189,7 @@ def _per_replica(c: Configuration) -> int:
     return c.batch // c.counts[0] if c.is_equal else c.batch
 
 
-def _seconds(c: Configuration, sums: StageSums, place: Place, memories: Sequence[RankMemory]) -> StageSeconds:
+def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequence[RankMemory]) -> StageSeconds:
     group = np.arange(c.num_stages) % c.pipeline
     treatments = [(memories[p].treatment, v) for v in range(c.num_chunks) for p in range(c.pipeline)]
     return stage_seconds(

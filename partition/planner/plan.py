@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...schedules.registry import canonical_name, family
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
-from ..plans.plan import RECOMPUTE, Plan
+from ..plans.plan import Plan
+from ..plans.record import RECOMPUTE
 from ..profile import Profile
 from ..solver.antichains import MAX_CUTS
 from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plans.plan import Plan, PlanStage, RunnerUp
+from ..plans.plan import Plan
+from ..plans.record import PlanStage, RunnerUp
 from ..topology import Topology
 from .evaluate import Evaluated, Simulated, stage_paces
 

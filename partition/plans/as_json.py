@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from ..memory_use import MemoryUse
 from ..strict import Fields, parse_object
+from .record import RECOMPUTE, PlanRecord, PlanStage, RunnerUp
 
-if TYPE_CHECKING:
-    from .plan import Plan, PlanStage, RunnerUp
-
+P = TypeVar("P", bound=PlanRecord)
 _JSON_VERSION = 1
 _MODELS = ("default", "pipedream")
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanRecord) -> str:
     """One JSON object with a version."""
     return json.dumps({"version": _JSON_VERSION, **asdict(plan)}, indent=1)
 
 
-def from_json(text: str, *, source: str) -> Plan:
-    """Read `to_json`'s form. ValueError names `source`, the field and what was expected."""
-    from .plan import Plan
-
+def from_json(kind: type[P], text: str, *, source: str) -> P:
+    """Read `to_json`'s form as a record of this kind. ValueError names `source`, the field and what was expected."""
     record = parse_object(text, source=source)
     record.version(_JSON_VERSION)
     try:
-        plan = Plan(
+        plan = kind(
             stages=tuple(_stage(each) for each in record.objects("stages")),
             num_devices=record.count("num_devices"),
             num_chunks=record.count("num_chunks", default=1),
@@ -50,8 +47,6 @@ def from_json(text: str, *, source: str) -> Plan:
 
 
 def _stage(record: Fields) -> PlanStage:
-    from .plan import RECOMPUTE, PlanStage
-
     memory = record.optional_object("memory")
     stage = PlanStage(
         nodes=tuple(str(node) for node in record.items("nodes")),
@@ -78,8 +73,6 @@ def _memory(record: Fields) -> MemoryUse:
 
 
 def _runner_up(record: Fields) -> RunnerUp:
-    from .plan import RunnerUp
-
     other = RunnerUp(
         label=record.text("label", default=""),
         replicas=_whole_numbers(record, "replicas", least=1),

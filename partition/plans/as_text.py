@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from ..memory_use import MemoryUse
-
-if TYPE_CHECKING:
-    from .plan import Plan, PlanStage, RunnerUp
-
+from .record import PlanRecord, PlanStage, RunnerUp
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
 MAX_ROWS = 24  # of a table; of longer ones the first and the last ENDS are shown
 ENDS = 8
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanRecord) -> str:
     """The choice, a table of the stages, memory by rank, the runners-up with what each loses, then the notes.
 
     Of more than MAX_ROWS rows the first and last ENDS; `Plan.to_json` has all.
@@ -43,7 +39,7 @@ def explain(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: PlanRecord) -> str:
     """The shape of a plan in half a line.
 
     >>> from stagewright.partition import Cluster, Node, Profile, partition
@@ -86,7 +82,7 @@ def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
     )
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: PlanRecord) -> list[str]:
     """By data structure; equal ranks once."""
     rows: dict[MemoryUse, list[int]] = {}
     for rank, memory in sorted(plan.memory.items()):
@@ -106,7 +102,7 @@ def _label(other: RunnerUp) -> str:
     return other.label or "-".join(map(str, other.replicas))
 
 
-def _loss(plan: Plan, other: RunnerUp) -> str:
+def _loss(plan: PlanRecord, other: RunnerUp) -> str:
     predicted = f"{_ms(other.predicted_step_time)} a microbatch"
     memory = "" if other.memory_bytes is None else f"; {_size(other.memory_bytes)}"
     if other.simulated_step_time is None or plan.simulated_step_time is None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...schedules.builders.replicas import on_ranks, replicate
 from ...schedules.ir import Schedule
 from ...schedules.registry import build, canonical_name, family
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .record import PlanRecord
 
 DEFAULT_SCHEDULE = "1f1b"
 
 
-def schedule_of(plan: Plan, *, num_microbatches: int | None = None) -> Schedule:
+def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Schedule:
     """The plan's schedule on the plan's ranks; ranks that it leaves idle have an empty program.
 
     Arguments:

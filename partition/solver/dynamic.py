@@ -16,7 +16,7 @@ _MOST_LOOKED_AT = 16  # for each candidate that is returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SolvedStage:
     """A stage between two cuts on `replicas` devices, with `devices` from itself on to the end of the pipeline."""
 
     first: int
@@ -29,14 +29,14 @@ class Piece:
 class Solution:
     """Stages in order, with the bottleneck [s a microbatch] and a lower bound of what any plan can reach."""
 
-    pieces: tuple[Piece, ...]
+    stages: tuple[SolvedStage, ...]
     seconds: float
     bound: float
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """By stage."""
-        return tuple(piece.replicas for piece in self.pieces)
+        return tuple(stage.replicas for stage in self.stages)
 
 
 def num_steps(costs: RangeCosts, *, straight: bool) -> float:
@@ -67,19 +67,19 @@ def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1)
     return _Table(costs, straight=straight).candidates(num_candidates)
 
 
-def piece_ranks(
+def stage_ranks(
     costs: RangeCosts, solution: Solution, order: Sequence[int], cluster: Cluster
 ) -> tuple[tuple[int, ...], ...]:
-    """The cluster's own ranks of each piece; `costs` are those of its nodes in `order`."""
+    """The cluster's own ranks of each stage; `costs` are those of its nodes in `order`."""
     # The pipeline ends at the last device; where whole outermost groups stay idle, it moves to the first ones.
-    idle = costs.num_devices - solution.pieces[0].devices
+    idle = costs.num_devices - solution.stages[0].devices
     group = cluster.num_devices // cluster.levels[-1].size
     moved = idle // group * group if costs.is_uniform else 0
     size = cluster.levels[0].size
     ranks = []
-    for piece in solution.pieces:
-        begin = costs.num_devices - piece.devices - moved
-        ranks.append(tuple(order[at // size] * size + at % size for at in range(begin, begin + piece.replicas)))
+    for stage in solution.stages:
+        begin = costs.num_devices - stage.devices - moved
+        ranks.append(tuple(order[at // size] * size + at % size for at in range(begin, begin + stage.replicas)))
     return tuple(ranks)
 
 
@@ -115,20 +115,20 @@ class _Table:
             if len(found) == limit or not np.isfinite(seconds):
                 break
             replicas, devices = int(self.replicas[pair[at]]), int(self.devices[pair[at]])
-            begin = Piece(first=0, last=int(lasts[row[at]]), replicas=replicas, devices=devices)
-            pieces = (begin, *self._rest(begin.last, devices - replicas))
-            solution = Solution(pieces=pieces, seconds=seconds, bound=bound)
+            begin = SolvedStage(first=0, last=int(lasts[row[at]]), replicas=replicas, devices=devices)
+            stages = (begin, *self._rest(begin.last, devices - replicas))
+            solution = Solution(stages=stages, seconds=seconds, bound=bound)
             if all(solution.replicas != other.replicas for other in found):
                 found.append(solution)
         return found
 
-    def _rest(self, first: int, devices: int) -> list[Piece]:
-        pieces = []
+    def _rest(self, first: int, devices: int) -> list[SolvedStage]:
+        stages = []
         while devices:
             lasts, values = self._values(first)
             chosen = slice(self.starts[devices - 1], self.starts[devices] if devices < len(self.starts) else None)
             row, column = np.argwhere(values[:, chosen] <= self.best[first, devices])[0]
             replicas = int(self.replicas[chosen][column])
-            pieces.append(Piece(first=first, last=int(lasts[row]), replicas=replicas, devices=devices))
+            stages.append(SolvedStage(first=first, last=int(lasts[row]), replicas=replicas, devices=devices))
             first, devices = int(lasts[row]), devices - replicas
-        return pieces
+        return stages

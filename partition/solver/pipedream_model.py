@@ -25,7 +25,7 @@ from .antichains import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class LevelStage:
     """A stage of one level: the nodes between two cuts, on so many machines of that level, the first being `offset`."""
 
     first: int
@@ -120,18 +120,18 @@ class PipeDreamModel:
             table[:reach, last, 1:] = np.minimum(table[:reach, last, 1:], split)
         return table
 
-    def blocks(self, level: int, first: int, last: int) -> list[Block]:
+    def blocks(self, level: int, first: int, last: int) -> list[LevelStage]:
         """The best stages of `level` between two cuts, on all machines of the level; the rule for ties holds."""
         table, free = self._tables[level], self.levels[level][0]
         found = []
         while True:
             whole = self._whole(level, first, last)[free - 1]
             if free == 1 or whole <= table[first, last, free - 1]:
-                found.append(Block(first=first, last=last, machines=free, offset=0))
+                found.append(LevelStage(first=first, last=last, machines=free, offset=0))
                 return found[::-1]
             stage = self._last_stage(level, last)[:, : free - 1]  # [k, q]
             slowest = np.maximum(table[first, :last, : free - 1][:, ::-1], stage)
             slowest[: first + 1] = np.inf
             cut, q = divmod(int(slowest.argmin()), free - 1)
-            found.append(Block(first=cut, last=last, machines=q + 1, offset=free - q - 1))
+            found.append(LevelStage(first=cut, last=last, machines=q + 1, offset=free - q - 1))
             last, free = cut, free - q - 1

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..stage_memory import BUCKET_BYTES
 from ..topology import Floats, Indices
-from .dynamic import Piece, Solution
+from .dynamic import Solution, SolvedStage
 from .ranges import RangeCosts
 
 _SECTIONS = 8
@@ -49,17 +49,17 @@ def solve_large(costs: RangeCosts, *, straight: bool = False) -> Solution | None
     if fastest is None:
         return None
     if len(costs.topology.level_sizes) == 1:
-        pieces = search.pieces(fastest, FASTEST)
+        stages = search.stages(fastest, FASTEST)
     else:
         every = Levels(chosen=tuple(range(len(costs.topology.level_sizes))), place=True)
         _, reached = search.bracket(every, low=bound)
         if reached is None:
             return None
-        pieces = search.pieces(reached, every)
+        stages = search.stages(reached, every)
     seconds = max(
-        float(costs.seconds(piece.first, piece.last, costs.ranges(piece.replicas, piece.devices))) for piece in pieces
+        float(costs.seconds(stage.first, stage.last, costs.ranges(stage.replicas, stage.devices))) for stage in stages
     )
-    return Solution(pieces=tuple(pieces), seconds=seconds, bound=min(bound, seconds))
+    return Solution(stages=tuple(stages), seconds=seconds, bound=min(bound, seconds))
 
 
 class _Search:
@@ -182,16 +182,16 @@ class _Search:
                 replicas = np.minimum(replicas, np.ceil(costs.num_microbatches / fits))
         return np.where(fits < 1, np.inf, replicas)
 
-    def pieces(self, time: float, levels: Levels) -> list[Piece]:
+    def stages(self, time: float, levels: Levels) -> list[SolvedStage]:
         """The plan behind a time that is enough; ties: the longest stage."""
         times = np.array([time])
         need = self._need(times, levels)
-        first, pieces = 0, []
+        first, stages = 0, []
         while first < len(self.costs.cuts) - 1:
             lasts = self.lasts[first]
             total = self._with_stage((first, lasts), need[:, lasts], times, levels)[0]
             chosen = int(np.flatnonzero(total <= need[0, first])[-1])
             last, devices = int(lasts[chosen]), int(need[0, first])
-            pieces.append(Piece(first=first, last=last, replicas=devices - int(need[0, last]), devices=devices))
+            stages.append(SolvedStage(first=first, last=last, replicas=devices - int(need[0, last]), devices=devices))
             first = last
-        return pieces
+        return stages

@@ -38,16 +38,16 @@ def costs_of(profile: Profile, cluster: Cluster, options: dict) -> RangeCosts:
 
 def check_solution(solution: Solution, costs: RangeCosts, profile: Profile, cluster: Cluster, options: dict) -> None:
     """The stages follow each other, and take what is claimed."""
-    pieces = solution.pieces
-    assert (pieces[0].first, pieces[-1].last) == (0, len(costs.cuts) - 1)
-    assert [p.last for p in pieces[:-1]] == [p.first for p in pieces[1:]]
-    assert [p.devices for p in pieces] == [sum(solution.replicas[i:]) for i in range(len(pieces))]
+    stages = solution.stages
+    assert (stages[0].first, stages[-1].last) == (0, len(costs.cuts) - 1)
+    assert [p.last for p in stages[:-1]] == [p.first for p in stages[1:]]
+    assert [p.devices for p in stages] == [sum(solution.replicas[i:]) for i in range(len(stages))]
     sets = [frozenset(n.name for n, held in zip(profile.nodes, row, strict=True) if held) for row in costs.cuts.members]
     seconds = [
         stage_seconds(
             profile, cluster, (sets[p.first], sets[p.last]), range(p.devices - p.replicas, p.devices), **options
         )
-        for p in pieces
+        for p in stages
     ]
     assert max(seconds) == pytest.approx(solution.seconds, rel=1e-9, abs=1e-12)
 
@@ -101,7 +101,7 @@ def test_ties_take_the_fewest_devices_then_the_longest_first_stage() -> None:
         num_microbatches=1,
     )
     (best,) = solve(costs)
-    assert [(p.first, p.last, p.replicas) for p in best.pieces] == [(0, 3, 1), (3, 4, 1)]
+    assert [(p.first, p.last, p.replicas) for p in best.stages] == [(0, 3, 1), (3, 4, 1)]
     assert num_steps(costs, straight=False) == 10 * 15
 
 

@@ -9,7 +9,7 @@ from .space import Configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Placement:
     """Where the stages stand.
 
     Arguments:
@@ -26,14 +26,14 @@ class Place:
     limits: tuple[float, ...]
 
 
-class Places:
-    """Places of configurations; equal ones are found once."""
+class Placements:
+    """Placements of configurations; equal ones are found once."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._known: dict[object, Place] = {}
+        self._known: dict[object, Placement] = {}
 
-    def of(self, configuration: Configuration) -> Place:
+    def of(self, configuration: Configuration) -> Placement:
         """O(devices) the first time."""
         c = configuration
         key = (c.pipeline, c.data, c.tensor, c.num_chunks > 1, c.num_chunks, c.ranks)
@@ -41,12 +41,12 @@ class Places:
             self._known[key] = self._find(c)
         return self._known[key]
 
-    def _find(self, c: Configuration) -> Place:
+    def _find(self, c: Configuration) -> Placement:
         topology, ranks, width = self.topology, c.stage_ranks, c.pipeline
         hops = [topology.between(ranks[p], ranks[(p + 1) % width], tensor=c.tensor) for p in range(width - 1)]
         around = [topology.between(ranks[-1], ranks[0], tensor=c.tensor)] if c.num_chunks > 1 and width > 1 else []
         between = ((hops + around) * c.num_chunks)[: c.num_stages - 1]
-        return Place(
+        return Placement(
             inward=(NO_TRANSFER, *between),
             outward=(*between, NO_TRANSFER),
             rings=tuple(topology.ring(each[:: c.tensor]) for each in ranks),

@@ -1,0 +1,195 @@
+"""Records of a plan: which nodes make a stage, on which ranks, and what that is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..memory_use import MemoryUse
+
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStage:
+    """One stage.
+
+    Arguments:
+        nodes: names, each behind what it needs.
+        ranks: that run it: replicas, each of `tensor` ranks in a row; microbatch k runs on replica `k % replicas`.
+        tensor: ranks over which each of its matrices is split.
+        forward_seconds, backward_seconds: of one microbatch on one rank, recomputation included [s].
+        update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
+        step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
+        parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
+        memory: predicted on each of its ranks; None under PipeDream's model, which has none.
+        in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
+        recompute: "none", or "full": only the stage's inputs are kept, and its forward runs again in the backward.
+        optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
+    """
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    tensor: int = 1
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float = 0.0
+    step_seconds: float
+    parameter_bytes: float | None = None
+    memory: MemoryUse | None = None
+    in_flight: int | None = None
+    recompute: str = "none"
+    optimizer_shards: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if not self.nodes or not self.ranks:
+            raise ValueError(f"stage with nodes={self.nodes}, ranks={self.ranks}: expected at least one of each")
+        if self.tensor < 1 or len(self.ranks) % self.tensor:
+            raise ValueError(
+                f"stage on {len(self.ranks)} ranks with tensor={self.tensor}: expected a number that divides "
+                f"{len(self.ranks)}"
+            )
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+        if not 1 <= self.optimizer_shards <= self.replicas:
+            raise ValueError(
+                f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the stage, each on its share of the microbatches."""
+        return len(self.ranks) // self.tensor
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Predicted on each of its ranks [bytes]."""
+        return None if self.memory is None else self.memory.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A plan that was not taken.
+
+    Arguments:
+        label: for people: what it does otherwise.
+        replicas: by stage.
+        num_nodes: by stage.
+        predicted_step_time: [s a minibatch].
+        simulated_step_time: [s a batch]; None where it was not simulated.
+        memory_bytes: the largest of any rank [bytes]; None where nobody asked.
+    """
+
+    label: str = ""
+    replicas: tuple[int, ...]
+    num_nodes: tuple[int, ...]
+    predicted_step_time: float
+    simulated_step_time: float | None = None
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """Stages in order, on ranks 0..num_devices-1; where a plan needs fewer, the rest stay idle.
+
+    Arguments:
+        stages: [S]; with V chunks a rank, stage s + P stands on the ranks of stage s.
+        num_chunks: V.
+        cost_model: "default" or "pipedream".
+        schedule: that memory was counted for; None under PipeDream's model.
+        num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
+        microbatch_size: samples of one; None where the profile does not say.
+        predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
+            runtime calls a microbatch.
+        bound: no plan can have a smaller bottleneck under this model [s a minibatch].
+        simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
+            where it was not simulated.
+        simulated_bubble: of that simulation, a fraction.
+        runners_up: what else was considered, the better ones first.
+        notes: what was left out or could not be done.
+
+    Raises ValueError for a node that stands twice, a rank that stands twice among the stages of one chunk or other
+    ranks in another chunk, and a rank outside the cluster.
+    """
+
+    stages: tuple[PlanStage, ...]
+    num_devices: int
+    num_chunks: int = 1
+    cost_model: str
+    predicted_step_time: float
+    bound: float
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    simulated_step_time: float | None = None
+    simulated_bubble: float | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "runners_up", "notes"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not self.stages:
+            raise ValueError("plan without stages: expected at least one")
+        if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
+            raise ValueError(
+                f"{len(self.stages)} stages in num_chunks={self.num_chunks}: expected a number that divides "
+                f"{len(self.stages)}"
+            )
+        _refuse_twice("node", [node for stage in self.stages for node in stage.nodes])
+        width = len(self.stages) // self.num_chunks
+        for number, stage in enumerate(self.stages):
+            if stage.ranks != self.stages[number % width].ranks:
+                raise ValueError(
+                    f"stage {number} on ranks {stage.ranks} and stage {number % width}, of another chunk, on "
+                    f"{self.stages[number % width].ranks}: expected the same ranks"
+                )
+        ranks = [rank for stage in self.stages[:width] for rank in stage.ranks]
+        _refuse_twice("rank", ranks)
+        for rank in ranks:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
+                raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage; (15, 1) is what the papers write as 15-1."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one: its bottleneck over the bound, less one."""
+        return self.predicted_step_time / self.bound - 1 if self.bound > 0 else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
+        if self.simulated_bubble is not None:
+            return self.simulated_bubble
+        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+        room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
+        return 1 - work / room if room > 0 else 0.0
+
+    @property
+    def memory(self) -> dict[int, MemoryUse]:
+        """By rank in use, what is predicted there; empty under PipeDream's model."""
+        found: dict[int, MemoryUse] = {}
+        for stage in self.stages:
+            for rank in stage.ranks if stage.memory is not None else ():
+                assert stage.memory is not None
+                found[rank] = found[rank] + stage.memory if rank in found else stage.memory
+        return found
+
+    @property
+    def memory_bytes(self) -> dict[int, float]:
+        """By rank in use, what is predicted there [bytes]; empty under PipeDream's model."""
+        return {rank: memory.total for rank, memory in self.memory.items()}
+
+
+def _refuse_twice(what: str, values: Sequence[object]) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{what} {value!r} stands twice in the plan: expected each once")
+        seen.add(value)
