@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules.alive import activations
-from ..schedules.ir import BACKWARD_OPS, Action, Op, Schedule
+from ..schedules.ir import BACKWARD_OPS, LAST_USES, Action, Op, Schedule
 from ..schedules.registry import family
 from ..schedules.versions import derive_versions
 from .topology import Floats
@@ -130,7 +130,7 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
             num_microbatches += chunk == 0
         elif op in BACKWARD_OPS:
             in_backward.add((counts, tuple(graded), chunk))
-        if op in (Op.B, Op.W):
+        if op in LAST_USES:
             graded[chunk] = 1
     rows, moments = sorted(in_backward), sorted(held)
     return InFlight(

@@ -15,6 +15,7 @@ from .registry import FAMILIES, build, canonical_name, family
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
+from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.simulate import ideal_makespan, simulate
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 
@@ -25,6 +26,8 @@ __all__ = [
     "Edge",
     "Family",
     "Idle",
+    "LinkLevel",
+    "Links",
     "Lowered",
     "Message",
     "MessageKind",
@@ -34,7 +37,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Span",
+    "Sum",
     "Timeline",
+    "Way",
     "attribute_idle",
     "build",
     "canonical_name",

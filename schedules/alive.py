@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from .ir import Action, Op
+from .ir import LAST_USES, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
-
-_LAST_USES = frozenset({Op.B, Op.W})  # of a microbatch's activations on its stage
 
 
 def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
@@ -26,13 +24,13 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
     begun = {(stage, index) for stage, op, index in program if op is Op.F}
     alive = {stage: 0 for stage, _, _ in program}
     for stage, op, index in program:
-        alive[stage] += op in _LAST_USES and (stage, index) not in begun
+        alive[stage] += op in LAST_USES and (stage, index) not in begun
     forward_only = all(op is Op.F for _, op, _ in program)
     for action in program:
         if action.op is Op.F:
             alive[action.stage] += 1
         yield action, alive
-        if action.op in _LAST_USES or forward_only:
+        if action.op in LAST_USES or forward_only:
             alive[action.stage] -= 1
 
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from .alive import peak_activations
 from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
-from .messages import STAGE_KINDS, Message, MessageKind, Transfer, message_for
+from .messages import STAGE_KINDS, Message, Transfer
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
 from .versions import check_rule, check_updates, derive_versions
@@ -100,7 +100,7 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
             given = set(program.inputs.get(step, ()))
             inputs = given
             if isinstance(step, Action) and step.op is not Op.U:
-                inputs = _messages_needed(schedule, needs, step, rank)
+                inputs = {delivery.message for delivery in needs.arrivals(step)}
             if inputs != given:
                 raise ScheduleError(f"{where}: {step} needs {_listed(inputs)}, but waits for other messages")
             if not inputs <= posted:
@@ -111,17 +111,11 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
         elif not step.is_send:
             posted.add(step.message)
         elif step.message.kind in STAGE_KINDS:
-            src, index = step.message.src, step.message.index
-            op = Op.F if step.message.kind is MessageKind.ACT else needs.backward(src, index).op
-            if Action(src, op, index) not in made:
-                raise ScheduleError(f"{where}: {step} stands before {Action(src, op, index)}, which makes it")
+            maker = needs.maker(step.message)
+            if maker not in made:
+                raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
     if tuple(done) != schedule.programs[rank]:
         raise ScheduleError(f"rank {rank} no longer runs the actions of its program in their order")
-
-
-def _messages_needed(schedule: Schedule, needs: Needs, action: Action, rank: int) -> set[Message]:
-    others = [need for need in needs.of(action) if schedule.owner(need.stage, need.index) != rank]
-    return {message_for(action, need) for need in others}
 
 
 def _listed(messages: set[Message]) -> str:

@@ -38,6 +38,7 @@ class Op(StrEnum):
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
+LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
 
 _ACTION = re.compile(r"(\d+)([FBIWU])(\d+)")
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from .ir import Action, Op
-
 # Receives of a link that are posted and not yet consumed, at most, unless the order forces more. A link carries several
 # streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
 RECEIVES_AHEAD = 4
@@ -51,12 +49,6 @@ class Message(NamedTuple):
                 return f"gradient norm of update group {index} from rank {src} to rank {dst}"
             case MessageKind.TOTAL:
                 return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
-
-
-def message_for(action: Action, need: Action) -> Message:
-    """What brings the result of `need` to `action` when they stand on different ranks."""
-    kind = MessageKind.ACT if need.op is Op.F else MessageKind.GRAD
-    return Message(kind, need.stage, action.stage, action.index)
 
 
 class Transfer(NamedTuple):

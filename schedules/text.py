@@ -48,7 +48,6 @@ def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
     for trace in timeline.ranks:
         row: list[Action | None] = [None] * length
         for what, start, _ in trace.compute:
-            assert isinstance(what, Action)
             if what.op in COMPUTE_OPS:
                 row[round(start)] = what
         rows.append(row)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..schedules import Action, Idle, Message, MessageKind, Op, Timeline, attribute_idle
+from ..schedules import Action, Idle, MessageKind, Op, Timeline, attribute_idle
 from .lanes import assign_lanes
 from .palette import (
     CAUSE_HUES,
@@ -102,7 +102,6 @@ def _boxes(timeline: Timeline) -> list[_Box]:
     boxes = []
     for rank, trace in enumerate(timeline.ranks):
         for action, start, end in trace.compute:
-            assert isinstance(action, Action)
             hue = OP_HUES.get(action.op, OTHER_HUE)
             colour = shade(hue, chunk=chunk_of[rank].get(action.stage, 0), num_chunks=chunks)
             if shows_batches(timeline):
@@ -245,7 +244,6 @@ def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
     corners, colours = [], []
     for rank, trace in enumerate(timeline.ranks):
         for (message, start, end), lane in zip(trace.comm, lanes[rank], strict=True):
-            assert isinstance(message, Message)
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
             corners.append(_corners(x, width, rank + _LANES_TOP + lane * height, height))
             colours.append(MESSAGE_HUES[message.kind])
@@ -299,9 +297,9 @@ def idle_shares(timeline: Timeline) -> list[Idle]:
 
 def ops_of(timeline: Timeline) -> set[Op]:
     """The ops that were run."""
-    return {span.what.op for trace in timeline.ranks for span in trace.compute if isinstance(span.what, Action)}
+    return {span.what.op for trace in timeline.ranks for span in trace.compute}
 
 
 def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
     """The messages that arrived."""
-    return {span.what.kind for trace in timeline.ranks for span in trace.comm if isinstance(span.what, Message)}
+    return {span.what.kind for trace in timeline.ranks for span in trace.comm}

@@ -12,13 +12,14 @@ name without the digits, hence `F 3`; slices of one thread that overlap must nes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedules import Action, Message, Op, Timeline
+from ..schedules import Action, Message, Op, Span, Timeline
 from ..schedules.messages import STAGE_KINDS
 from ..schedules.timing.attribution import Gap, find_gaps
+from ..schedules.timing.timeline import What
 from .arrows import find_arrows
 from .lanes import assign_lanes
 
@@ -103,18 +104,24 @@ class _Trace:
 
     def _slices(self, rank: int, gaps: dict[Action, Gap]) -> Iterator[_Event]:
         trace = self.timeline.ranks[rank]
-        for first_tid, spans in ((_COMPUTE, trace.compute), (_RECEIVE, trace.comm)):
-            ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
-            for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
-                self._places[rank][what] = _Place(first_tid + lane, start, end)
-                times = {"ts": start / _TICKS_PER_US, "dur": (end - start) / _TICKS_PER_US}
-                yield {
-                    "ph": "X",
-                    "pid": self.first_pid + rank,
-                    "tid": first_tid + lane,
-                    **times,
-                    **(self._message(what) if isinstance(what, Message) else self._action(what, gaps.get(what))),
-                }
+        yield from self._lane(rank, _COMPUTE, trace.compute, lambda action: self._action(action, gaps.get(action)))
+        yield from self._lane(rank, _RECEIVE, trace.comm, self._message)
+
+    def _lane(
+        self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], _Event]
+    ) -> Iterator[_Event]:
+        """Spans on as many tracks as it takes to have none overlap."""
+        ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
+        for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
+            self._places[rank][what] = _Place(first_tid + lane, start, end)
+            times = {"ts": start / _TICKS_PER_US, "dur": (end - start) / _TICKS_PER_US}
+            yield {
+                "ph": "X",
+                "pid": self.first_pid + rank,
+                "tid": first_tid + lane,
+                **times,
+                **describe(what),
+            }
 
     def _ticks(self, seconds: float) -> int:
         return round((seconds - self._origin) * 1e6 * _TICKS_PER_US)
@@ -152,14 +159,14 @@ class _Trace:
     def _flows(self) -> Iterator[_Event]:
         """Two events an arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
         for arrow in find_arrows(self.timeline):
-            maker = self._places[arrow.maker_rank][arrow.maker]
-            consumer = self._places[arrow.consumer_rank][arrow.consumer]
+            maker = self._places[arrow.sender][arrow.maker]
+            consumer = self._places[arrow.receiver][arrow.user]
             leaves = max(maker.start, min(maker.end - 1, consumer.start))
             if leaves > consumer.start:
                 continue  # clocks of two hosts that disagree: an arrow back in time can't be drawn
             ends = (
-                ("s", arrow.maker_rank, maker.tid, leaves),
-                ("f", arrow.consumer_rank, consumer.tid, consumer.start),
+                ("s", arrow.sender, maker.tid, leaves),
+                ("f", arrow.receiver, consumer.tid, consumer.start),
             )
             for phase, rank, tid, at in ends:
                 yield {
@@ -168,7 +175,7 @@ class _Trace:
                     "tid": tid,
                     "ts": at / _TICKS_PER_US,
                     "id": self.first_arrow + self.num_arrows,
-                    "name": f"{arrow.kind.value} {arrow.maker.index}",
+                    "name": f"{arrow.message.kind.value} {arrow.maker.index}",
                     "cat": "flow",
                     **({"bp": "e"} if phase == "f" else {}),
                 }

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..schedules import Action, Op, Timeline
+from ..schedules import Op, Timeline
 from .gantt import (
     Scale,
     batch_of,
@@ -111,7 +111,7 @@ class _Panel:
     def _num_batches(self) -> int:
         """Number of batches of which a forward is shown."""
         spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
-        return len({batch_of(self.timeline, a) for a in spans if isinstance(a, Action) and a.op is Op.F})
+        return len({batch_of(self.timeline, a) for a in spans if a.op is Op.F})
 
 
 def _render(panels: Sequence[_Panel], path: str | Path) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...partition.profiler.clock import Clock, Stamp
-from ...schedules import Action, Costs, Message, MessageKind, Op, RankTrace, Schedule, Span, Timeline
+from ...schedules import Action, Costs, Message, Op, RankTrace, Schedule, Span, Timeline
 from ...schedules.lowering.stream import Stream
 from ...schedules.messages import STAGE_KINDS
+from ...schedules.needs import Needs
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
@@ -98,7 +99,7 @@ class RankRecord:
     offset: to add to this rank's times to compare them with rank 0's (hosts differ).
     """
 
-    compute: tuple[Span, ...]
+    compute: tuple[Span[Action], ...]
     arrivals: tuple[tuple[Message, float, float], ...]
     offset: float = field(default=0.0)
 
@@ -109,19 +110,17 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Time
     The comm lane of a rank shows the messages that it really had to wait for, from when they were made on the other
     rank until they were there (one that came early was not seen to arrive).
     """
-    made_at = {
-        _made(span.what): span.end + record.offset
-        for record in records
-        for span in record.compute
-        if isinstance(span.what, Action) and span.what.op is not Op.U
-    }
+    needs = Needs(schedule)
+    made_at = {span.what: span.end + record.offset for record in records for span in record.compute}
     ranks = []
     for record in records:
         compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
-        comm = []
+        comm: list[Span[Message]] = []
         for message, began, there in record.arrivals:
-            made = made_at.get((message.kind is not MessageKind.GRAD, message.src, message.index))
-            if made is None or message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
+            if message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
+                continue
+            made = made_at.get(needs.maker(message))
+            if made is None:
                 continue
             comm.append(Span(message, min(made, there + record.offset), there + record.offset))
         ranks.append(RankTrace(compute=compute, comm=tuple(sorted(comm, key=lambda span: span.start))))
@@ -134,30 +133,24 @@ def assemble_stream(stream: Stream, records: Sequence[RankRecord]) -> Timeline:
     batch 0."""
     size, groups = stream.schedule.num_microbatches, stream.schedule.groups_per_batch
 
-    def batch(action: Action | Message) -> int:
-        assert isinstance(action, Action)
+    def batch(action: Action) -> int:
         return action.index // (groups if action.op is Op.U else size)
 
     batches = [batch(span.what) for record in records for span in record.compute]
     first, last = min(batches, default=0), max(batches, default=0)
 
-    def moved(what: Action | Message) -> Action | Message:
-        if isinstance(what, Action):
-            return what._replace(index=what.index - first * (groups if what.op is Op.U else size))
-        return what._replace(index=what.index - first * (size if what.kind in STAGE_KINDS else groups))
+    def moved(action: Action) -> Action:
+        return action._replace(index=action.index - first * (groups if action.op is Op.U else size))
+
+    def moved_message(message: Message) -> Message:
+        return message._replace(index=message.index - first * (size if message.kind in STAGE_KINDS else groups))
 
     rebased = []
     for record in records:
         compute = tuple(Span(moved(what), start, end) for what, start, end in record.compute)
-        arrivals = tuple((m, start, end) for old, start, end in record.arrivals if isinstance(m := moved(old), Message))
+        arrivals = tuple((moved_message(message), start, end) for message, start, end in record.arrivals)
         rebased.append(replace(record, compute=compute, arrivals=arrivals))
     return assemble_timeline(stream.unrolled(last - first + 1), rebased)
-
-
-def _made(action: Action | Message) -> tuple[bool, int, int]:
-    """(is forward, stage, microbatch)."""
-    assert isinstance(action, Action)
-    return action.op is Op.F, action.stage, action.index
 
 
 def costs_from_medians(

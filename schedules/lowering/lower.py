@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir import BACKWARD_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule
+from ..ir import COMPUTE_OPS, Action, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
+from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 
 
@@ -72,7 +73,7 @@ class _Links:
                 self.sent_in.update(dict.fromkeys((m for m, _ in self.outputs[rank].get(step, ())), call))
 
     def sender(self, message: Message) -> int:
-        """The rank that sends it."""
+        """The rank that sends a message."""
         return self.schedule.owner(message.src, message.index) if message.kind in STAGE_KINDS else message.src
 
     def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work, receiver: int) -> None:
@@ -81,38 +82,17 @@ class _Links:
         self.inputs[receiver].setdefault(consumed_by, []).append(message)
 
     def _find(self) -> None:
-        schedule, sharing = self.schedule, self.sharing
-        out_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
-        in_edges: list[list[Edge]] = [[] for _ in range(schedule.num_stages)]
-        for edge in schedule.stage_edges:
-            out_edges[edge.src].append(edge)
-            in_edges[edge.dst].append(edge)
-        split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
-        owner = schedule.owner
+        needs = Needs(self.schedule)
         for rank, work in enumerate(self.work):
-            loss_behind = _last_forwards(schedule, rank) if sharing.loss else {}
+            loss_behind = _last_forwards(self.schedule, rank) if self.sharing.loss else {}
             for step in work:
                 if isinstance(step, GroupStep):
                     self._share_gradients(rank, step)
                     continue
-                stage, op, index = step
-                if op is Op.F:
-                    for edge in out_edges[stage]:
-                        receiver = owner(edge.dst, index)
-                        if receiver != rank:
-                            message = Message(MessageKind.ACT, stage, edge.dst, index)
-                            self._add(message, step, rank, Action(edge.dst, Op.F, index), receiver)
-                    if step in loss_behind:
-                        self._share_loss(rank, step, loss_behind[step])
-                elif op in BACKWARD_OPS:
-                    for edge in in_edges[stage]:
-                        if not edge.grad:
-                            continue
-                        receiver = owner(edge.src, index)
-                        if receiver != rank:
-                            message = Message(MessageKind.GRAD, stage, edge.src, index)
-                            consumer = Action(edge.src, Op.I if (edge.src, index) in split else Op.B, index)
-                            self._add(message, step, rank, consumer, receiver)
+                for message, _, _, user, receiver in needs.departures(step):
+                    self._add(message, step, rank, user, receiver)
+                if step in loss_behind:
+                    self._share_loss(rank, step, loss_behind[step])
 
     def _share_loss(self, rank: int, made_by: Work, group: int) -> None:
         for receiver in range(self.schedule.num_ranks):

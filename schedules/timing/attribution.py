@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..ir import Action, Op
-from ..messages import Message, message_for
+from ..messages import Message
 from ..needs import Needs
 from .timeline import Idle, RankTrace, Timeline
 
@@ -63,7 +63,7 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Gap], *, surplus: fl
         return Idle(0.0, timeline.makespan, 0.0, 0.0, 0.0, 0.0, 0.0)
     late = sum(gap.late_peer for gap in gaps)
     imbalance = min(late, max(surplus, 0.0))
-    updates = sum(end - start for what, start, end in rank.compute if isinstance(what, Action) and what.op is Op.U)
+    updates = sum(end - start for what, start, end in rank.compute if what.op is Op.U)
     return Idle(
         warm_up=sum(gap.warm_up for gap in gaps),
         drain=timeline.end - rank.compute[-1].end + sum(gap.drain for gap in gaps),
@@ -84,23 +84,20 @@ class _Finder:
         self._needs = Needs(timeline.schedule)
         spans = [span for rank in timeline.ranks for span in rank.compute]
         self._made_at = {what: end for what, _, end in spans}
-        self._last = max((s.end for s in spans if isinstance(s.what, Action) and s.what.op is not Op.U), default=0.0)
+        self._last = max((s.end for s in spans if s.what.op is not Op.U), default=0.0)
 
     def gaps_of(self, rank: RankTrace) -> dict[Action, Gap]:
         arrived = {message: (ready, end) for message, ready, end in rank.comm}
-        own = {span.what for span in rank.compute}
         gaps: dict[Action, Gap] = {}
         previous = self._start
         for at, (action, start, end) in enumerate(rank.compute):
-            assert isinstance(action, Action)
             if start > previous:
                 if at == 0:
                     gaps[action] = Gap(action, warm_up=start - previous)
                 elif action.op is Op.U:
                     gaps[action] = self._before_update(action, previous, start)
                 else:
-                    inputs = [need for need in self._needs.of(action) if need not in own]
-                    gaps[action] = self._before_compute(action, previous, start, inputs, arrived)
+                    gaps[action] = self._before_compute(action, previous, start, arrived)
             previous = end
         return gaps
 
@@ -114,14 +111,13 @@ class _Finder:
         action: Action,
         previous: float,
         start: float,
-        inputs: list[Action],
-        arrived: dict[Action | Message, tuple[float, float]],
+        arrived: dict[Message, tuple[float, float]],
     ) -> Gap:
         made = arrival = previous
-        for need in inputs:
+        for message, maker, *_ in self._needs.arrivals(action):
             # A window of a stream lacks the makers of its first messages; the messages know when they were made.
-            sent, here = arrived.get(message_for(action, need), (previous, previous))
-            made = max(made, self._made_at.get(need, sent))
+            sent, here = arrived.get(message, (previous, previous))
+            made = max(made, self._made_at.get(maker, sent))
             arrival = max(arrival, here)
         made, arrival = min(made, start), min(max(arrival, made), start)
         return Gap(action, late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)

@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..ir import Op, Schedule
+from ..messages import MessageKind
+from ..needs import Needs, Wire
 from .costs import Costs, CostTable
+from .links import Links, Traffic, wire_bytes
 
 
-def lower_bound(schedule: Schedule, costs: Costs) -> float:
+def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
     """The largest (earliest possible start + work + shortest possible tail) of any set of actions of one rank [s].
 
         head              work          tail
@@ -20,25 +23,28 @@ def lower_bound(schedule: Schedule, costs: Costs) -> float:
 
     It holds for every order of the same actions on the same placement, since one of the set starts first and one
     ends last. Tried are the sets of all actions with a head of at least h and a tail of at least q.
-    The one-machine bound of Carlier (1982). O(actions + P * V^2 + S + edges * log(edges)).
+    With links, the messages of one link or network card are such a set, too. The one-machine bound of Carlier (1982).
+    O(actions + P * V^2 + S + edges * (log(edges) + M)).
     """
     table = costs.table(num_stages=schedule.num_stages)
     if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
         own_update = max(sum(table.update[s] for s in stages) for stages in schedule.placement)
-        return lower_bound(schedule, replace(costs, update=0.0, norm=None)) + table.norm + own_update
-    ways = _Ways(schedule, table)
-    return max(_rank_bound(ways.jobs(rank)) for rank in range(schedule.num_ranks))
+        return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
+    ways = _Ways(schedule, table, links)
+    sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
+    return max(_machine_bound(jobs) for jobs in (*sets, *ways.loads))
 
 
 class _Job(NamedTuple):
-    """All actions of one op and stage on a rank: `head` must pass before each starts, `tail` comes behind [s]."""
+    """All actions of one op and stage on a rank, or messages of one wire over a link: `head` must pass before each
+    starts, `tail` comes behind [s]."""
 
     head: float
     work: float
     tail: float
 
 
-def _rank_bound(jobs: list[_Job]) -> float:
+def _machine_bound(jobs: list[_Job]) -> float:
     bound = 0.0
     by_tail = sorted(jobs, key=lambda job: job.tail, reverse=True)
     for first in jobs:
@@ -53,9 +59,9 @@ def _rank_bound(jobs: list[_Job]) -> float:
 class _Ways:
     """The longest way of one microbatch up to and behind the forward and the gradient of each stage."""
 
-    def __init__(self, schedule: Schedule, table: CostTable) -> None:
-        self.schedule = schedule
-        self.table = table
+    def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
+        self.schedule, self.table, self.links = schedule, table, links
+        wires = [wire for wire in Needs(schedule).wires if schedule.has_backward or wire.kind is MessageKind.ACT]
         self.counts = [Counter((a.op, a.stage) for a in program) for program in schedule.programs]
         # The op that makes the gradient: the cheaper one where a stage has both.
         self.present = set().union(*self.counts)
@@ -63,51 +69,100 @@ class _Ways:
             min((table.of(op, s) for op in (Op.B, Op.I) if (op, s) in self.present), default=0.0)
             for s in range(schedule.num_stages)
         ]
+        self.sums = {each.stage: each for each in links.sums} if links is not None else {}
         self.update = [self._update(s) for s in range(schedule.num_stages)]
-        self._walk()
+        self.sizes = {} if links is None else wire_bytes(schedule, links)
+        self.delay = {wire: self._delay(wire) for wire in wires}
+        self._walk(
+            activations=[wire for wire in wires if wire.kind is MessageKind.ACT],
+            gradients=[wire for wire in wires if wire.kind is MessageKind.GRAD],
+        )
+        self.loads = [] if links is None else self._loads(links, wires)
 
     def _update(self, stage: int) -> float:
-        """Seconds of optimizer steps that come behind any gradient of `stage`."""
+        """Seconds of sums and optimizer steps that come behind any gradient of `stage`."""
+        update = self.table.update
+        own = update[stage] + self._summing(stage)
         if self.schedule.has_epilogue:
-            placement, update = self.schedule.placement, self.table.update
-            return min(sum(update[s] for s in placement[rank]) for rank in self.schedule.owners[stage])
-        has_update = any((Op.U, stage) in counts for counts in self.counts)
-        return self.table.update[stage] if has_update else 0.0
+            placement = self.schedule.placement
+            return max(own, min(sum(update[s] for s in placement[rank]) for rank in self.schedule.owners[stage]))
+        return own if self._has_update(stage) else 0.0
 
-    def _walk(self) -> None:
+    def _summing(self, stage: int) -> float:
+        return self.sums[stage].seconds if stage in self.sums else 0.0
+
+    def _has_update(self, stage: int) -> bool:
+        return any((Op.U, stage) in counts for counts in self.counts)
+
+    def _pairs(self, wire: Wire) -> Counter[tuple[int, int]]:
+        """How many messages each pair of ranks sends over a wire."""
+        owner = self.schedule.owner
+        indices = range(self.schedule.total_microbatches)
+        pairs = Counter((owner(wire.src, k), owner(wire.dst, k)) for k in indices)
+        return Counter({(src, dst): count for (src, dst), count in pairs.items() if src != dst})
+
+    def _delay(self, wire: Wire) -> float:
+        """The least seconds from stage to stage: none where some rank holds both."""
+        if set(self.schedule.owners[wire.src]) & set(self.schedule.owners[wire.dst]):
+            return 0.0
+        delay = self.table.latency[wire.src]
+        if self.links is None:
+            return delay
+        ways = [self.links.way(src, dst) for src, dst in self._pairs(wire)]
+        return delay + min(way.latency + self.sizes[wire] * way.seconds_per_byte for way in ways)
+
+    def _walk(self, activations: list[Wire], gradients: list[Wire]) -> None:
+        """Activations lead from lower stages to higher ones, gradients back."""
         forward, gradient, weight_grad = self.table.forward, self.gradient, self.table.weight_grad
-        upwards = sorted(self.schedule.stage_edges, key=lambda edge: edge.dst)
-        downwards = sorted(self.schedule.stage_edges, key=lambda edge: -edge.src)
-        has_backward = self.schedule.has_backward
+        num_stages = self.schedule.num_stages
 
-        self.to_forward = [0.0] * self.schedule.num_stages
-        for src, dst, _ in upwards:
-            way = self.to_forward[src] + forward[src] + self._latency(src, dst)
-            self.to_forward[dst] = max(self.to_forward[dst], way)
+        self.to_forward = [0.0] * num_stages
+        for wire in sorted(activations, key=lambda wire: wire.dst):
+            way = self.to_forward[wire.src] + forward[wire.src] + self.delay[wire]
+            self.to_forward[wire.dst] = max(self.to_forward[wire.dst], way)
 
         self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
-        for src, dst, grad in downwards:
-            if grad and has_backward:
-                way = self.to_gradient[dst] + gradient[dst] + self._latency(dst, src)
-                self.to_gradient[src] = max(self.to_gradient[src], way)
+        for wire in sorted(gradients, key=lambda wire: -wire.dst):
+            way = self.to_gradient[wire.src] + gradient[wire.src] + self.delay[wire]
+            self.to_gradient[wire.dst] = max(self.to_gradient[wire.dst], way)
 
         # The weight gradient comes behind, too, unless a whole backward may have made the gradient.
-        split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(self.schedule.num_stages)]
+        split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(num_stages)]
         self.behind_gradient = [u + w * s for u, w, s in zip(self.update, weight_grad, split, strict=True)]
-        for src, dst, grad in upwards:
-            if grad and has_backward:
-                way = self._latency(dst, src) + gradient[src] + self.behind_gradient[src]
-                self.behind_gradient[dst] = max(self.behind_gradient[dst], way)
+        for wire in sorted(gradients, key=lambda wire: wire.src):
+            way = self.delay[wire] + gradient[wire.dst] + self.behind_gradient[wire.dst]
+            self.behind_gradient[wire.src] = max(self.behind_gradient[wire.src], way)
 
         self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
-        for src, dst, _ in downwards:
-            way = self._latency(src, dst) + forward[dst] + self.behind_forward[dst]
-            self.behind_forward[src] = max(self.behind_forward[src], way)
+        for wire in sorted(activations, key=lambda wire: -wire.src):
+            way = self.delay[wire] + forward[wire.dst] + self.behind_forward[wire.dst]
+            self.behind_forward[wire.src] = max(self.behind_forward[wire.src], way)
 
-    def _latency(self, src: int, dst: int) -> float:
-        """The least latency from stage to stage: none where some rank holds both."""
-        shared = set(self.schedule.owners[src]) & set(self.schedule.owners[dst])
-        return 0.0 if shared else self.table.latency[src]
+    def _loads(self, links: Links, wires: list[Wire]) -> list[list[_Job]]:
+        """By link and network card, the messages and sums that it carries."""
+        traffic = Traffic(links)
+        loads: dict[object, list[_Job]] = {}
+        for wire in wires:
+            if wire.kind is MessageKind.ACT:
+                head = self.to_forward[wire.src] + self.table.forward[wire.src]
+                tail = self.table.forward[wire.dst] + self.behind_forward[wire.dst]
+            else:
+                head = self.to_gradient[wire.src] + self.gradient[wire.src]
+                tail = self.gradient[wire.dst] + self.behind_gradient[wire.dst]
+            for (src, dst), count in self._pairs(wire).items():
+                way = links.way(src, dst)
+                seconds = count * self.sizes[wire] * way.seconds_per_byte
+                job = _Job(head, seconds, self.table.latency[wire.src] + way.latency + tail)
+                for name in traffic.names(src, dst):
+                    loads.setdefault(name, []).append(job)
+        for each in self.sums.values():
+            if self.schedule.has_epilogue or self._has_update(each.stage):
+                updates = self.schedule.num_batches * self.schedule.groups_per_batch
+                seconds = each.seconds * (1 if self.schedule.has_epilogue else updates)
+                head = self.to_gradient[each.stage] + self.gradient[each.stage]
+                for name in traffic.names_of_sum(each):
+                    loads.setdefault(name, []).append(_Job(head, seconds, self.table.update[each.stage]))
+        return list(loads.values())
 
     def jobs(self, rank: int) -> list[_Job]:
         jobs = []
@@ -122,6 +177,6 @@ class _Ways:
                     head = self.to_gradient[stage] + self.table.input_grad[stage]
                     jobs.append(_Job(head, count * cost, self.update[stage]))
                 case Op.U:  # all but the last have the last behind them
-                    head = self.to_gradient[stage] + self.gradient[stage]
+                    head = self.to_gradient[stage] + self.gradient[stage] + self._summing(stage)
                     jobs += [_Job(head, (count - 1) * cost, cost), _Job(head, cost, 0.0)]
         return jobs

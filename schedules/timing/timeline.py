@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ..alive import peak_activations
 from ..ir import COMPUTE_OPS, Action, Op, Schedule
@@ -20,10 +20,13 @@ from ..versions import derive_versions
 _JSON_VERSION = 1
 
 
-class Span(NamedTuple):
-    """One action or message from `start` to `end` [s]."""
+What = TypeVar("What", Action, Message)
 
-    what: Action | Message
+
+class Span(NamedTuple, Generic[What]):
+    """One action (compute) or message (communication) from `start` to `end` [s]."""
+
+    what: What
     start: float
     end: float
 
@@ -35,22 +38,18 @@ class RankTrace:
     comm holds the messages that this rank received.
     """
 
-    compute: tuple[Span, ...]
-    comm: tuple[Span, ...] = ()
+    compute: tuple[Span[Action], ...]
+    comm: tuple[Span[Message], ...] = ()
 
     @property
     def busy(self) -> float:
         """Seconds of F, B, I and W (an update is not pipeline work)."""
-        return sum(
-            span.end - span.start
-            for span in self.compute
-            if isinstance(span.what, Action) and span.what.op in COMPUTE_OPS
-        )
+        return sum(span.end - span.start for span in self.compute if span.what.op in COMPUTE_OPS)
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """What the rank computed, in order."""
-        return tuple(span.what for span in self.compute if isinstance(span.what, Action))
+        return tuple(span.what for span in self.compute)
 
 
 class _SteadyState(NamedTuple):
@@ -132,7 +131,7 @@ class Timeline:
         for trace in self.ranks:
             first: dict[int, int] = {}
             for position, (what, _, _) in enumerate(trace.compute):
-                if isinstance(what, Action) and what.op is Op.F:
+                if what.op is Op.F:
                     first.setdefault(what.index // num_microbatches, position)
             began.append(first)
         working = [rank for rank, first in enumerate(began) if first]  # a replica may have nothing to do
@@ -170,7 +169,7 @@ class Timeline:
     def shifted(self, offset: float) -> Timeline:
         """The same run with all times moved by `offset` [s]."""
 
-        def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        def move(spans: tuple[Span[What], ...]) -> tuple[Span[What], ...]:
             return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
 
         ranks = tuple(RankTrace(compute=move(r.compute), comm=move(r.comm)) for r in self.ranks)
@@ -210,7 +209,7 @@ class Timeline:
             raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
 
 
-def _span(what: Action | Message, start: float, end: float) -> Span:
+def _span(what: What, start: float, end: float) -> Span[What]:
     return Span(what, float(start), float(end))
 
 

@@ -19,6 +19,7 @@ from stagewright.schedules import (
     Span,
     build,
     ideal_makespan,
+    lower_bound,
     simulate,
 )
 
@@ -139,6 +140,15 @@ def test_with_a_global_norm_all_ranks_wait_for_the_last() -> None:
     assert [(s.start, s.end) for s in updates] == [(end + 0.125, end + 0.125 + u) for u in (0.5, 1.0, 0.25, 2.0)]
 
 
+def test_a_norm_counts_behind_no_update() -> None:
+    """It was left out where updates cost nothing, while the lower bound counted it."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    costs = Costs(forward=1.0, backward=2.0, norm=0.5)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == lower_bound(schedule, costs) == 9.5
+    assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(s, Op.U, 0), 9.5, 9.5) for s in (0, 1)]
+
+
 @pytest.mark.parametrize("costs", [FB_U, Costs(update=1.0, norm=1.0)])
 def test_an_evaluation_has_no_epilogue(costs: Costs) -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=3).forward_only()
@@ -176,8 +186,3 @@ def test_communication_in_a_compute_order() -> None:
 def test_costs_for_other_stages() -> None:
     with pytest.raises(ValueError, match="forward has 3 numbers for 2 stages"):
         simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(forward=[1.0, 1.0, 1.0]))
-
-
-def test_links_are_not_there_yet() -> None:
-    with pytest.raises(ValueError, match=r"links=\[\]: expected None; give the latency .* as Costs\(latency=\.\.\.\)"):
-        simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(), links=[])  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stagewright.schedules import (
     Action,
     Costs,
+    Message,
     MessageKind,
     Op,
     RankTrace,
@@ -18,8 +19,9 @@ from stagewright.schedules import (
     build,
     simulate,
 )
+from stagewright.schedules.needs import Delivery
 from stagewright.schedules.timing.attribution import find_gaps
-from stagewright.viz.arrows import Arrow, find_arrows
+from stagewright.viz.arrows import find_arrows
 from stagewright.viz.lanes import assign_lanes
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30).map(
@@ -86,8 +88,8 @@ def test_arrows_are_what_crosses_ranks():
     schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
     arrows = find_arrows(simulate(schedule, Costs()))
     assert len(arrows) == 3 * 2 * 2  # boundaries x microbatches x directions
-    assert Arrow(Action(1, Op.F, 0), 1, Action(2, Op.F, 0), 0, MessageKind.ACT) in arrows
-    assert Arrow(Action(2, Op.B, 1), 0, Action(1, Op.B, 1), 1, MessageKind.GRAD) in arrows
+    assert Delivery(Message(MessageKind.ACT, 1, 2, 0), Action(1, Op.F, 0), 1, Action(2, Op.F, 0), 0) in arrows
+    assert Delivery(Message(MessageKind.GRAD, 2, 1, 1), Action(2, Op.B, 1), 0, Action(1, Op.B, 1), 1) in arrows
 
 
 def test_an_empty_timeline_has_no_gaps():

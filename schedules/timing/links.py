@@ -1,0 +1,237 @@
+r"""Links: what messages weigh, the ways that they take between ranks, and sums over several ranks.
+
+    rank 0 ----\                   /---- rank 2      A message occupies its pair's link, and the network cards at
+               [card 0] --- [card 1]                 both ends, for bytes * seconds_per_byte, and arrives `latency`
+    rank 1 ----/                   \---- rank 3      after that. 0 -> 2 and 1 -> 3 queue: they share both cards.
+
+First ready, first served: a message is ready when its maker ends (of those ready at one time, the one that the lower
+rank sent comes first), and waits until all that it occupies is free. Those that are ready later queue behind it, also
+where they could go first. A card sends and receives at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..ir import Schedule
+from ..messages import MessageKind
+from ..needs import Wire
+
+
+def _check(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value!r}: expected a finite number, at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way from one rank to another, in one direction.
+
+    Arguments:
+        latency: of a message, after its last byte has left [s].
+        seconds_per_byte: of the slowest part of the way; 0: no limit.
+        sending, receiving: network cards on the way out and in, which it shares with all ways that name them.
+    """
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    sending: Hashable = None
+    receiving: Hashable = None
+
+    def __post_init__(self) -> None:
+        _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLevel:
+    """The ways inside a group of ranks that no smaller group joins.
+
+    Arguments:
+        num_ranks: consecutive ranks of a group.
+        latency, seconds_per_byte: see `Way`.
+        ranks_per_card: consecutive ranks that share one network card on these ways; None: each pair has its own link.
+    """
+
+    num_ranks: int
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    ranks_per_card: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+        for name, value in (("num_ranks", self.num_ranks), ("ranks_per_card", self.ranks_per_card)):
+            if not ((value is None and name == "ranks_per_card") or (isinstance(value, int) and value >= 1)):
+                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
+
+    def way(self, src: int, dst: int) -> Way:
+        """The way from rank to rank."""
+        if self.ranks_per_card is None:
+            return Way(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+        sending, receiving = ((self.num_ranks, rank // self.ranks_per_card) for rank in (src, dst))
+        return Way(latency=self.latency, seconds_per_byte=self.seconds_per_byte, sending=sending, receiving=receiving)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """Gradients of a stage that several ranks add up in front of each of its updates.
+
+    It is ready when the last rank of the stage is through with its backwards of the update group; the stage's updates
+    wait for it. Compute goes on meanwhile, where the program lets it.
+
+    Arguments:
+        stage: whose gradients.
+        seconds: that it takes once all that it occupies is free [s].
+        ways: that it occupies, as (sending rank, receiving rank), with their cards.
+    """
+
+    stage: int
+    seconds: float
+    ways: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(seconds=self.seconds)
+
+
+Network = Way | Sequence[LinkLevel] | Mapping[tuple[int, int], Way]
+Bytes = float | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Sizes of messages, and the network that carries them.
+
+    Arguments:
+        network: one way for all pairs of ranks; levels, the innermost first, each a multiple of the one before; or the
+            way of each pair that sends.
+        activation_bytes: of the messages over each edge of the stage graph: one number, or one an edge, in the order of
+            `schedule.stage_edges` (S - 1 in a chain).
+        gradient_bytes: of those back over it, likewise; None: as many as of activations.
+        sums: at most one a stage.
+
+    Raises ValueError for numbers that are negative or not finite, levels that do not fit, and two sums of a stage.
+
+    >>> nodes = (LinkLevel(num_ranks=2), LinkLevel(num_ranks=4, seconds_per_byte=1e-9, ranks_per_card=2))
+    >>> Links(network=nodes, activation_bytes=8e6).way(1, 2).seconds_per_byte
+    1e-09
+    """
+
+    network: Network
+    activation_bytes: Bytes = 0.0
+    gradient_bytes: Bytes | None = None
+    sums: tuple[Sum, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("activation_bytes", "gradient_bytes"):
+            given = getattr(self, name)
+            for number in given if isinstance(given, Iterable) else () if given is None else (given,):
+                _check(**{name: number})
+        if not isinstance(self.network, Way | Mapping):
+            sizes = [level.num_ranks for level in self.network]
+            if not sizes or any(b % a for a, b in pairwise(sizes)):
+                raise ValueError(f"levels of {sizes} ranks: expected at least one, each a multiple of the one before")
+        stages = [each.stage for each in self.sums]
+        if len(set(stages)) < len(stages):
+            raise ValueError(f"sums of the stages {stages}: expected at most one a stage")
+
+    def way(self, src: int, dst: int) -> Way:
+        """The way from rank `src` to rank `dst`; ValueError where there is none."""
+        match self.network:
+            case Way():
+                return self.network
+            case Mapping():
+                if (src, dst) in self.network:
+                    return self.network[src, dst]
+            case levels:
+                for level in levels:
+                    if src // level.num_ranks == dst // level.num_ranks:
+                        return level.way(src, dst)
+        raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
+
+    def ring_sum(self, *, stage: int, ranks: Sequence[int], num_bytes: float) -> Sum:
+        """The sum of `num_bytes` over D ranks in a ring: 2 (D-1) steps of `num_bytes` / D over its slowest way."""
+        ring = tuple((src, dst) for src, dst in zip(ranks, [*ranks[1:], *ranks[:1]], strict=True) if src != dst)
+        ways = [self.way(src, dst) for src, dst in ring]
+        step = max((way.latency + num_bytes / len(ranks) * way.seconds_per_byte for way in ways), default=0.0)
+        return Sum(stage=stage, seconds=2 * (len(ranks) - 1) * step, ways=ring)
+
+
+def wire_bytes(schedule: Schedule, links: Links) -> dict[Wire, float]:
+    """Bytes of each message over each wire of a schedule."""
+    edges = schedule.stage_edges
+    back = links.activation_bytes if links.gradient_bytes is None else links.gradient_bytes
+    sizes = {}
+    for (src, dst, _), activations, gradients in zip(
+        edges,
+        _spread("activation_bytes", links.activation_bytes, len(edges)),
+        _spread("gradient_bytes", back, len(edges)),
+        strict=True,
+    ):
+        sizes[Wire(MessageKind.ACT, src, dst)] = activations
+        sizes[Wire(MessageKind.GRAD, dst, src)] = gradients
+    return sizes
+
+
+def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
+    given = tuple(value) if isinstance(value, Iterable) else (value,) * number
+    if len(given) != number:
+        raise ValueError(f"{name} has {len(given)} numbers for {number} edges: expected one number, or one an edge")
+    return tuple(map(float, given))
+
+
+class Channel:
+    """What one message at a time occupies: free from `free_at` on [s]."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class Route:
+    """A way of messages of one size, with all that it occupies."""
+
+    __slots__ = ("_channels", "latency", "seconds")
+
+    def __init__(self, seconds: float, latency: float, channels: Sequence[Channel]) -> None:
+        self.seconds, self.latency, self._channels = seconds, latency, channels
+
+    def carry(self, now: float) -> float:
+        """Occupy the channels from the time at which all are free, at or after `now`; returns the arrival [s]."""
+        for channel in self._channels:
+            now = max(now, channel.free_at)
+        now += self.seconds
+        for channel in self._channels:
+            channel.free_at = now
+        return now + self.latency
+
+
+class Traffic:
+    """The channels of one run: pairs of ranks, and both directions of network cards."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._channels: dict[object, Channel] = {}
+
+    def names(self, src: int, dst: int) -> list[object]:
+        """What a message from rank to rank occupies."""
+        way = self._links.way(src, dst)
+        cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
+        return [(src, dst), *cards]
+
+    def message(self, src: int, dst: int, *, num_bytes: float, latency: float) -> Route:
+        """The route of a message from rank to rank; `latency` [s] comes on top of the way's."""
+        way = self._links.way(src, dst)
+        channels = [self._channels.setdefault(name, Channel()) for name in self.names(src, dst)]
+        return Route(num_bytes * way.seconds_per_byte, latency + way.latency, channels)
+
+    def names_of_sum(self, each: Sum) -> list[object]:
+        """What a sum occupies."""
+        return list(dict.fromkeys(name for src, dst in each.ways for name in self.names(src, dst)))
+
+    def sum(self, each: Sum) -> Route:
+        """The route of a sum."""
+        return Route(each.seconds, 0.0, [self._channels.setdefault(n, Channel()) for n in self.names_of_sum(each)])

@@ -1,0 +1,105 @@
+"""A slow simulator with links that shares nothing with the package's: it looks at every rank before each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stagewright.schedules import Action, Costs, Links, Op, Schedule, Sum, Way
+
+from .reference import GRADIENT, seconds
+
+
+@dataclass
+class Run:
+    """starts: by (rank, action). arrivals: by (kind, src, dst, microbatch), when ready and when there.
+    sums: by (stage, update group), when ready and when through. busy: by link or card, what it carried."""
+
+    schedule: Schedule
+    costs: Costs
+    links: Links
+    starts: dict[tuple[int, Action], float] = field(default_factory=dict)
+    arrivals: dict[tuple[str, int, int, int], tuple[float, float]] = field(default_factory=dict)
+    sums: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    busy: dict[object, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self.programs = [list(program) for program in schedule.programs]
+        self.free = [0.0] * schedule.num_ranks
+        self.present = {a for program in schedule.programs for a in program}
+        self.group = schedule.total_microbatches if schedule.has_epilogue else schedule.group_size
+        while any(self.programs):
+            ends = {rank: self.end(rank) for rank, program in enumerate(self.programs) if program}
+            end, rank = min((end, rank) for rank, end in ends.items() if end is not None)
+            action = self.programs[rank].pop(0)
+            self.starts[rank, action] = end - seconds(self.costs, action)
+            self.free[rank] = end
+            self.send(rank, action, end)
+
+    def end(self, rank: int) -> float | None:
+        """When the next action of a rank would end; None: not known yet."""
+        stage, op, k = action = self.programs[rank][0]
+        start = self.free[rank]
+        for src, dst, grad in self.schedule.stage_edges:
+            key = None
+            if op is Op.F and dst == stage:
+                key, maker = ("act", src, dst, k), src
+            elif op in GRADIENT and src == stage and grad:
+                key, maker = ("grad", dst, src, k), dst
+            if key is None or self.home(maker, k) == rank:
+                continue
+            if key not in self.arrivals:
+                return None
+            start = max(start, self.arrivals[key][1])
+        if op is Op.U and any(each.stage == stage for each in self.links.sums):
+            if (stage, k) not in self.sums:
+                return None
+            start = max(start, self.sums[stage, k][1])
+        return start + seconds(self.costs, action)
+
+    def home(self, stage: int, k: int) -> int:
+        ranks = [rank for rank, stages in enumerate(self.schedule.placement) if stage in stages]
+        return ranks[k % self.schedule.num_microbatches % len(ranks)]
+
+    def send(self, rank: int, action: Action, now: float) -> None:
+        stage, op, k = action
+        activation, gradient = self.links.activation_bytes, self.links.gradient_bytes
+        assert isinstance(activation, list)
+        assert isinstance(gradient, list)
+        for number, (src, dst, grad) in enumerate(self.schedule.stage_edges):
+            if op is Op.F and src == stage:
+                self.message(("act", src, dst, k), rank, self.home(dst, k), activation[number], now)
+            elif op in GRADIENT and dst == stage and grad:
+                self.message(("grad", dst, src, k), rank, self.home(src, k), gradient[number], now)
+        for each in self.links.sums:
+            left = [(s, o, i) for program in self.programs for s, o, i in program if o in (Op.B, Op.W)]
+            mine = [i // self.group for s, o, i in left if s == stage]
+            if each.stage == stage and op in (Op.B, Op.W) and k // self.group not in mine:
+                self.sums[stage, k // self.group] = (now, self.sum(each, now))
+
+    def message(self, key: tuple[str, int, int, int], src: int, dst: int, size: float, now: float) -> None:
+        if src == dst:
+            return
+        way = self.way(src, dst)
+        latency = self.costs.latency
+        assert isinstance(latency, tuple)
+        through = self.occupy(self.parts(src, dst), now, size * way.seconds_per_byte)
+        self.arrivals[key] = (now, through + way.latency + latency[key[1]])
+
+    def sum(self, each: Sum, now: float) -> float:
+        return self.occupy({part for src, dst in each.ways for part in self.parts(src, dst)}, now, each.seconds)
+
+    def way(self, src: int, dst: int) -> Way:
+        assert isinstance(self.links.network, dict)
+        return self.links.network[src, dst]
+
+    def parts(self, src: int, dst: int) -> set[object]:
+        way = self.way(src, dst)
+        cards = {("out", way.sending), ("in", way.receiving)}
+        return {(src, dst)} | {card for card in cards if card[1] is not None}
+
+    def occupy(self, parts: set[object], now: float, length: float) -> float:
+        start = max([now, *(self.busy[part][-1][1] for part in parts if part in self.busy)])
+        for part in parts:
+            self.busy.setdefault(part, []).append((start, start + length))
+        return start + length

@@ -1,0 +1,310 @@
+"""Links: messages that queue, network cards, sums; against cases by hand and a slow simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from stagewright.schedules import (
+    Action,
+    Costs,
+    LinkLevel,
+    Links,
+    Message,
+    MessageKind,
+    Op,
+    Schedule,
+    Span,
+    Sum,
+    Way,
+    attribute_idle,
+    build,
+    lower_bound,
+    simulate,
+)
+
+from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
+from .reference_links import Run
+
+ACT, GRAD, SUM = MessageKind.ACT, MessageKind.GRAD, MessageKind.SUM
+
+
+@st.composite
+def ways(draw: DrawFn) -> Way:
+    card = st.none() | st.integers(0, 1)
+    return Way(latency=draw(quarters), seconds_per_byte=draw(quarters), sending=draw(card), receiving=draw(card))
+
+
+@st.composite
+def links_for(draw: DrawFn, schedule: Schedule) -> Links:
+    """A way for each pair of ranks, sizes for each edge, sums of some stages over any ways."""
+    ranks = range(schedule.num_ranks)
+    pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
+    sizes = st.lists(quarters, min_size=len(schedule.stage_edges), max_size=len(schedule.stage_edges))
+    stages = draw(st.sets(st.sampled_from(range(schedule.num_stages)), max_size=3))
+    some_ways = st.lists(st.sampled_from(pairs), max_size=3, unique=True).map(tuple) if pairs else st.just(())
+    return Links(
+        network={pair: draw(ways()) for pair in pairs},
+        activation_bytes=draw(sizes),
+        gradient_bytes=draw(sizes),
+        sums=tuple(Sum(stage=stage, seconds=draw(quarters), ways=draw(some_ways)) for stage in sorted(stages)),
+    )
+
+
+@st.composite
+def cases(draw: DrawFn) -> tuple[Schedule, Costs, Links]:
+    """Flush schedules of one batch, and of several with updates in them."""
+    batches = draw(st.integers(1, 3))
+    schedule = draw(schedules(forward_only=False if batches > 1 else None))
+    if batches > 1:
+        schedule = with_updates(schedule, batches)
+    return schedule, draw(costs_for(schedule.num_stages)), draw(links_for(schedule))
+
+
+@steady
+@given(cases())
+def test_it_equals_the_slow_simulator(case: tuple[Schedule, Costs, Links]) -> None:
+    schedule, costs, links = case
+    expected = Run(schedule, costs, links)
+    timeline = simulate(schedule, costs, links)
+    starts = {
+        (rank, what): start
+        for rank, trace in enumerate(timeline.ranks)
+        for what, start, _ in trace.compute[: len(schedule.programs[rank])]
+    }
+    assert starts == expected.starts
+    messages = {(str(m.kind), m.src, m.dst, m.index): (start, end) for t in timeline.ranks for m, start, end in t.comm}
+    for key, times in expected.arrivals.items():
+        assert messages.pop(key) == times
+    for each in links.sums:
+        for src, dst in each.ways if schedule.has_backward else ():
+            for (stage, group), times in expected.sums.items():
+                if stage == each.stage:  # two stages may sum over the same pair: one of them is in the dictionary
+                    assert Span(Message(SUM, src, dst, group), *times) in timeline.ranks[dst].comm
+
+
+@steady
+@given(cases(), st.none() | quarters)
+def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:
+    schedule, costs, links = case
+    if not schedule.has_epilogue:
+        return
+    costs = replace(costs, norm=norm)
+    timeline = simulate(schedule, costs, links)
+    expected = Run(schedule, costs, links)
+    through = {stage: times[1] for (stage, _), times in expected.sums.items()}
+    own = [trace.compute[: len(program)] for trace, program in zip(timeline.ranks, schedule.programs, strict=True)]
+    ends = [spans[-1].end if spans else 0.0 for spans in own]
+    for rank, trace in enumerate(timeline.ranks):
+        at = ends[rank] if norm is None else max([*ends, *through.values()]) + norm
+        for what, start, end in trace.compute[len(schedule.programs[rank]) :]:
+            assert what.op is Op.U
+            assert start == max(at, through.get(what.stage, 0.0))
+            at = end
+        updated = {what.stage for what, _, _ in trace.compute[len(schedule.programs[rank]) :]}
+        assert set(schedule.placement[rank]) & set(through) <= updated
+
+
+@steady
+@given(cases())
+def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) -> None:
+    schedule, costs, links = case
+    free = replace(links, network=Way(sending=0, receiving=0), sums=())
+    timeline = simulate(schedule, costs, free)
+    plain = simulate(schedule, costs)
+    assert [t.compute for t in timeline.ranks] == [t.compute for t in plain.ranks]
+    if any(costs.latency):  # type: ignore[arg-type]
+        assert timeline == plain
+    one = simulate(schedule, replace(costs, latency=2.5))
+    other = simulate(schedule, replace(costs, latency=0.0), replace(free, network=Way(latency=2.5)))
+    assert one == other
+
+
+@steady
+@given(cases(), st.none() | quarters)
+def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:
+    schedule, costs, links = case
+    costs = replace(costs, norm=norm)
+    bound = lower_bound(schedule, costs, links)
+    assert bound <= simulate(schedule, costs, links).makespan
+    assert bound >= lower_bound(schedule, costs, replace(links, sums=())) >= lower_bound(schedule, costs)
+
+
+@steady
+@given(cases())
+def test_no_link_carries_two_messages_at_once(case: tuple[Schedule, Costs, Links]) -> None:
+    """Of the slow simulator, which the package's equals."""
+    for spans in Run(*case).busy.values():
+        for (_, end), (start, _) in pairwise(spans):
+            assert end <= start
+
+
+# --- by hand ---
+
+
+def starts_of(schedule: Schedule, costs: Costs, links: Links) -> dict[str, float]:
+    return {str(s.what): s.start for trace in simulate(schedule, costs, links).ranks for s in trace.compute}
+
+
+def test_messages_of_one_link_queue() -> None:
+    """
+    rank 0 | F0 F1 F2                 F=1; a message takes 3 and arrives 0.5 later:
+    link   |    0  0  0  1  1  1  2   F0's from 1 to 4, F1's from 4 to 7, F2's from 7 to 10
+    rank 1 |             F0    F1     at 4.5, 7.5, 10.5
+    """
+    schedule = build("gpipe", num_ranks=2, num_microbatches=3).forward_only()
+    links = Links(network=Way(latency=0.5, seconds_per_byte=0.25), activation_bytes=12.0)
+    timeline = simulate(schedule, Costs(forward=1.0), links)
+    assert [s.start for s in timeline.ranks[1].compute] == [4.5, 7.5, 10.5]
+    assert timeline.ranks[1].comm == tuple(  # from ready to arrived: the queue is seen
+        Span(Message(ACT, 0, 1, k), ready, there) for k, ready, there in ((0, 1.0, 4.5), (1, 2.0, 7.5), (2, 3.0, 10.5))
+    )
+    assert lower_bound(schedule, Costs(forward=1.0), links) == timeline.makespan == 11.5
+    assert attribute_idle(timeline)[1].transfer == 2 * (3.0 - 1.0)
+
+
+def test_both_directions_of_a_pair_are_two_links() -> None:
+    schedule = by_hand("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", microbatches=2)
+    links = Links(network=Way(seconds_per_byte=1.0), activation_bytes=4.0, gradient_bytes=2.0)
+    # Activations 1-5 and 5-9; 1F0 5-6, 1B0 6-7, its gradient 7-9 while the second activations are under way.
+    assert starts_of(schedule, Costs(forward=1.0, backward=1.0), links) == {
+        **{"0F0": 0, "0F1": 1, "1F0": 5, "1B0": 6, "0B0": 9},
+        **{"1F1": 9, "1B1": 10, "0B1": 13},
+    }
+
+
+def test_pairs_that_share_a_network_card_queue() -> None:
+    """Replicas 0 and 1 of stage 0 send to 2 and 3: over links of their own at once, over one card in turn."""
+    schedule = by_hand("0F0", "0F1", "1F0", "1F1", microbatches=2, placement=[[0], [0], [1], [1]])
+    costs = Costs(forward=1.0)
+    own = LinkLevel(num_ranks=4, seconds_per_byte=0.5)
+    shared = replace(own, ranks_per_card=2)
+    inside = LinkLevel(num_ranks=2)
+    for levels, expected in (((inside, own), [3.0, 3.0]), ((inside, shared), [3.0, 5.0])):
+        timeline = simulate(schedule, costs, Links(network=levels, activation_bytes=4.0))
+        assert [trace.compute[0].start for trace in timeline.ranks[2:]] == expected
+
+
+def test_the_level_is_the_innermost_that_joins_two_ranks() -> None:
+    levels = (
+        LinkLevel(num_ranks=2, seconds_per_byte=1.0),
+        LinkLevel(num_ranks=4, seconds_per_byte=2.0, ranks_per_card=2),
+        LinkLevel(num_ranks=8, seconds_per_byte=3.0, latency=1.0, ranks_per_card=1),
+    )
+    links = Links(network=levels)
+    assert links.way(2, 3) == Way(seconds_per_byte=1.0)
+    assert links.way(1, 2) == Way(seconds_per_byte=2.0, sending=(4, 0), receiving=(4, 1))
+    assert links.way(7, 0) == Way(seconds_per_byte=3.0, latency=1.0, sending=(8, 7), receiving=(8, 0))
+    with pytest.raises(ValueError, match="no way from rank 7 to rank 8"):
+        links.way(7, 8)
+    assert links.way(5, 4).sending is None
+
+
+def test_a_message_to_another_node_does_not_wait_for_one_inside() -> None:
+    """Stage 0 sends to stage 1 beside it and to stage 2 in the next node, whose links are not the same."""
+    schedule = build("gpipe", num_ranks=3, num_microbatches=1).forward_only()
+    skips = schedule.with_edges([*schedule.stage_edges, schedule.stage_edges[0]._replace(dst=2)])
+    levels = (LinkLevel(num_ranks=2, seconds_per_byte=1.0), LinkLevel(num_ranks=4, seconds_per_byte=2.0))
+    links = Links(network=levels, activation_bytes=[4.0, 1.0, 3.0])  # edges 0 -> 1, 1 -> 2, 0 -> 2
+    assert starts_of(skips, Costs(forward=1.0), links) == {"0F0": 0, "1F0": 5, "2F0": 8}
+
+
+def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
+    """
+    rank 0 | 0F0 1F0 1B0 1B0 0B0 0B0 .   .   .   0U0 1U0     the sum of stage 1 begins at 4 and takes 3; that of
+    link   |                 1   1   1   0   0               stage 0 is ready at 6, queues until 7 and takes 2
+    """
+    schedule = by_hand("0F0 1F0 1B0 0B0", microbatches=1, placement=[[0, 1]])
+    costs = Costs(forward=1.0, backward=2.0, update=0.5)
+    both = (Sum(stage=0, seconds=2.0, ways=((0, 1),)), Sum(stage=1, seconds=3.0, ways=((0, 1),)))
+    links = Links(network=Way(seconds_per_byte=1.0), sums=both)
+    timeline = simulate(schedule, costs, links)
+    # 1B0 ends at 4, 0B0 at 6. The sum of stage 1 takes 4 to 7, that of stage 0 then 7 to 9.
+    assert [(str(s.what), s.start) for s in timeline.ranks[0].compute[4:]] == [("0U0", 9.0), ("1U0", 9.5)]
+    alone = replace(links, sums=both[:1])
+    assert simulate(schedule, costs, alone).ranks[0].compute[4].start == 8.0
+    free = replace(links, sums=tuple(replace(each, ways=()) for each in both))
+    assert [s.start for s in simulate(schedule, costs, free).ranks[0].compute[4:]] == [8.0, 8.5]
+
+
+def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=3, replicas=(2,))
+    links = Links(network=Way(seconds_per_byte=0.5, latency=0.25))
+    ring = links.ring_sum(stage=0, ranks=(0, 1), num_bytes=4.0)
+    assert ring == Sum(stage=0, seconds=2 * (0.25 + 2.0 * 0.5), ways=((0, 1), (1, 0)))
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0), replace(links, sums=(ring,)))
+    assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(0, Op.U, 0), 8.5, 8.5)] * 2
+    assert [trace.comm for trace in timeline.ranks] == [
+        (Span(Message(SUM, src, dst, 0), 6.0, 8.5),) for src, dst in ((1, 0), (0, 1))
+    ]
+    assert timeline.makespan == 8.5
+
+
+def test_a_sum_in_a_stream_holds_up_the_update_alone() -> None:
+    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
+    links = Links(network=Way(), sums=(Sum(stage=0, seconds=1.5),))
+    starts = starts_of(schedule, Costs(forward=1.0, backward=2.0, update=0.5), links)
+    assert starts == {"0F0": 0, "0B0": 1, "0U0": 4.5, "0F1": 5, "0B1": 6, "0U1": 9.5}
+
+
+def test_an_evaluation_sums_nothing() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2).forward_only()
+    links = Links(network=Way(), sums=(Sum(stage=0, seconds=5.0),))
+    assert simulate(schedule, Costs(), links).makespan == 3.0
+
+
+def test_ring_sum_of_one_rank_is_nothing() -> None:
+    assert Links(network=Way(latency=1.0)).ring_sum(stage=3, ranks=(2,), num_bytes=8.0) == Sum(stage=3, seconds=0.0)
+
+
+# --- what it refuses ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Way(latency=-1.0), "latency=-1.0: expected a finite number, at least 0"),
+        (lambda: Way(seconds_per_byte=float("nan")), "seconds_per_byte=nan: expected a finite number"),
+        (lambda: Sum(stage=0, seconds=float("inf")), "seconds=inf: expected a finite number"),
+        (lambda: LinkLevel(num_ranks=0), "num_ranks=0: expected a whole number, at least 1"),
+        (lambda: LinkLevel(num_ranks=2, ranks_per_card=0), "ranks_per_card=0: expected a whole number, at least 1"),
+        (lambda: Links(network=()), r"levels of \[\] ranks: expected at least one"),
+        (
+            lambda: Links(network=(LinkLevel(num_ranks=2), LinkLevel(num_ranks=3))),
+            r"levels of \[2, 3\] ranks: expected at least one, each a multiple of the one before",
+        ),
+        (lambda: Links(network=Way(), activation_bytes=-1), "activation_bytes=-1: expected a finite number"),
+        (lambda: Links(network=Way(), gradient_bytes=[1, "2"]), "gradient_bytes='2': expected a finite number"),
+        (
+            lambda: Links(network=Way(), sums=(Sum(stage=1, seconds=1.0),) * 2),
+            r"sums of the stages \[1, 1\]: expected at most one a stage",
+        ),
+    ],
+)
+def test_mistakes(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        (Links(network=Way(), activation_bytes=[1.0, 2.0]), "activation_bytes has 2 numbers for 1 edges"),
+        (Links(network=Way(), activation_bytes=[1.0], gradient_bytes=[]), "gradient_bytes has 0 numbers for 1 edges"),
+        (Links(network={(0, 1): Way()}), "no way from rank 1 to rank 0: expected one in the network"),
+        (Links(network=Way(), sums=(Sum(stage=2, seconds=1.0),)), "a sum of stage 2: expected a stage from 0 to 1"),
+        (
+            Links(network={(0, 1): Way(), (1, 0): Way()}, sums=(Sum(stage=0, seconds=1.0, ways=((0, 5),)),)),
+            "no way from rank 0 to rank 5",
+        ),
+        ([], r"links=\[\]: expected Links\(\.\.\.\), or None"),
+    ],
+)
+def test_links_that_do_not_fit(links: Links, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(), links)
