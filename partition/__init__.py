@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and on which ranks the stages stand.
+"""Cuts of a model into stages, and the ranks on which the stages stand.
 
 read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the tracer and the profiler need torch.
 """

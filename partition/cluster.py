@@ -1,4 +1,4 @@
-"""What a model is to run on: devices in groups, and the links inside and between the groups."""
+"""A cluster: devices in groups, and the links inside and between the groups."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ class Cluster:
 
     @property
     def path_bandwidths(self) -> tuple[float, ...]:
-        """By level, the slowest link on the way across it [bytes/s]: the way leads over the levels below, too."""
+        """[L] bandwidth of the slowest link on the way across each level, the levels below included [bytes/s]."""
         return tuple(accumulate((level.bandwidth for level in self.levels), min))
 
     @property
     def ring_bandwidths(self) -> tuple[float, ...]:
-        """By level, what a device moves in a ring of sums across it, and over the levels below [bytes/s]."""
+        """[L] bandwidth of a device in a ring of sums across each level, the levels below included [bytes/s]."""
         return tuple(accumulate((level.reduce_bandwidth or level.bandwidth for level in self.levels), min))
 
     def level_between(self, first: int, last: int) -> int:

@@ -1,4 +1,4 @@
-"""How many microbatches each stage of a rank holds at once, counted in the schedule's own programs."""
+"""Microbatches that each stage of a rank holds at once, counted in the schedule's own programs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class InFlight:
 
 
 def count_in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
-    """By rank. O(actions)."""
+    """Microbatches in flight on each rank. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     return tuple(
         _of_program(program, stages, version, streams=schedule.is_asynchronous)

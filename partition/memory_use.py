@@ -1,4 +1,4 @@
-"""What lies in a device's memory, by data structure."""
+"""Memory of a device, by data structure."""
 
 from __future__ import annotations
 

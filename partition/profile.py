@@ -1,4 +1,4 @@
-"""What each part of a model costs: the input of the partitioner."""
+"""Costs of each part of a model: the input of the partitioner."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Profile:
         return None if self.step_seconds is None else self.parts_seconds / self.step_seconds - 1
 
     def holdings(self, names: Collection[str] | None = None, *, in_flight: int = 1) -> MemoryUse:
-        """What these nodes hold on a device that runs them.
+        """Memory of these nodes on a device that runs them.
 
         Arguments:
             names: of nodes; None: of all.

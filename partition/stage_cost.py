@@ -1,4 +1,4 @@
-"""What a stage costs: the one place that says so, for `partition()` and `plan()` alike.
+"""Costs of a stage: the one place that says so, for `partition()` and `plan()` alike.
 
 Seconds of a stage on its ranks, of one microbatch:
 

@@ -1,4 +1,4 @@
-"""What a rank holds, by data structure: the one place that says so, for `partition()` and `plan()` alike.
+"""Memory of a rank, by data structure: the one place that says so, for `partition()` and `plan()` alike.
 
     parameters     W versions
     gradients      W, once a backward has left some, or (behind the batch) where that is more than all that ran
@@ -33,7 +33,7 @@ Figures = Any  # a number or an array of them; they broadcast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What is done about the memory of a rank's V stages: recomputed or not, ranks that share the optimizer's state."""
+    """Choices for the memory of a rank's V stages: recomputed or not, ranks that share the optimizer's state."""
 
     recompute: tuple[bool, ...]
     shards: tuple[int, ...]
@@ -57,7 +57,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Of the rank [bytes]."""
+        """Bytes on the rank, all together."""
         whole = self.uses[0]
         for use in self.uses[1:]:
             whole += use
@@ -113,7 +113,7 @@ def stage_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
-    """What may be done about memory.
+    """Choices that are allowed, and the optimizer.
 
     Arguments:
         optimizer_ratio: bytes of state a byte of parameters.
@@ -177,7 +177,7 @@ class MemoryRules:
         )
 
     def _treatments(self, update: Floats, gain: Floats, replicas: int) -> Iterator[Treatment]:
-        """What to try in turn; each next one costs at least as much time.
+        """Treatments to try in turn; each next one costs at least as much time.
 
         The optimizer's state is divided where the step takes time (a share of it remains), else only where memory is
         short. Stages are recomputed one after the other, those first that free the most bytes for a second of theirs.

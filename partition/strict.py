@@ -72,7 +72,7 @@ class Fields:
         self._known: list[str] = []
 
     def at(self, key: str) -> str:
-        """How errors name the field."""
+        """Name of the field in errors."""
         return f"{self.where}: {key}"
 
     def take(self, key: str, expected: str, **default: object) -> object:

@@ -1,4 +1,4 @@
-"""What a device computes and moves in a second: data-sheet figures and at most three fitted constants.
+"""A device by what it computes and moves in a second: data-sheet figures and at most three fitted constants.
 
     matrix products   FLOPs / (peak_flops * efficiency(h))      efficiency(h) = matrix_efficiency h / (h + half_hidden)
     all other layers  bytes read and written / memory_bandwidth
@@ -88,11 +88,11 @@ class DeviceModel:
         return self.matrix_efficiency * hidden / (hidden + self.half_hidden)
 
     def matrix_seconds(self, flops: float, *, hidden: float) -> float:
-        """Of matrix products [s]."""
+        """Seconds of matrix products."""
         return flops / (self.peak_flops * self.efficiency(hidden))
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Of kernels that wait for the memory [s]; `num_bytes` as read and written together."""
+        """Seconds of kernels that wait for the memory; `num_bytes` as read and written together."""
         return num_bytes / self.memory_bandwidth
 
     def fit(

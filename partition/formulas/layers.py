@@ -1,4 +1,4 @@
-"""What each part of a GPT costs one of the t devices that compute a microbatch together.
+"""Costs of each part of a GPT on one of the t devices that compute a microbatch together.
 
 Symbols as in Megatron-LM: b microbatch size, s sequence length, h hidden size, a heads, r MLP ratio, V vocabulary,
 n = b s tokens. Values take 2 bytes, dropout masks 1.
@@ -35,7 +35,7 @@ from .transformer import VALUE_BYTES, Transformer
 def transformer_profile(
     model: Transformer, *, microbatch_size: int, tensor: int = 1, device: DeviceModel, cluster: Cluster | None = None
 ) -> Profile:
-    """What each part costs one of `tensor` devices that compute a microbatch together.
+    """Costs of each part on one of `tensor` devices that compute a microbatch together.
 
     Arguments:
         microbatch_size: b [sequences].

@@ -69,7 +69,7 @@ class Transformer:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model, tied weights counted once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4."""
+        """Parameters, tied weights once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4."""
         embeddings = (self.vocabulary * (2 if self.head == "untied" else 1) + self.length) * self.hidden
         return embeddings + self.layers * self.layer_parameters(1) + 2 * self.hidden
 
@@ -87,7 +87,7 @@ class Transformer:
         return (self.bytes_per_parameter - 2 * VALUE_BYTES) / VALUE_BYTES
 
     def flops(self, *, batch_size: int, recompute: Recompute = "none") -> float:
-        """Of the matrix products of one step [FLOP]; "full": each layer's forward runs again in front of its backward.
+        """FLOP of the matrix products of one step; "full": each layer's forward runs again in front of its backward.
 
         72 B s l h^2 (1 + s / (6h) + V / (12 l h)) for r = 4, with "full" 96 B s l h^2 (1 + s / (6h) + V / (16 l h))
         (Narayanan et al. 2021, section 5.1).
@@ -105,12 +105,12 @@ class Transformer:
                 fail("tensor", tensor, f"a divisor of {name}={size}")
 
     def layer_parameters(self, tensor: int) -> int:
-        """Of one layer on one device: matrices and the biases of their columns are divided, 6h of others are not."""
+        """Parameters of a layer on one device: matrices and their columns' biases are divided, 6h others are not."""
         h = self.hidden
         return (4 * h * h + 2 * self.mlp_width * h + 3 * h + self.mlp_width) // tensor + 6 * h
 
     def weight_flops(self, tokens: int) -> float:
-        """Of one layer's forward with its weights: 24 n h^2 for r = 4 [FLOP]."""
+        """FLOP of one layer's forward with its weights: 24 n h^2 for r = 4."""
         return 2.0 * tokens * (4 * self.hidden + 2 * self.mlp_width) * self.hidden
 
     def score_flops(self, tokens: int) -> float:
@@ -118,5 +118,5 @@ class Transformer:
         return 4.0 * tokens * self.length * self.hidden
 
     def head_flops(self, tokens: int) -> float:
-        """Of the projection's forward [FLOP]."""
+        """FLOP of the projection's forward."""
         return 2.0 * tokens * self.hidden * self.vocabulary

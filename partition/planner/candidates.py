@@ -1,4 +1,4 @@
-"""What the dynamic program finds, as configurations with their cuts: stages with replicas of any number."""
+"""Solutions of the dynamic program as configurations with their cuts: stages with replicas of any number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def candidates(
     straight: bool = False,
     wanted: int,
 ) -> Candidates:
-    """At most `wanted` by each way: for M microbatches, and with M left out, so that no replica has more than another.
+    """Solutions, `wanted` at most by each way: for M microbatches, and without M, so that replicas have equal shares.
 
     Raises TooLargeError where only unequal devices are too many: equal ones are left to a search over thresholds.
     """

@@ -44,7 +44,7 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
 
 
 def few_ways(model: Model, num_stages: int) -> bool:
-    """Whether each way to cut so many stages is looked at (or found to be too many quickly)."""
+    """True where each way to cut so many stages is looked at (or quickly found to be one of too many)."""
     nodes = len(model.cuts) - 1
     return nodes <= 24 and math.comb(max(nodes - 1, 0), num_stages - 1) <= 50 * ALL_CUTS
 
@@ -66,7 +66,7 @@ class _EvenCosts:
         self._made: dict[object, Floats] = {}
 
     def whatever(self, stage: int) -> Floats:
-        """Without a memory limit, nothing recomputed."""
+        """Paces without a memory limit, nothing recomputed."""
         speed = self.place.speeds[stage % self.c.pipeline]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
         key = (inward, outward, speed)
@@ -78,7 +78,7 @@ class _EvenCosts:
         return self._plain[key]
 
     def within(self, stage: int) -> Floats:
-        """Recomputed where it must be, infinite where it does not fit."""
+        """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
         p, chunk = stage % self.c.pipeline, stage // self.c.pipeline
         flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
         plain = self.whatever(stage)

@@ -60,7 +60,7 @@ class Evaluated:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank [bytes]."""
+        """Bytes on the fullest rank."""
         return max(memory.total for memory in self.memories)
 
 
@@ -88,7 +88,7 @@ class Evaluator:
         self._schedules: dict[object, Schedule] = {}
 
     def model(self, c: Configuration) -> Model:
-        """Of its microbatch and tensor size."""
+        """The model at its microbatch and tensor size."""
         return self.model_of(c.microbatch_size, c.tensor)
 
     def evaluate(
@@ -142,11 +142,11 @@ class Evaluator:
         return Simulated(seconds=seconds, bubble=1 - busy / seconds if seconds > 0 else 0.0)
 
     def num_actions(self, c: Configuration) -> int:
-        """That a simulation of a batch takes."""
+        """Actions in the simulation of a batch."""
         return 2 * c.num_stages * (_per_replica(c) if c.is_equal else c.batch)
 
     def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
-        """By stage of the first chunk. Where not `exact`, of a shorter batch where that holds at least as much.
+        """[P] counts of the first chunk's stages; where not `exact`, of a shorter batch if that holds at least as much.
 
         RefusedError where the schedule does not take these sizes.
         """
@@ -164,7 +164,7 @@ class Evaluator:
         return self._flights[key]
 
     def _schedule(self, c: Configuration, num_microbatches: int) -> Schedule:
-        """Of one replica, where all are equal; else of all. Tensor ranks count as one."""
+        """Schedule of one replica, where all are equal; else of all. Tensor ranks count as one."""
         chunks = c.num_chunks if c.num_chunks > 1 else None
         counts = None if c.is_equal else c.counts
         key = (c.schedule, c.pipeline, chunks, counts, num_microbatches)

@@ -57,10 +57,10 @@ class Model:
         return self.cuts.stages(at[:-1], at[1:])
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
-        """Of the nodes between two cuts, each behind what it needs."""
+        """Names of the nodes between two cuts, each behind what it needs."""
         return node_names(self.profile, self.cuts, first, last)
 
     def parameter_bytes(self, first: int, last: int) -> float:
-        """Of the nodes between two cuts, as the profile adds them up [bytes]."""
+        """Bytes of parameters between two cuts, as the profile adds them up."""
         own = self.cuts.members[last] & ~self.cuts.members[first]
         return sum(node.parameter_bytes for at, node in enumerate(self.profile.nodes) if own[at])

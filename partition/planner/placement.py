@@ -10,7 +10,7 @@ from .space import Configuration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the stages stand.
+    """Devices and links of a configuration's stages.
 
     Arguments:
         inward, outward: [S] links to the stage in front and behind; none at the ends.

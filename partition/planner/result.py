@@ -1,4 +1,4 @@
-"""What the planner found, as a Plan."""
+"""A Plan of what was found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Of a step, simulated [s]; infinite where it was not."""
+        """Simulated seconds of a step; infinite where it was not simulated."""
         return math.inf if self.simulated is None else self.simulated.seconds
 
 

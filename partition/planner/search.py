@@ -44,7 +44,7 @@ class Miss:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """How many configurations came how far."""
+    """Counts of configurations that came so far."""
 
     considered: int = 0
     cut: int = 0
@@ -86,7 +86,7 @@ class Search:
         self.least_left: float | None = None
 
     def run(self, configurations: Iterable[Configuration], fixed: Sequence[tuple[Configuration, Ends]]) -> list[Found]:
-        """What was simulated, the best first; empty where nothing fits."""
+        """Simulated configurations, the best first; empty where nothing fits."""
         queue: list[tuple[float, int, tuple[object, ...], int, object]] = []
         for c in configurations:
             queue.append((self._least(c), 0, c.key, len(queue), c))
@@ -157,7 +157,7 @@ class Search:
         return each if c.num_chunks > 1 else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
 
     def _updates(self, c: Configuration, model: Model) -> float:
-        """Of all ranks of a replica together: sums of gradients over the best placed D ranks, and the steps [s]."""
+        """Seconds of all ranks of a replica together: gradients summed over the best placed D ranks, and the steps."""
         key = (c.data, c.tensor)
         if key not in self._rings:
             self._rings[key] = self._least_ring(c.data, c.tensor)
@@ -190,14 +190,14 @@ class Search:
         return self._fitting(c, ends)
 
     def _find_miss(self) -> None:
-        """What the hopeless ones lack in truth: those first that lack least on average, while they may be nearest."""
+        """Look at the hopeless ones for what they lack in truth, in order of what they lack on average."""
         for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
             if self.miss is not None and (excess >= self.miss.too_many or tried >= _MISSES):
                 break
             self._with_cuts(c)
 
     def _is_hopeless(self, c: Configuration) -> bool:
-        """Whether all devices together are too small for the weights alone, without another look at the cuts."""
+        """True where all devices together are too small for the weights alone, without another look at the cuts."""
         model = self.evaluator.model(c)
         rules = self.rules_of(model)
         shards = c.data if "full" in rules.sharding else 1
@@ -209,7 +209,7 @@ class Search:
         return True
 
     def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
-        """Those that fit the memory, the one with the least bound first."""
+        """Candidates that fit the memory, the one with the least bound first."""
         fitting = []
         for ends in every:
             try:
@@ -222,7 +222,7 @@ class Search:
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
 
     def _levelled(self, fitting: list[Evaluated]) -> list[Evaluated]:
-        """With chunks, the same and the same with the work of the ranks made level."""
+        """The same, and with chunks the same with the work of the ranks made level."""
         c = fitting[0].configuration
         if c.num_chunks == 1:
             return fitting

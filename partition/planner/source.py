@@ -1,4 +1,4 @@
-"""Where a planner gets profiles from: one, several measured ones, or formulas for any size."""
+"""Sources of profiles: one, several measured ones, or formulas for any size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ProfileSource(Protocol):
     """Profiles by microbatch and tensor size; figures are of ONE of the tensor ranks, `activation_bytes` are whole."""
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        """What `tensor` ranks take together for a microbatch of so many samples."""
+        """Profile of `tensor` ranks that run a microbatch of so many samples together."""
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
-        """Over how many ranks a matrix may be split, `limit` at most."""
+        """Numbers of ranks over which a matrix may be split, `limit` at most."""
 
 
 class MeasuredProfiles:

@@ -1,4 +1,4 @@
-"""Which configurations a planner may choose from: sizes of the three parallelisms, microbatches, schedules, chunks.
+"""Configurations that a planner may choose from: sizes of the three parallelisms, microbatches, schedules, chunks.
 
 rank = (p D + d) T + t        tensor ranks t < T are neighbours, then data replicas d < D, then pipeline p < P
 """
@@ -40,7 +40,7 @@ class Configuration:
 
     @property
     def num_devices(self) -> int:
-        """In use."""
+        """Devices in use."""
         if self.ranks is not None:
             return sum(map(len, self.ranks))
         return self.pipeline * self.data * self.tensor
@@ -54,7 +54,7 @@ class Configuration:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all stages have D replicas, each with as many microbatches: then one replica stands for all."""
+        """True where all stages have D replicas, each with as many microbatches: then one replica stands for all."""
         return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
 
     @property
@@ -65,7 +65,7 @@ class Configuration:
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each of P stages."""
+        """[P] ranks of each stage of the first chunk."""
         if self.ranks is not None:
             return self.ranks
         width = self.data * self.tensor
@@ -123,7 +123,7 @@ class SearchSpace:
     chunk_sizes: Sequence[int]
 
     def configurations(self) -> Iterator[Configuration]:
-        """Those with equal replicas: D T P devices, each replica with the same number of microbatches."""
+        """Configurations with equal replicas: D T P devices, each replica with the same number of microbatches."""
         for tensor in self.tensor_sizes:
             for size in self.microbatch_sizes:
                 if self.global_batch % size:

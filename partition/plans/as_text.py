@@ -83,7 +83,7 @@ def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
 
 
 def _memory(plan: PlanRecord) -> list[str]:
-    """By data structure; equal ranks once."""
+    """Rows of memory by data structure; equal ranks once."""
     rows: dict[MemoryUse, list[int]] = {}
     for rank, memory in sorted(plan.memory.items()):
         rows.setdefault(memory, []).append(rank)

@@ -154,12 +154,12 @@ class PlanRecord:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage; (15, 1) is what the papers write as 15-1."""
+        """[S] replicas of each stage; (15, 1) is what the papers write as 15-1."""
         return tuple(stage.replicas for stage in self.stages)
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one: its bottleneck over the bound, less one."""
+        """Distance of the bottleneck from the bound: their ratio, less one."""
         return self.predicted_step_time / self.bound - 1 if self.bound > 0 else 0.0
 
     @property
@@ -173,7 +173,7 @@ class PlanRecord:
 
     @property
     def memory(self) -> dict[int, MemoryUse]:
-        """By rank in use, what is predicted there; empty under PipeDream's model."""
+        """Predicted memory by rank in use; empty under PipeDream's model."""
         found: dict[int, MemoryUse] = {}
         for stage in self.stages:
             for rank in stage.ranks if stage.memory is not None else ():
@@ -183,7 +183,7 @@ class PlanRecord:
 
     @property
     def memory_bytes(self) -> dict[int, float]:
-        """By rank in use, what is predicted there [bytes]; empty under PipeDream's model."""
+        """Predicted bytes by rank in use; empty under PipeDream's model."""
         return {rank: memory.total for rank, memory in self.memory.items()}
 
 

@@ -1,4 +1,4 @@
-"""Where a graph can be cut in two: the states of the dynamic program.
+"""Cuts of a graph in two: the states of the dynamic program.
 
 A cut is a set of nodes that holds, with each node, all that it needs. Its maximal nodes are an antichain, hence the
 name. A stage is the difference of two cuts, one inside the other; a pipeline is a chain of cuts from {} to all nodes.

@@ -35,7 +35,7 @@ class Solution:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage."""
+        """[S] replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
 

@@ -1,4 +1,4 @@
-"""In which order unequal nodes stand along the pipeline."""
+"""Orders of unequal nodes along the pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ORDERS = 100
 
 
 def total_speed(cluster: Cluster) -> float:
-    """Of all devices together, in devices of the profile."""
+    """Speed of all devices together, in devices of the profile."""
     speeds = {kind.name: kind.speed for kind in cluster.kinds}
     return cluster.levels[0].size * sum(speeds[name] for name in cluster.nodes or ())
 

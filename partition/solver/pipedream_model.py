@@ -64,7 +64,7 @@ class PipeDreamModel:
 
     @property
     def seconds(self) -> float:
-        """Of a minibatch on all machines [s]."""
+        """Seconds of a minibatch on all machines."""
         return float(self._tables[-1][0, -1, -1])
 
     def _whole(self, level: int, first: slice | int, last: slice | int) -> Floats:

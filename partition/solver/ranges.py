@@ -1,4 +1,4 @@
-"""What a stage costs where only its own range of devices is known: what the dynamic program makes small.
+"""Costs of a stage of which only its own range of devices is known: what the dynamic program makes small.
 
 Devices are counted from the END of the pipeline: the last stage stands on devices 0.., so that a stage of r replicas
 with e devices from itself on to the end stands on e-r..e-1, its consumer below and its producer above.
@@ -101,7 +101,7 @@ class RangeCosts:
         return other
 
     def ranges(self, r: Index, e: Index) -> Ranges:
-        """What costs depend on, elementwise, for r replicas with e devices to the end."""
+        """Figures that costs depend on, elementwise, for r replicas with e devices to the end."""
         r, e = np.asarray(r), np.asarray(e)
         front, back, top = e - r, e - 1, self.num_devices - 1
         share = busiest_share(self.num_microbatches, r)
