@@ -47,8 +47,8 @@ def check(schedule: Schedule) -> Report:
     _check_complete(schedule)
     _check_acyclic(schedule)
     versions = derive_versions(schedule)
+    check_updates(schedule)
     if schedule.has_backward:
-        check_updates(schedule)
         check_rule(schedule, versions)
     return Report(
         num_actions=sum(a.op in COMPUTE_OPS for program in schedule.programs for a in program),
@@ -139,7 +139,7 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"{action} on rank {rank}, position {position}: this rank holds the stages {sorted(own)}"
                 )
-            if op is not Op.U and index >= schedule.total_microbatches:
+            if op is not Op.U and not 0 <= index < schedule.total_microbatches:
                 raise ScheduleError(
                     f"{action} on rank {rank}, position {position}: microbatches are numbered "
                     f"0..{schedule.total_microbatches - 1}"

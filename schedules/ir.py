@@ -184,7 +184,7 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """False for a forward-only (evaluation) program."""
-        return any(action.op in BACKWARD_OPS for program in self.programs for action in program)
+        return any(op in COMPUTE_OPS and op is not Op.F for program in self.programs for _, op, _ in program)
 
     @property
     def has_epilogue(self) -> bool:

@@ -11,6 +11,7 @@ from .builders.interleaved import INTERLEAVED
 from .builders.looped_bfs import LOOPED_BFS
 from .builders.one_f_one_b import ONE_F_ONE_B
 from .builders.pipedream import PIPEDREAM, TWO_BW
+from .builders.zb_h1 import ZB_H1
 from .families import Family
 from .ir import Schedule
 
@@ -24,6 +25,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             LOOPED_BFS,
             PIPEDREAM,
             TWO_BW,
+            ZB_H1,
         )
     }
 )

@@ -130,7 +130,7 @@ def from_json(text: str) -> Schedule:
     """Read `to_json`'s form; ScheduleError names what is missing, unknown or unreadable."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ScheduleError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or set(data) - _OPTIONAL_KEYS != _JSON_KEYS:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__

@@ -107,17 +107,18 @@ def check_updates(schedule: Schedule) -> None:
 
         ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      groups of 4: U0 behind all backwards of microbatches 0..3
 
-    A flush schedule of one batch holds no U: its update is its epilogue.
+    A flush schedule of one batch holds no U: its update is its epilogue. Neither does one without a backward.
     """
-    if not schedule.has_epilogue:
+    if schedule.has_backward and not schedule.has_epilogue:
         for rank, program in enumerate(schedule.programs):
             _check_rank_updates(schedule, rank, program)
         return
     surplus = [action for program in schedule.programs for action in program if action.op is Op.U]
     if surplus:
+        why = "since its update comes behind it" if schedule.has_backward else "since it has no gradient"
         raise ScheduleError(
             f"{surplus[0]} on rank {schedule.owner(surplus[0].stage, 0)}: a flush schedule of one batch holds no U, "
-            f"since its update comes behind it; expected F B I W alone"
+            f"{why}; expected F B I W alone"
         )
 
 

@@ -205,7 +205,7 @@ class Timeline:
             if len(ranks) != schedule.num_ranks:
                 raise ValueError(f"{len(ranks)} ranks for a schedule of {schedule.num_ranks}")
             return cls(schedule=schedule, ranks=ranks, measured=bool(data["measured"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
 
 

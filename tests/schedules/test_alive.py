@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from stagewright.partition.planner.in_flight import count_in_flight
+from stagewright.partition.in_flight import count_in_flight
 from stagewright.schedules import Action, Costs, Op, Schedule, build, check, lower, simulate
 from stagewright.schedules.alive import activations, messages_held, peak_activations
 from stagewright.schedules.messages import Transfer

@@ -209,3 +209,22 @@ def test_what_is_no_compute_order() -> None:
     program = (Action(0, Op.REDUCE_GRAD, 0), *schedule.programs[0])
     with pytest.raises(ScheduleError, match="0REDUCE_GRAD0 on rank 0, position 0: a compute order holds F B I W U"):
         check(replace(schedule, programs=(program,)))
+
+
+def test_a_negative_microbatch() -> None:
+    """It was accepted beside all others, and simulated at another one's times."""
+    schedule = build("1f1b", num_ranks=1, num_microbatches=2)
+    program = (*schedule.programs[0], Action(0, Op.F, -1), Action(0, Op.B, -1))
+    with pytest.raises(ScheduleError, match=r"0F-1 on rank 0, position 4: microbatches are numbered 0\.\.1"):
+        check(replace(schedule, programs=(program,)))
+
+
+def test_a_weight_gradient_without_any_input_gradient() -> None:
+    """Nothing else made a gradient, so it passed for an evaluation, and the cycle could not be found."""
+    with pytest.raises(ScheduleError, match="missing: 0I0"):
+        check(by_hand("0F0 0W0", microbatches=1))
+
+
+def test_an_evaluation_updates_nothing() -> None:
+    with pytest.raises(ScheduleError, match=r"0U0 on rank 0: .* holds no U, since it has no gradient"):
+        check(by_hand("0F0 0U0", microbatches=1))

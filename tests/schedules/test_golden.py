@@ -118,6 +118,11 @@ DRAWN = {
         rank 1 | .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
         rank 2 | .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
     """,
+    ("zb-h1", 3, 4, 1): """
+        rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """,
     ("1f1b", 3, 5, 1): """
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .

@@ -31,6 +31,7 @@ from .builders import ASYNC, FLUSH
         ("PipeDream", "pipedream"),
         ("2BW", "2bw"),
         ("PipeDream_2BW", "2bw"),
+        ("ZB_H1", "zb-h1"),
     ],
 )
 def test_names(name: str, canonical: str) -> None:
@@ -69,12 +70,11 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
 def test_closed_forms_of_the_families(each: Family, P: int) -> None:
     for M, V in product(range(max(1, P - 1), 3 * P + 2), (1, 2, 3) if each.takes_chunks else (1,)):
         schedule = build(each.name, num_ranks=P, num_microbatches=M, num_chunks=V)
-        equal = EqualStages(
-            num_ranks=P, num_microbatches=M, num_chunks=V, forward=1.0, input_grad=0.5, weight_grad=0.75
-        )
-        if each.batch_seconds is not None and (seconds := each.batch_seconds(equal)) is not None:
-            costs = Costs(forward=1.0, input_grad=0.5, weight_grad=0.75)
-            assert simulate(schedule, costs).batch_seconds == seconds
+        for F, I, W in ((1.0, 0.5, 0.75), (1.0, 1.25, 0.5)):
+            costs = Costs(forward=F, input_grad=I, weight_grad=W)
+            equal = EqualStages(num_ranks=P, num_microbatches=M, num_chunks=V, forward=F, input_grad=I, weight_grad=W)
+            if each.batch_seconds is not None and (seconds := each.batch_seconds(equal)) is not None:
+                assert simulate(schedule, costs).batch_seconds == seconds
         if each.peak_activations is not None and (peaks := each.peak_activations(equal)) is not None:
             assert check(schedule).peak_activations == peaks
 
@@ -84,7 +84,7 @@ def test_closed_forms_of_the_families(each: Family, P: int) -> None:
 def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:
     schedule = build(name, num_ranks=P, num_microbatches=M)
     report = check(schedule)
-    assert report.num_actions == 2 * M * schedule.num_stages
+    assert report.num_actions == (3 if family(name).splits_backward else 2) * M * schedule.num_stages
     assert report.peak_versions == (1,) * P
     assert schedule.num_stages == P * (2 if name in ("interleaved", "looped-bfs") else 1)  # 2 chunks by default
 
@@ -117,11 +117,11 @@ def test_one_chunk_is_what_the_others_have() -> None:
         ("1f1", "; did you mean '1f1b'?"),
         ("ScheduleInterleaved1F1", "; did you mean 'interleaved'?"),
         ("pipedreams", "; did you mean 'pipedream'?"),
-        ("zzz", "2bw"),
+        ("zzz", "zb-h1"),
     ],
 )
 def test_unknown_name(name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, interleaved, looped-bfs, pipedream, 2bw") as error:
+    with pytest.raises(ValueError, match=f"one of {', '.join(FAMILIES)}") as error:
         build(name, num_ranks=2, num_microbatches=2)
     assert str(error.value).startswith(f"unknown schedule {name!r}")
     assert str(error.value).endswith(hint)
