@@ -25,7 +25,7 @@ def changed_views(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     sharing: dict[fx.Node, list[fx.Node]] = {}
     changes: list[tuple[fx.Node, fx.Node]] = []
     for node in nodes:
-        aliased, written = _shared_arguments(node)
+        aliased, written = shared_arguments(node)
         for argument in written:
             changes.append((node, memory.get(argument, argument)))
         if aliased:
@@ -39,7 +39,7 @@ def changed_views(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     ]
 
 
-def _shared_arguments(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def shared_arguments(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The arguments whose memory the result shares, and those that are written to."""
     if node.target is operator.getitem:
         return [argument for argument in node.args[:1] if isinstance(argument, fx.Node)], []

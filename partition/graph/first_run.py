@@ -29,15 +29,15 @@ def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
     return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
 
 
-def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors]:
-    """Run a stage that nothing is known of: the stage, complete, and its outputs.
+def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
+    """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
 
     Arguments:
         arguments: its inputs; they keep their values.
 
     Raises OutputError for outputs that are no tensors, and whatever the module raises.
     """
-    value, changes = run_and_watch(linked.module, arguments)
+    value, changed = run_and_watch(linked.module, arguments)
     if linked.is_flat:
         assert isinstance(value, tuple)
         flat, structure = value, None
@@ -50,13 +50,13 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
         inputs=linked.inputs,
         num_outputs=len(flat),
         structure=structure,
-        clone_inputs=changes,
+        clone_inputs=bool(changed),
     )
-    return stage, flat
+    return stage, flat, changed
 
 
-def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, bool]:
-    """The value a module returns, and whether it changes an argument in place; it then ran again on copies."""
+def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozenset[int]]:
+    """The value a module returns, and which arguments it changes in place; it then ran again on copies."""
     values = [x.detach().clone() for x in arguments]
     leaves = fresh_leaves(arguments)
     versions = [x._version for x in leaves]
@@ -67,8 +67,13 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, bool]:
             raise
     else:
         if versions == [x._version for x in leaves]:
-            return value, False
+            return value, frozenset()
     with torch.no_grad():
         for x, before in zip(arguments, values, strict=True):
             x.detach().copy_(before)
-    return module(*(x.clone() for x in fresh_leaves(arguments))), True
+    copies = [x.clone() for x in fresh_leaves(arguments)]
+    versions = [x._version for x in copies]
+    value = module(*copies)
+    return value, frozenset(
+        i for i, (x, before) in enumerate(zip(copies, versions, strict=True)) if x._version != before
+    )

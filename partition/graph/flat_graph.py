@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from .aliases import changed_views
 from .export import OutputForm, batch_sizes, export_model
 from .fx_nodes import attributes, get_attribute, is_computed, is_random, is_shape_number, is_tensor
+from .write_back import write_back_early
 
 
 class FlatGraph:
@@ -37,6 +38,7 @@ class FlatGraph:
     def __init__(self, model: nn.Module, example_inputs: Sequence[torch.Tensor]) -> None:
         exported = export_model(model, tuple(example_inputs))
         self.root = exported.module(check_guards=False)
+        written_back = write_back_early(self.root.graph)
         nodes = list(self.root.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.output = next(n for n in nodes if n.op == "output")
@@ -47,6 +49,7 @@ class FlatGraph:
         self.results, self.output_form = self._read_output(exported.call_spec.out_spec)
         self.random = {n: i for i, n in enumerate(n for n in self.nodes if is_random(n))}
         self.together = [*self._tuples_and_parts(), *changed_views(self.nodes)]
+        self.together += [(before, node) for before, node in written_back if before in self.number]
 
     def _read_output(self, spec: pytree.TreeSpec) -> tuple[tuple[fx.Node, ...], OutputForm]:
         flat = self.output.args[0]

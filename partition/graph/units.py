@@ -92,10 +92,11 @@ class StageModule:
             return value
         flat, structure = flatten(value, end=self.end)
         if structure != self.structure:
+            now, then = (" ".join(str(each).split()) for each in (structure, self.structure))
             raise OutputError(
-                f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {structure}, and returned "
-                f"{self.num_outputs} as {self.structure} when the stages were built: expected the same structure for "
-                f"every batch; join what varies into one tensor, or let stages end elsewhere (split_points=)"
+                f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {now}, and returned "
+                f"{self.num_outputs} as {then} when the stages were built: expected the same structure for every "
+                f"batch; join what varies into one tensor, or let stages end elsewhere (split_points=)"
             )
         return flat
 

@@ -138,7 +138,7 @@ class Passes:
             inputs = take(linked.inputs, self._inputs, values)
             with stash.counting() as saved, self._autocast():
                 with _explained(unit, inputs):
-                    stage, outputs = first_run(piece, linked, inputs)
+                    stage, outputs, _ = first_run(piece, linked, inputs)
                 if index == len(cut.pieces) - 1:
                     finish = self._finish(cut.form_of_output(stage))
                 results = outputs if finish is None else finish(outputs)

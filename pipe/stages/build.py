@@ -74,13 +74,16 @@ def cut_model(
         cut = _cut(model, example_inputs, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
     example = signature(example_inputs)
     train = InferredStages(cut, example, seeder=seeder, device=device, training=True)
+    evaluate = InferredStages(cut.evaluation(), example, seeder=seeder, device=device, training=False)
+    for mode in (train, evaluate):
+        _refuse_shared_writes(root, mode)
     if plan is not None:
         check_parameters(plan, [stage.module for stage in train.stages])
     return CutModel(
         root=root,
         names=tuple(piece.name for piece in cut.pieces),
         train=train,
-        evaluate=InferredStages(cut.evaluation(), example, seeder=seeder, device=device, training=False),
+        evaluate=evaluate,
         is_traced=cut.output_form is not None,
     )
 
@@ -98,3 +101,20 @@ def _cut(
     if plan is not None:
         return units.by_unit(stage_by_node(plan, [unit.name for unit in units.units]))
     return units.evenly(num_stages) if split_points is None else units.at(split_points)
+
+
+def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
+    """ValueError for a buffer that a forward changes and that stands on several stages."""
+    stages_of: dict[int, list[int]] = {}
+    for index, stage in enumerate(mode.stages):
+        for buffer in stage.module.buffers():
+            stages_of.setdefault(id(buffer), []).append(index)
+    written = frozenset().union(*mode.written_buffers)
+    for name, buffer in root.named_buffers():
+        stages = stages_of.get(id(buffer), [])
+        if id(buffer) in written and len(stages) > 1:
+            raise ValueError(
+                f"buffer {name!r} changes in a forward and stands on each of stages {' and '.join(map(str, stages))}: "
+                f"expected one stage, since no rank sees what another writes; give each place a module of its own "
+                f"(copy.deepcopy), let both stand on one stage (split_points=), or put the module into eval()"
+            )

@@ -6,11 +6,10 @@ Every rank runs it over the whole model, with stand-ins for the parameters that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
@@ -18,6 +17,7 @@ from ...partition.graph.first_run import first_run, run_and_watch, take
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule, Tensors
 from .randomness import Seeder
+from .stand_ins import stand_ins
 from .wiring import OutputSpecs
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -44,6 +44,7 @@ class InferredStages:
 
     Attributes:
         stages: [S].
+        written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
     """
 
@@ -53,19 +54,23 @@ class InferredStages:
         self._device = device
         self._training = training
         stages: list[StageModule] = []
+        writes: list[frozenset[int]] = []
 
         def run_first(index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
             before = stages[-1] if stages else None
             linked = cut.pieces[index].link(before, index=index, num_inputs=len(inputs))
             arguments = take(linked.inputs, inputs, results)
-            with _explained(index, arguments), _stand_ins(linked.module, device):
-                stage, outputs = first_run(cut.pieces[index], linked, arguments)
+            with _explained(index, arguments), stand_ins(linked.module, device) as written:
+                stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
             stages.append(stage)
+            writes.append(frozenset(written))
+            _refuse_shared_memory(stage, index, arguments, changed)
             return outputs
 
         specs = self._specs(example, len(cut.pieces), run_first)
         self._known: dict[object, OutputSpecs] = {self._key(example): specs}
         self.stages = tuple(stages)
+        self.written_buffers = tuple(writes)
         self.output_form = cut.form_of_output(stages[-1])
 
     def outputs(self, inputs: Signature) -> OutputSpecs:
@@ -97,10 +102,11 @@ class InferredStages:
     def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
         stage = self.stages[index]
         arguments = take(stage.inputs, inputs, results)
-        with _explained(index, arguments), _stand_ins(stage.module, self._device):
-            value, changes = run_and_watch(stage.module, arguments)
+        with _explained(index, arguments), stand_ins(stage.module, self._device):
+            value, changed = run_and_watch(stage.module, arguments)
             outputs = stage.flatten(value)
-        if changes and not stage.clone_inputs:
+        _refuse_shared_memory(stage, index, arguments, changed)
+        if changed and not stage.clone_inputs:
             raise ValueError(
                 f"stage {index} ({stage.name}) changes an input of {_shapes(arguments)} in place, and did not for the "
                 f"inputs that the model was built with: expected a forward that does so always or never (inplace=False)"
@@ -124,6 +130,20 @@ def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
         ) from error
 
 
+def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, changed: Collection[int]) -> None:
+    """ValueError where a stage changes an input in place that is, in part, another input too: it gets copies."""
+    memory = [x.untyped_storage()._cdata for x in arguments]
+    for one in sorted(changed):
+        other = next((i for i, each in enumerate(memory) if i != one and each == memory[one]), None)
+        if other is not None:
+            raise ValueError(
+                f"stage {index} ({stage.name}) changes its input {one} in place, which shares memory with its input "
+                f"{other}: in one process both would change, but a stage gets copies. Expected an operation that is "
+                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage "
+                f"(split_points=)"
+            )
+
+
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
 
@@ -137,36 +157,3 @@ def _quiet_torch() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within: fake tensors stand in for every parameter and buffer (called inside a fake mode)."""
-    fakes: dict[int, torch.Tensor] = {}
-    restore: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-    weights = [m._flat_weights for m in recurrent]
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, value in table.items():
-                if value is None:
-                    continue
-                if id(value) not in fakes:
-                    fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-                    fakes[id(value)] = (
-                        nn.Parameter(fake, requires_grad=value.requires_grad)
-                        if isinstance(value, nn.Parameter)
-                        else fake
-                    )
-                restore.append((table, name, value))  # type: ignore[arg-type]
-    for table, name, value in restore:
-        table[name] = fakes[id(value)]
-    for rnn in recurrent:  # it keeps its parameters in a list of its own too
-        rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
-    try:
-        yield
-    finally:
-        for table, name, value in restore:
-            table[name] = value
-        for rnn, flat in zip(recurrent, weights, strict=True):
-            rnn._flat_weights = flat

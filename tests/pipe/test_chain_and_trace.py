@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stagewright.partition.graph.trace import TracedUnits
 from stagewright.pipe import PipelineModule
 
 WIDTH = 8
@@ -330,6 +331,174 @@ def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]
     agree_with_one_process(model, split_points=["b"])
     for ranks in (2, 3):  # left to itself, the partitioner finds other places
         agree_with_one_process(model, ranks=ranks)
+
+
+# --- two values over the same memory, between the stages of a chain ---
+
+
+class Halves(nn.Module):
+    """A tensor and a part of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = 2.0 * x
+        return y, y[:, :4]
+
+
+class ChangesOne(nn.Module):
+    """In plain torch the part reads what ReLU wrote."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=inplace)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        whole, part = pair
+        return self.act(whole) + F.pad(part, (0, WIDTH - 4))
+
+
+@pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next stage", "the stage after next"])
+def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Module]) -> None:
+    """Each stage got copies of its own, and only one of them was changed."""
+    last = 2 + len(between)
+    points = [str(i) for i in range(2, last + 1)]
+    with pytest.raises(
+        ValueError, match=rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
+    ):
+        agree_with_one_process(
+            lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
+            ranks=last,
+            split_points=points,
+        )
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), split_points=["3"])
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), split_points=["2"])
+
+
+# --- one buffer on two stages ---
+
+
+class NormTwice(nn.Module):
+    """A traced model that runs one normalisation at its begin and at its end."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = norm, linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.b(self.a(self.norm(x))))
+
+
+class Counts(nn.Module):
+    """A buffer that is replaced by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+def norm_twice_in_a_row(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(norm, linear(), linear(), norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: NormTwice(nn.BatchNorm1d(WIDTH)), r"'norm\.(running_mean|running_var|num_batches_tracked)'"),
+        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), r"'0\.(running_mean|running_var|num_batches_tracked)'"),
+        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH, affine=False)), "'0\\.running_mean'"),
+        (lambda: norm_twice_in_a_row(Counts()), "'0\\.calls'"),
+    ],
+    ids=["traced", "chain", "without parameters", "reassigned"],
+)
+def test_a_buffer_that_moves_stands_on_one_stage(make: Callable[[], nn.Module], names: str) -> None:
+    """One module on two ranks had two lives: neither saw what the other's microbatches did to its statistics."""
+    with pytest.raises(ValueError, match=rf"buffer {names} changes in .* stages 0 and 1: expected"):
+        agree_with_one_process(make)
+
+
+class Smoothed(Layers):
+    """A buffer is replaced in the first layer; the old value, through a view, is read after that."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            old = self.mean[:4]
+            self.mean = 0.5 * self.mean + h.detach().mean(0)
+            self.calls += 1
+            h = h * F.pad(old, (0, 4)) + self.mean * self.calls
+        return self.d(self.c(self.b(h)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None:
+    """torch.export writes it at the end: the buffer stood on the last stage as well."""
+    agree_with_one_process(Smoothed, ranks=ranks)
+    units = TracedUnits(Smoothed().double(), (X,), enter_unit=None)
+    first, *others = units.at(["b"]).pieces
+    assert {name for name, _ in first.module.named_buffers()} == {"mean", "calls"}
+    assert not [name for piece in others for name, _ in piece.module.named_buffers()]
+
+
+def test_a_buffer_that_stands_still_may_be_on_two_stages() -> None:
+    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH).eval()))
+    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), ranks=1)
+
+
+# --- what may not depend on the batch size ---
+
+
+class AsManyAsSamples(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unbind(0)
+
+
+class Stacks(nn.Module):
+    def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack(xs)
+
+
+class InPlaceWhenLarge(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() if x.shape[0] > 2 else x.relu()
+
+
+@pytest.mark.parametrize(
+    ("middle", "message"),
+    [
+        (
+            [AsManyAsSamples(), Stacks()],
+            "AsManyAsSamples at the end of stage 0 .. 1 returns 4 tensors .*, and returned 2",
+        ),
+        (
+            [nn.Identity(), InPlaceWhenLarge()],
+            r"stage 1 \(2 .. 3\) changes an input of \(4, 8\) .* in place, and did not",
+        ),
+    ],
+)
+def test_what_a_stage_returns_and_changes_may_not_follow_the_batch_size(middle: list[nn.Module], message: str) -> None:
+    model = nn.Sequential(linear(), *middle, linear()).double()
+    pipe = PipelineModule(
+        model,
+        num_microbatches=4,
+        mesh={"pipe": 2},
+        loss_fn=loss_of,
+        split_points=["2"],
+        example_inputs=(X,),
+    )
+    pipe.forward_backward(X, Y)
+    with pytest.raises(ValueError, match=message):
+        pipe.forward_backward(torch.cat([X, X]), torch.cat([Y, Y]))
+    pipe.forward_backward(X, Y)
 
 
 # --- building runs nothing ---

@@ -1,0 +1,69 @@
+"""Fake tensors in the place of a module's parameters and buffers, and which buffers a forward writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@contextmanager
+def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
+    """Within a fake mode: fake tensors stand in for every parameter and buffer.
+
+    Yields a set that holds, afterwards, the ids of the real tensors that the forward would have written to.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (table, name, value)
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for name, value in table.items()
+        if value is not None
+    ]
+    for _, _, value in places:
+        if id(value) not in fakes:
+            fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+            is_parameter = isinstance(value, nn.Parameter)
+            fakes[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_parameter else fake
+    recurrent = [(part, part._flat_weights) for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for table, name, value in places:
+        table[name] = fakes[id(value)]
+    for rnn, _ in recurrent:  # it keeps its parameters in a list of its own too
+        rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+    written: set[int] = set()
+    statistics = _WatchStatistics()
+    try:
+        with statistics:
+            yield written
+    finally:
+        for table, name, value in places:
+            fake = fakes[id(value)]
+            if table[name] is not fake or fake._version or id(fake) in statistics.written:
+                written.add(id(value))
+            table[name] = value
+        for rnn, flat in recurrent:
+            rnn._flat_weights = flat
+
+
+class _WatchStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within: statistics that a normalisation updates are noted by id, since it counts no version of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        formals = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+        given = {formal.name: value for formal, value in zip(formals, args, strict=False)} | (kwargs or {})
+        if given.get("training", given.get("train", False)):
+            self.written |= {id(given[name]) for name in _STATISTICS if given.get(name) is not None}
+        return func(*args, **(kwargs or {}))
