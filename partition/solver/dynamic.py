@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..cluster import Cluster
-from ..topology import Floats
-from .ranges import RangeCosts
+from ..topology import Floats, Indices
+from .ranges import RangeCosts, Ranges
 
-MAX_STEPS = 4e8  # elementary ones; about 2 s
+MAX_STEPS = 6e7  # elementary ones; about 2 s
 _MOST_LOOKED_AT = 16  # for each candidate that is returned
+_BLOCK = 1 << 14  # pairs of replicas and devices that are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,39 +84,75 @@ def stage_ranks(
     return tuple(ranks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """Pairs of replicas and devices: [pairs] devices, their ranges, and where each number of devices begins."""
+
+    devices: Indices
+    starts: Indices
+    at: Ranges
+
+
 class _Table:
     def __init__(self, costs: RangeCosts, *, straight: bool) -> None:
         self.costs = costs
         num_cuts, num_devices = len(costs.cuts), costs.num_devices
-        pairs = [(r, e) for e in range(1, num_devices + 1) for r in range(1, 2 if straight else e + 1)]
-        self.replicas, self.devices = np.array([r for r, _ in pairs]), np.array([e for _, e in pairs])
-        self.before = self.devices - self.replicas
-        self.starts = np.searchsorted(self.devices, np.arange(1, num_devices + 1))
-        self.at = costs.ranges(self.replicas, self.devices)
+        self.most = [1 if straight else e for e in range(num_devices + 1)]  # replicas, by the devices to the end
+        self.blocks = list(self._blocks())
         self.best: Floats = np.full((num_cuts, num_devices + 1), np.inf)
         self.best[-1, 0] = 0.0
         for first in range(num_cuts - 2, 0, -1):
-            _, values = self._values(first)
-            self.best[first, 1:] = np.minimum.reduceat(values.min(axis=0), self.starts)
+            for block in self.blocks:
+                values = self._values(first, block)
+                self.best[first, block.devices[block.starts]] = np.minimum.reduceat(values.min(axis=0), block.starts)
 
-    def _values(self, first: int) -> tuple[np.ndarray, Floats]:
-        """Cuts at which a stage from `first` may end, the last ones first; [cut, pair] bottleneck behind `first`."""
-        lasts = np.flatnonzero(self.costs.cuts.inside[first])[::-1]
-        seconds = self.costs.seconds(first, lasts[:, None], self.at)
-        return lasts, np.maximum(seconds, self.best[lasts][:, self.before])
+    def _blocks(self) -> Iterator[_Block]:
+        """All pairs of replicas and devices, so many at once that their figures stay in the cache."""
+        first = 1
+        while first <= self.costs.num_devices:
+            last, size = first, self.most[first]
+            while last < self.costs.num_devices and size + self.most[last + 1] <= _BLOCK:
+                last += 1
+                size += self.most[last]
+            yield self._block(first, last)
+            first = last + 1
+
+    def _block(self, first: int, last: int) -> _Block:
+        """The pairs with `first` to `last` devices."""
+        counts = np.array(self.most[first : last + 1])
+        devices = np.repeat(np.arange(first, last + 1), counts)
+        starts = np.cumsum(counts) - counts
+        replicas = 1 + np.arange(len(devices)) - np.repeat(starts, counts)
+        return _Block(devices=devices, starts=starts, at=self.costs.ranges(replicas, devices))
+
+    def _lasts(self, first: int) -> Indices:
+        """Cuts at which a stage from `first` may end, the last ones first."""
+        return np.flatnonzero(self.costs.cuts.inside[first])[::-1]
+
+    def _values(self, first: int, block: _Block) -> Floats:
+        """[last, pair] bottleneck behind `first`."""
+        lasts = self._lasts(first)
+        seconds = self.costs.seconds(first, lasts[:, None], block.at)
+        rest = np.take(self.best[lasts], block.devices - block.at.replicas, axis=1)
+        return np.maximum(seconds, rest, out=rest)
 
     def candidates(self, limit: int) -> list[Solution]:
-        lasts, values = self._values(0)
-        row, pair = np.divmod(np.arange(values.size), values.shape[1])
-        order = np.lexsort((self.replicas[pair], row, self.devices[pair], values.ravel()))
-        bound = float(values.min())
+        lasts, looked_at = self._lasts(0), _MOST_LOOKED_AT * limit
+        columns: list[tuple[Indices | Floats, ...]] = []
+        for block in self.blocks:
+            values = self._values(0, block)
+            bar = np.partition(values, looked_at, axis=None)[looked_at] if values.size > looked_at else np.inf
+            row, pair = np.nonzero(values <= bar)
+            columns.append((block.at.replicas[pair], row, block.devices[pair], values[row, pair]))
+        replica_counts, rows, device_counts, best = (np.concatenate(each) for each in zip(*columns, strict=True))
+        bound = float(best.min())
         found: list[Solution] = []
-        for at in order[: _MOST_LOOKED_AT * limit]:
-            seconds = float(values[row[at], pair[at]])
+        for at in np.lexsort((replica_counts, rows, device_counts, best))[:looked_at]:
+            seconds = float(best[at])
             if len(found) == limit or not np.isfinite(seconds):
                 break
-            replicas, devices = int(self.replicas[pair[at]]), int(self.devices[pair[at]])
-            begin = SolvedStage(first=0, last=int(lasts[row[at]]), replicas=replicas, devices=devices)
+            replicas, devices = int(replica_counts[at]), int(device_counts[at])
+            begin = SolvedStage(first=0, last=int(lasts[int(rows[at])]), replicas=replicas, devices=devices)
             stages = (begin, *self._rest(begin.last, devices - replicas))
             solution = Solution(stages=stages, seconds=seconds, bound=bound)
             if all(solution.replicas != other.replicas for other in found):
@@ -125,10 +162,9 @@ class _Table:
     def _rest(self, first: int, devices: int) -> list[SolvedStage]:
         stages = []
         while devices:
-            lasts, values = self._values(first)
-            chosen = slice(self.starts[devices - 1], self.starts[devices] if devices < len(self.starts) else None)
-            row, column = np.argwhere(values[:, chosen] <= self.best[first, devices])[0]
-            replicas = int(self.replicas[chosen][column])
-            stages.append(SolvedStage(first=first, last=int(lasts[row]), replicas=replicas, devices=devices))
-            first, devices = int(lasts[row]), devices - replicas
+            values = self._values(first, self._block(devices, devices))
+            row, column = np.argwhere(values <= self.best[first, devices])[0]
+            last, replicas = int(self._lasts(first)[row]), 1 + int(column)
+            stages.append(SolvedStage(first=first, last=last, replicas=replicas, devices=devices))
+            first, devices = last, devices - replicas
         return stages
