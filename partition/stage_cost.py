@@ -59,7 +59,7 @@ class StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, the longer message, all that it sends), and of an update."""
+    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of an update."""
 
     forward: Floats
     backward: Floats
@@ -112,11 +112,10 @@ def stage_seconds(
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
-    waits = [np.array([each.latency for each in links]) for links in (inward, outward)]
     return StageSeconds(
         forward=sums.forward / speeds,
         backward=(sums.backward + recompute * sums.forward) / speeds,
-        message=np.maximum(waits[0] + sent_in, waits[1] + sent_out),
+        message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
         ring=np.array(
             [each.seconds(w) if w > 0 else 0.0 for each, w in zip(rings, sums.weights.tolist(), strict=True)]

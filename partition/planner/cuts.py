@@ -31,7 +31,7 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    costs = _EvenCosts(model, evaluator.places.of(c), evaluator.in_flight(c, exact=False), rules, c)
+    costs = _EvenCosts(model, evaluator.placements.of(c), evaluator.in_flight(c, exact=False), rules, c)
     for fits in (True, False):
         ends = even_stages(costs.within if fits else costs.whatever, c.num_stages, len(model.coarse))
         if ends is not None:

@@ -1,7 +1,7 @@
 """One configuration with its cuts: what each stage costs, what each rank holds, and the simulated step.
 
-Without a flush the sum of gradients overlaps with compute, so that only the optimizer's step stands in the program. No
-step is faster than what a rank has to send in it, which the simulator (whose messages do not queue) would not see.
+Every rank has one network card, on which its messages and its sums of gradients queue; all messages between two stages
+take the slowest way between ranks of theirs that share a microbatch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...schedules.builders.late_updates import defer_updates
 from ...schedules.ir import Schedule
 from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
+from ...schedules.timing.links import Links, Sum, Way
 from ...schedules.timing.simulate import simulate
 from ..in_flight import InFlight, count_in_flight, merged
 from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_seconds
@@ -83,7 +85,7 @@ class Evaluator:
         self, topology: Topology, rules_of: Callable[[Model], MemoryRules], model_of: Callable[[int, int], Model]
     ) -> None:
         self.topology, self.model_of, self._rules_of = topology, model_of, rules_of
-        self.places = Placements(topology)
+        self.placements = Placements(topology)
         self._flights: dict[object, tuple[InFlight, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
@@ -100,7 +102,7 @@ class Evaluator:
             exact: count what is in flight in the whole schedule, however long.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
-        model, place = self.model(c), self.places.of(c)
+        model, place = self.model(c), self.placements.of(c)
         sums, rules, counts = model.stages(ends), self._rules_of(model), c.counts
         if flights is None:
             flights = self.in_flight(c, exact=exact)
@@ -129,17 +131,11 @@ class Evaluator:
         """One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all."""
         c, s = evaluated.configuration, evaluated.seconds
         schedule = self._schedule(c, _per_replica(c))
-        update = s.step if schedule.is_asynchronous else s.ring + s.step
-        costs = Costs(
-            forward=s.forward.tolist(),
-            backward=s.backward.tolist(),
-            latency=s.message.tolist(),
-            update=update.tolist(),
-        )
-        timeline = simulate(schedule, costs)
-        busy = (1 - timeline.bubble) * timeline.batch_seconds
-        seconds = max(timeline.batch_seconds, float(_links(c, s).max()) * c.batch)
-        return Simulated(seconds=seconds, bubble=1 - busy / seconds if seconds > 0 else 0.0)
+        if schedule.rule.updates_may_wait and s.ring.any():
+            schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
+        costs = Costs(forward=s.forward.tolist(), backward=s.backward.tolist(), update=s.step.tolist())
+        timeline = simulate(schedule, costs, _network(evaluated, self.placements.of(c)))
+        return Simulated(seconds=timeline.batch_seconds, bubble=timeline.bubble)
 
     def num_actions(self, c: Configuration) -> int:
         """Actions in the simulation of a batch."""
@@ -204,6 +200,35 @@ def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequ
     )
 
 
+def _network(evaluated: Evaluated, placement: Placement) -> Links:
+    """Ways between the ranks of the simulated schedule, bytes over the cuts, and sums of gradients.
+
+    Where one replica stands for all, rank P + p is what rank p sums its gradients with.
+    """
+    c, ring = evaluated.configuration, evaluated.seconds.ring
+    starts = np.arange(c.pipeline + 1) if c.is_equal else np.cumsum([0, *c.counts])
+    ranks = [range(a, b) for a, b in pairwise(starts.tolist())]
+    ways: dict[tuple[int, int], Way] = {}
+    for s, link in enumerate(placement.outward[: c.pipeline] if c.num_chunks > 1 else placement.outward[:-1]):
+        here, there = ranks[s % c.pipeline], ranks[(s + 1) % c.pipeline]
+        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(_per_replica(c))}
+        for src, dst in (way for a, b in pairs for way in ((a, b), (b, a))):
+            ways[src, dst] = Way(
+                latency=link.latency,
+                seconds_per_byte=link.seconds_a_byte / c.tensor,
+                sending=src,
+                receiving=dst,
+            )
+    sums = []
+    for s in np.flatnonzero(ring).tolist():
+        own = ranks[s % c.pipeline]
+        members = (own[0], own[0] + c.pipeline) if c.is_equal else own
+        around = tuple(zip(members, (*members[1:], members[0]), strict=True))
+        ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around if (src, dst) not in ways}
+        sums.append(Sum(stage=s, seconds=float(ring[s]), ways=around))
+    return Links(network=ways, activation_bytes=evaluated.sums.behind[:-1].tolist(), sums=tuple(sums))
+
+
 def _by_rank(c: Configuration, figures: Floats) -> Floats:
     """[P] sums over the chunks."""
     return np.asarray(figures.reshape(c.num_chunks, c.pipeline).sum(axis=0), dtype=np.float64)
@@ -250,7 +275,6 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     update = _by_rank(c, s.ring + s.step)
     front = c.pipeline - 1
     head, tail = (
-        np.concatenate([[0.0], np.cumsum(ways)])
-        for ways in (s.forward[:front] + s.message[:front], s.backward[:front] + s.message[1 : front + 1])
+        np.concatenate([[0.0], np.cumsum(work + s.message[:front])]) for work in (s.forward[:front], s.backward[:front])
     )
     return max(float((head + work + np.maximum(update, tail + update[0])).max()), links)

@@ -13,7 +13,8 @@ from stagewright.partition.planner.model import Model
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
-from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
+from stagewright.schedules.builders.late_updates import defer_updates
 
 CLUSTER = Cluster.parse("4:net=10B/s@1s")
 NODES = (
@@ -62,9 +63,15 @@ def test_optimizer_steps_and_memory() -> None:
 
 def test_replicas_without_a_flush() -> None:
     evaluation, found = evaluated("2bw", (2, 1))
-    schedule = build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1))
-    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
-    assert found.seconds == pytest.approx(max(timeline.batch_seconds, 4 * 3.0))
+    schedule = defer_updates(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
+    pairs = [(0, 2), (1, 2), (2, 0), (2, 1), (0, 1), (1, 0)]
+    ways = {pair: Way(latency=1, seconds_per_byte=1 / 10, sending=pair[0], receiving=pair[1]) for pair in pairs}
+    gradients = Sum(stage=0, seconds=2 * (1 + 20 / 2 / 10), ways=((0, 1), (1, 0)))
+    links = Links(network=ways, activation_bytes=5, sums=(gradients,))
+    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2]), links)
+    assert found.seconds == pytest.approx(timeline.batch_seconds)
+    # Messages queue behind the sum on the cards, and two microbatches in flight a replica leave no slack.
+    assert found.seconds > 4 * 3.0
     # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
     links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
     assert evaluation.bottleneck == max(3.0, links) == 3.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
 from stagewright.schedules.builders.replicas import replicate
+
+from .small import ring
 
 TENTHS = st.integers(0, 30).map(lambda n: n / 10)
 CLUSTERS = st.sampled_from(
@@ -59,6 +62,39 @@ def hop(cluster: Cluster, pairs: list[tuple[int, int]]) -> tuple[float, float]:
     return worst
 
 
+def sum_latency(cluster: Cluster, members: Sequence[int]) -> float:
+    """Seconds of a sum of nothing, level by level."""
+    groups, seconds, latency = list(members), 0.0, 0.0
+    for level in cluster.levels:
+        latency = max(latency, level.latency)
+        sizes = Counter(member // level.size for member in groups).values()
+        seconds += 2 * (max(sizes) - 1) * latency
+        groups = sorted({member // level.size for member in groups})
+    return seconds
+
+
+def network(
+    pairs: list[list[tuple[int, int]]],
+    hops: list[tuple[float, float]],
+    crossing: Sequence[float],
+    groups: list[list[int]],
+    rings: list[float],
+) -> Links:
+    """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks and its sum."""
+    ways = {}
+    for each, (latency, seconds) in zip(pairs, hops, strict=True):
+        for a, b in each:
+            for src, dst in ((a, b), (b, a)):
+                ways[src, dst] = Way(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
+    sums = []
+    for s, (members, seconds) in enumerate(zip(groups, rings, strict=True)):
+        around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
+        for src, dst in around:
+            ways.setdefault((src, dst), Way(sending=src, receiving=dst))
+        sums.append(Sum(stage=s, seconds=seconds, ways=around))
+    return Links(network=ways, activation_bytes=tuple(crossing), sums=tuple(sums))
+
+
 def step(
     profile: Profile,
     cluster: Cluster,
@@ -79,24 +115,19 @@ def step(
     for s in range(num_stages - 1):
         here, there = s % pipeline * data, (s + 1) % pipeline * data
         hops.append(hop(cluster, [(here + d, there + d) for d in range(data)]))
-    links = [(0.0, 0.0), *hops, (0.0, 0.0)]
     rings = []
     for s in range(num_stages):
         first, weights = s % pipeline * data, sum(node.parameter_bytes for node in own[s])
-        latency, each = hop(cluster, [(first + d, first + (d + 1) % data) for d in range(data)])
-        rings.append(2 * (data - 1) * (latency + weights / data * each) if weights else 0.0)
+        latency = sum_latency(cluster, range(first, first + data))
+        rings.append(latency + weights * ring(cluster, range(first, first + data)) if weights else 0.0)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     costs = Costs(
         forward=forward,
         backward=[
             sum(node.backward_seconds for node in stage) + again * f for stage, f in zip(own, forward, strict=True)
         ],
-        latency=[max(links[s][0] + crossing[s] * links[s][1], links[s + 1][0] + crossing[s + 1] * links[s + 1][1])
-                 for s in range(num_stages)],
-        update=[
-            ring + sum(node.update_seconds for node in stage) / shards for ring, stage in zip(rings, own, strict=True)
-        ],
-    )  # fmt: skip
+        update=[sum(node.update_seconds for node in stage) / shards for stage in own],
+    )
     chunks = num_stages // pipeline
     single = build(
         schedule,
@@ -104,9 +135,11 @@ def step(
         num_microbatches=num_microbatches // data,
         num_chunks=chunks if chunks > 1 else None,
     )
-    sent = [crossing[s] * links[s][1] + crossing[s + 1] * links[s + 1][1] for s in range(num_stages)]
-    most = max(sum(sent[p::pipeline]) for p in range(pipeline)) * num_microbatches / data
-    return max(simulate(replicate(single, data), costs).makespan, most)
+    pairs = [
+        [(s % pipeline * data + d, (s + 1) % pipeline * data + d) for d in range(data)] for s in range(num_stages - 1)
+    ]
+    groups = [[s % pipeline * data + d for d in range(data)] for s in range(num_stages)]
+    return simulate(replicate(single, data), costs, network(pairs, hops, crossing[1:-1], groups, rings)).makespan
 
 
 def by_hand(profile: Profile, cluster: Cluster, batch: int, chunks: int) -> Iterator[dict[str, Any]]:
@@ -203,24 +236,25 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     schedule = found.build_schedule()
     stages = found.stages
     output = {node.name: node.activation_bytes for node in profile.nodes}
-    latency, sent = [0.0] * len(stages), [0.0] * len(stages)
-    for s in range(len(stages) - 1):
-        pairs = [(schedule.owner(s, k), schedule.owner(s + 1, k)) for k in range(schedule.num_microbatches)]
-        crossing = output[stages[s].nodes[-1]]
-        alpha, beta = hop(cluster, pairs)
-        for t in (s, s + 1):
-            latency[t] = max(latency[t], alpha + crossing * beta)
-            sent[t] += crossing * beta
+    pairs = [
+        [(schedule.owner(s, k), schedule.owner(s + 1, k)) for k in range(schedule.num_microbatches)]
+        for s in range(len(stages) - 1)
+    ]
+    hops = [hop(cluster, each) for each in pairs]
+    weights = {node.name: node.parameter_bytes for node in profile.nodes}
+    held = [sum(weights[name] for name in stage.nodes) for stage in stages]
+    rings = [
+        sum_latency(cluster, stage.ranks) + w * ring(cluster, stage.ranks) if w else 0.0
+        for stage, w in zip(stages, held, strict=True)
+    ]
     costs = Costs(
         forward=[stage.forward_seconds for stage in stages],
         backward=[stage.backward_seconds for stage in stages],
-        latency=latency,
-        update=[stage.update_seconds for stage in stages],
+        update=[max(0.0, stage.update_seconds - seconds) for stage, seconds in zip(stages, rings, strict=True)],
     )
-    counts = [-(-schedule.num_microbatches // stage.replicas) for stage in stages]
-    width = len(stages) // found.num_chunks
-    most = max(sum(sent[s] * counts[s] for s in range(p, len(stages), width)) for p in range(width))
-    return max(simulate(schedule, costs).makespan, most)
+    crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]
+    groups = [list(stage.ranks) for stage in stages]
+    return simulate(schedule, costs, network(pairs, hops, crossing, groups, rings)).makespan
 
 
 @settings(max_examples=30, deadline=None)
