@@ -4,7 +4,7 @@ from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard
 from .groups import join_world, link_lanes
-from .mesh import Coordinates, Mesh, Place, World, read_mesh
+from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
@@ -16,10 +16,10 @@ __all__ = [
     "InProcessTransport",
     "Mailbox",
     "Mesh",
+    "MeshPlace",
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",
-    "Place",
     "ProcessGroupTransport",
     "TensorSpec",
     "Transport",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import as_one, make_group
-from .mesh import Place
+from .mesh import MeshPlace
 from .process_group import break_group
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class Collectives:
     the run's. So is `subgroup`.
     """
 
-    def __init__(self, place: Place, *, device: torch.device, timeout: float) -> None:
+    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
         self._place = place
         self._world = place.world
         self._device = device

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import PeerLost, PipelineTimeout, short_reason
-from .mesh import Place, World
+from .mesh import MeshPlace, World
 from .process_group import Lanes, Link
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def make_group(ranks: Sequence[int], world: World, *, device: torch.device, time
     return group
 
 
-def link_lanes(links: Iterable[Link], place: Place, *, device: torch.device, timeout: float) -> dict[Link, Lanes]:
+def link_lanes(links: Iterable[Link], place: MeshPlace, *, device: torch.device, timeout: float) -> dict[Link, Lanes]:
     """The groups of each directed link that this process is part of. Collective: all processes give the same links.
 
     gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,

@@ -19,7 +19,7 @@ import torch
 
 from .collectives import Collectives
 from .groups import link_lanes
-from .mesh import Place, World
+from .mesh import MeshPlace, World
 from .ping_pong import one_way_seconds
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
@@ -128,7 +128,7 @@ def measure_links(
     """
     if not world.distributed:
         return MeasuredLinks(levels=())
-    place = Place.line(world)
+    place = MeshPlace.line(world)
     together = Collectives(place, device=device, timeout=timeout)
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):

@@ -110,7 +110,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MeshPlace:
     """A process on its mesh. In one process (a world of one) all ranks of the schedule run."""
 
     world: World
@@ -121,7 +121,7 @@ class Place:
             raise ValueError(f"{self.mesh} for {self.world.size} processes: expected {self.mesh.num_processes} of them")
 
     @classmethod
-    def line(cls, world: World) -> Place:
+    def line(cls, world: World) -> MeshPlace:
         """A pipeline over all processes: ranks are processes."""
         return cls(world=world, mesh=Mesh(pipe=world.size))
 

@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ..schedules.messages import RECEIVES_AHEAD
+from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .in_flight import InFlight
 from .memory_use import MemoryUse
 from .stage_cost import StageSums
 from .topology import Floats
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
-BUCKET_BYTES = 1 << 24  # of gradients that the runtime sums over replicas at once
 Figures = Any  # a number or an array of them; they broadcast
 
 

@@ -1,13 +1,13 @@
-"""Putting a pipeline together: from a model, a schedule and a world to stages, engine and optimizers.
+"""Putting a pipeline together: from a model, a layout and a batch to its parts, each complete when it is made.
 
-cut -> infer shapes -> wire -> schedule with the model's edges -> check -> who holds what -> lower -> links -> engine
+cut -> wire both modes -> who holds what -> programs -> links -> update -> workers -> engines -> the parts of a pipeline
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,276 +17,262 @@ from ..comm import (
     Guard,
     InProcessTransport,
     Mailbox,
+    MeshPlace,
     ProcessGroupTransport,
+    TensorSpec,
     Transport,
-    World,
     link_lanes,
 )
+from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
 from ..partition.graph.units import Tensors
 from ..partition.profiler.clock import clock_for
-from ..schedules import Schedule, check, check_lowered, lower
-from ..schedules.lowering.stream import make_stream
-from ..schedules.messages import Sharing, Transfer
+from ..schedules import Schedule, check
+from ..schedules.messages import Transfer
 from ..schedules.program import RankProgram
 from .batch.agreement import check_agreement, describe
 from .batch.batches import read_loss, split_tensor
+from .batch.reader import BatchReader
+from .evaluation import Evaluation
 from .layout import Layout
+from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .run.engine import Engine, LocalRank
-from .run.worker import Worker
+from .run.worker import EvaluationWorker, TrainingWorker
+from .settings import Settings
 from .stages.build import CutModel, cut_model
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
 from .stages.shapes import InferredStages, Signature, signature
 from .stages.stage import LossValue, Stage
-from .stages.wiring import OutputSpecs, Wiring
-from .update.gradients import Gradients
-from .update.optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
-from .update.stream_parts import make_updates, sharing_of, with_late_updates
-from .update.streaming import Streaming
+from .stages.wiring import Wiring
+from .state import State
+from .training import Training
+from .update.flush import FlushRank, batch_programs, make_flush_execution
+from .update.interface import Execution, UpdateParts
+from .update.stream_parts import make_stream_execution
 
-STREAM_WINDOW = 4  # batches in a measured timeline of an asynchronous schedule
+_OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What PipelineModule was told, checked; see there."""
-
-    loss_fn: Callable[[Any, Any], Any] | None
-    optimizer: OptimizerFactory | None
-    lr_scheduler: SchedulerFactory | None
-    max_grad_norm: float | None
-    seed: int
-    device: torch.device
-    timeout: float
-
-
-@dataclass(slots=True, kw_only=True)
 class Mode:
     """The pipeline in one mode: training, or evaluation (forwards alone).
 
-    programs: one batch, by rank; none of a stream, which makes its own.
+    schedule: with the model's own stage graph.
     """
 
     inference: InferredStages
     wiring: Wiring
     schedule: Schedule
-    programs: tuple[RankProgram, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """All parts of one process's pipeline.
+    """One process's pipeline.
 
     Arguments:
-        schedule: with the model's own stage graph, as it runs.
-        input_types: of the model's inputs.
+        schedule: as it runs.
         stage_num_parameters: [S].
-        example_specs: outputs of the stages for the microbatch that it was built with.
-        links: directed, of all ranks.
-        optimizers: by local stage.
-        gradients: of a flush schedule; streaming: of an asynchronous one.
+        engine: that trains.
     """
 
     schedule: Schedule
     parts: CutModel
-    train: Mode
-    evaluate: Mode
-    ownership: Ownership
-    collectives: Collectives
-    engine: Engine
-    input_types: tuple[torch.dtype, ...]
     stage_num_parameters: tuple[int, ...]
-    example_specs: OutputSpecs
-    links: frozenset[Link]
-    optimizers: dict[int, StageOptimizer]
-    gradients: Gradients | None
-    streaming: Streaming | None
+    engine: Engine
+    training: Training
+    evaluation: Evaluation
+    state: State
+    measurement: Measurement
 
 
-class Assembly:
-    """Builds a Pipeline; one for each PipelineModule.
+def assemble(
+    inputs: Sequence[torch.Tensor],
+    *,
+    model: nn.Module | None,
+    stages: Sequence[nn.Module] | None,
+    layout: Layout,
+    settings: Settings,
+    guard: Guard,
+) -> Pipeline:
+    """The pipeline for inputs like these. Collective over the processes.
 
     Arguments:
         model, stages: one of them.
-        guard: told how to let go of other ranks.
+        guard: is told how to let go of other ranks.
     """
+    schedule, place, device = layout.schedule, layout.place, settings.device
+    replica, num_replicas = place.replica
+    example = [split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs]
+    microbatch = signature(example)
+    seeder = Seeder(settings.seed, device)
+    parts = cut_model(
+        model,
+        stages,
+        example_inputs=example,
+        num_stages=schedule.num_stages,
+        split_points=layout.split_points,
+        plan=layout.plan,
+        seeder=seeder,
+        device=device,
+    )
+    stage_num_parameters = tuple(sum(p.numel() for p in stage.module.parameters()) for stage in parts.train.stages)
+    train = _wire(schedule, parts.train, microbatch)
+    evaluate = _wire(schedule.forward_only(), parts.evaluate, microbatch)
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module | None,
-        stages: Sequence[nn.Module] | None,
-        layout: Layout,
-        world: World,
-        settings: Settings,
-        guard: Guard,
-    ) -> None:
-        self._model = model
-        self._stage_modules = stages
-        self._layout = layout
-        self._schedule = layout.schedule
-        self._world = world
-        self._settings = settings
-        self._guard = guard
-        self._seeder = Seeder(settings.seed, settings.device)
-        self._local = layout.place.local_ranks
+    local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
+    ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
+    for index in local_stages:
+        parts.train.stages[index].module.to(device)
+        parts.evaluate.stages[index].module.to(device)
+    collectives = Collectives(place, device=device, timeout=settings.timeout)
+    guard.on_failure(collectives.abort)
+    _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank)
+    ownership.spread_from_first_owners(collectives)
 
-    def build(self, inputs: Sequence[torch.Tensor]) -> Pipeline:
-        """For inputs like these. Collective over the processes."""
-        settings, world, schedule = self._settings, self._world, self._schedule
-        example = [split_tensor(x, schedule.num_microbatches // self._layout.place.replica[1])[0] for x in inputs]
-        microbatch = signature(example)
-        self._parts = parts = cut_model(
-            self._model,
-            self._stage_modules,
-            example_inputs=example,
-            num_stages=schedule.num_stages,
-            split_points=self._layout.split_points,
-            plan=self._layout.plan,
-            seeder=self._seeder,
-            device=settings.device,
-        )
-        stage_num_parameters = tuple(sum(p.numel() for p in s.module.parameters()) for s in parts.train.stages)
-        train = self._make_mode(schedule, microbatch, training=True)
-        evaluate = self._make_mode(schedule.forward_only(), microbatch, training=False)
-        local_stages = sorted({s for rank in self._local for s in schedule.placement[rank]})
-        ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
-        for index in local_stages:
-            parts.train.stages[index].module.to(settings.device)
-            parts.evaluate.stages[index].module.to(settings.device)
-        collectives = Collectives(self._layout.place, device=settings.device, timeout=settings.timeout)
-        self._guard.on_failure(collectives.abort)
-        mine = describe(
-            schedule,
-            parts.names,
-            microbatch,
-            seed=settings.seed,
-            max_grad_norm=settings.max_grad_norm,
-            loss_fn="none" if settings.loss_fn is None else "given",
-        )
-        check_agreement(mine, collectives, rank=world.rank)
-        wired = train.schedule
-        stream = None
-        programs = (*train.programs, *evaluate.programs)
-        if wired.is_asynchronous:
-            sharing = sharing_of(wired, ownership, max_grad_norm=settings.max_grad_norm)
-            wired = with_late_updates(wired, sharing)
-            stream = make_stream(wired, sharing=sharing)
-            programs = (*stream.calls, *stream.drains, *evaluate.programs)
-        ownership.spread_from_first_owners(collectives)
-        links = _links_of(programs) if world.distributed else frozenset()
-        engine = self._make_engine(wired, links)
-        gradients = streaming = None
-        if stream is None:
-            optimizers = self._make_optimizers(ownership, local_stages)
-            gradients = Gradients(ownership, collectives, ranks=self._local, device=settings.device)
-        else:
-            optimizers = self._make_versions(wired, engine, ownership)
-            streaming = Streaming(engine, stream, train.wiring)
-        return Pipeline(
-            schedule=wired,
-            parts=parts,
-            train=train,
-            evaluate=evaluate,
+    clock = clock_for(device)
+    window = _OVERLAPPING if schedule.num_batches > 1 else 1
+    recorders = {rank: Recorder(clock, window=window) for rank in place.local_ranks}
+    execution = _execution(train.schedule, ownership, collectives, settings)
+    evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
+    links = _links_of([*execution.programs, *evaluation_programs])
+    transports = _make_transports(links, place, device=device, timeout=settings.timeout)
+    for transport in transports.values():
+        guard.on_failure(transport.abort)
+    update = execution.make_update(
+        UpdateParts(
+            model=parts,
             ownership=ownership,
             collectives=collectives,
-            engine=engine,
-            input_types=tuple(x.dtype for x in inputs),
-            stage_num_parameters=stage_num_parameters,
-            example_specs=train.inference.outputs(microbatch),
-            links=links,
-            optimizers=optimizers,
-            gradients=gradients,
-            streaming=streaming,
+            recorders=recorders,
+            optimizer=settings.optimizer,
+            scheduler=settings.lr_scheduler,
+            max_grad_norm=settings.max_grad_norm,
+            device=device,
+        )
+    )
+
+    loss_of = _loss_of(parts, settings, seeder)
+
+    def make_stage(rank: int, s: int) -> Stage:
+        is_last = s == schedule.num_stages - 1
+        return Stage(
+            index=s,
+            name=parts.names[s],
+            train=parts.train.stages[s],
+            evaluate=parts.evaluate.stages[s],
+            loss_of=loss_of if is_last else None,
+            loss_module=settings.loss_fn if is_last and isinstance(settings.loss_fn, nn.Module) else None,
+            recompute=layout.recompute[s],
+            weights=update.versions_of(rank, s),
         )
 
-    def _make_mode(self, schedule: Schedule, microbatch: Signature, *, training: bool) -> Mode:
-        inference = self._parts.train if training else self._parts.evaluate
-        wiring = Wiring(inference.stages, inference.outputs(microbatch))
-        wired = schedule.with_edges(wiring.edges())
-        check(wired)
-        if wired.is_asynchronous:
-            return Mode(inference=inference, wiring=wiring, schedule=wired, programs=())
-        share_loss = self._world.distributed and self._settings.loss_fn is not None
-        lowered = lower(wired, sharing=Sharing(loss=share_loss))
-        check_lowered(lowered)
-        return Mode(inference=inference, wiring=wiring, schedule=wired, programs=lowered.programs)
+    stages_of = {rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks}
+    losses = {rank: FlushRank(rank, evaluate.schedule) for rank in place.local_ranks}
 
-    def _make_optimizers(self, ownership: Ownership, local_stages: Sequence[int]) -> dict[int, StageOptimizer]:
-        settings = self._settings
-        if settings.optimizer is None:
-            return {}
-        return {
-            s: StageOptimizer(s, ownership.stage_parameters(s), settings.optimizer, settings.lr_scheduler)
-            for s in local_stages
-        }
-
-    def _make_versions(self, schedule: Schedule, engine: Engine, ownership: Ownership) -> dict[int, StageOptimizer]:
-        """Weight versions and optimizers of the local ranks of a stream; returns the first owner's by stage."""
-        settings = self._settings
-        assert settings.optimizer is not None
-        versions = [schedule.rule.versions_kept(n) for n in check(schedule).peak_versions]
-        taken: set[str] = set()
-        optimizers: dict[int, StageOptimizer] = {}
-        for one in engine.ranks:
-            updates = make_updates(
-                one.worker.rank,
-                schedule=schedule,
-                parts=self._parts,
-                ownership=ownership,
-                taken=taken,
-                num_versions=versions[one.worker.rank],
-                optimizer=settings.optimizer,
-                scheduler=settings.lr_scheduler,
-                max_grad_norm=settings.max_grad_norm,
-                batches=one.worker.batches,
-                device=settings.device,
-            )
-            one.worker.updates = updates
-            for s, stage in one.worker.stages.items():
-                stage.weights = updates.weights[s]
-                optimizers.setdefault(s, updates.optimizers[s])
-        return optimizers
-
-    def _make_engine(self, schedule: Schedule, links: frozenset[Link]) -> Engine:
-        settings, world = self._settings, self._world
-        if world.distributed:
-            lanes = link_lanes(sorted(links), self._layout.place, device=settings.device, timeout=settings.timeout)
-            transports: list[Transport] = [
-                ProcessGroupTransport(self._local[0], lanes, device=settings.device, timeout=settings.timeout)
-            ]
-        else:
-            mailbox = Mailbox()
-            transports = [InProcessTransport(rank, mailbox) for rank in self._local]
-        for transport in transports:
-            self._guard.on_failure(transport.abort)
-        clock = clock_for(settings.device)
+    def make_engine(kind: type[TrainingWorker | EvaluationWorker], mode: Mode) -> Engine:
+        updates = update.ranks if mode is train else losses
         ranks = []
-        for rank, transport in zip(self._local, transports, strict=True):
-            stages = {s: self._make_stage(s) for s in schedule.placement[rank]}
-            worker = Worker(rank, stages, schedule=schedule, seeder=self._seeder)
-            recorder = Recorder(clock, window=STREAM_WINDOW if schedule.is_asynchronous else 1)
-            ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorder))
+        for rank, transport in transports.items():
+            worker = kind(
+                rank,
+                stages=stages_of[rank],
+                modules=mode.inference.stages,
+                wiring=mode.wiring,
+                schedule=mode.schedule,
+                seeder=seeder,
+                updates=updates[rank],
+            )
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorders[rank]))
         return Engine(ranks, timeout=settings.timeout)
 
-    def _make_stage(self, index: int) -> Stage:
-        is_last, loss_fn = index == self._schedule.num_stages - 1, self._settings.loss_fn
-        return Stage(
-            index=index,
-            name=self._parts.names[index],
-            train=self._parts.train.stages[index],
-            evaluate=self._parts.evaluate.stages[index],
-            loss_of=self._loss_of if is_last and loss_fn is not None else None,
-            loss_module=loss_fn if is_last and isinstance(loss_fn, nn.Module) else None,
-            recompute=self._layout.recompute[index],
+    def make_reader(mode: Mode) -> BatchReader:
+        return BatchReader(
+            mode.schedule,
+            inference=mode.inference,
+            own=range(replica, schedule.num_microbatches, num_replicas),
+            input_types=[x.dtype for x in inputs],
+            has_target=settings.loss_fn is not None,
+            device=device,
+            together=guard.together if num_replicas > 1 else nullcontext,
         )
 
-    def _loss_of(self, flat: Tensors, target: object, training: bool) -> LossValue:
-        assert self._settings.loss_fn is not None
-        self._seeder.enter_loss()
-        return read_loss(self._settings.loss_fn(self._parts.output(flat, training=training), target))
+    engine = make_engine(TrainingWorker, train)
+    training = Training(engine, update, reader=make_reader(train), guard=guard, collectives=collectives)
+    evaluation = Evaluation(
+        make_engine(EvaluationWorker, evaluate),
+        ranks=list(losses.values()),
+        programs={rank: evaluation_programs[rank] for rank in place.local_ranks},
+        modules=[stage.evaluate.module for own in stages_of.values() for stage in own.values()],
+        reader=make_reader(evaluate),
+        parts=parts,
+        training=training,
+        guard=guard,
+        has_loss=settings.loss_fn is not None,
+    )
+    first_rank = place.local_ranks[0]
+    specs = train.inference.outputs(microbatch)[0]
+    return Pipeline(
+        schedule=update.schedule,
+        parts=parts,
+        stage_num_parameters=stage_num_parameters,
+        engine=engine,
+        training=training,
+        evaluation=evaluation,
+        state=State(
+            ownership,
+            update,
+            training=training,
+            collectives=collectives,
+            guard=guard,
+            written_stages=[s for s, ranks in enumerate(schedule.owners) if ranks[0] in place.local_ranks],
+            device=device,
+        ),
+        measurement=Measurement(
+            list(recorders.values()),
+            num_stages=schedule.num_stages,
+            drain=training.drain,
+            one_way_seconds=lambda: _latency(transports[first_rank], first_rank, links, specs, settings),
+            collectives=collectives,
+            guard=guard,
+        ),
+    )
+
+
+def _wire(schedule: Schedule, inference: InferredStages, microbatch: Signature) -> Mode:
+    """A schedule with the edges of the stages, checked."""
+    wiring = Wiring(inference.stages, inference.outputs(microbatch))
+    wired = schedule.with_edges(wiring.edges())
+    check(wired)
+    return Mode(inference=inference, wiring=wiring, schedule=wired)
+
+
+def _check_agreement(
+    schedule: Schedule,
+    parts: CutModel,
+    microbatch: Signature,
+    settings: Settings,
+    collectives: Collectives,
+    *,
+    rank: int,
+) -> None:
+    mine = describe(
+        schedule,
+        parts.names,
+        microbatch,
+        seed=settings.seed,
+        max_grad_norm=settings.max_grad_norm,
+        loss_fn="none" if settings.loss_fn is None else "given",
+    )
+    check_agreement(mine, collectives, rank=rank)
+
+
+def _execution(schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings) -> Execution:
+    """Flush or stream: decided here and asked nowhere else."""
+    if schedule.is_asynchronous:
+        return make_stream_execution(schedule, ownership, max_grad_norm=settings.max_grad_norm)
+    return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
 
 
 def _links_of(programs: Sequence[RankProgram]) -> frozenset[Link]:
@@ -297,3 +283,37 @@ def _links_of(programs: Sequence[RankProgram]) -> frozenset[Link]:
         for step in program.steps
         if isinstance(step, Transfer)
     )
+
+
+def _make_transports(
+    links: frozenset[Link], place: MeshPlace, *, device: torch.device, timeout: float
+) -> dict[int, Transport]:
+    """By local rank. Collective over the processes."""
+    if not place.world.distributed:
+        mailbox = Mailbox()
+        return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
+    lanes = link_lanes(sorted(links), place, device=device, timeout=timeout)
+    return {r: ProcessGroupTransport(r, lanes, device=device, timeout=timeout) for r in place.local_ranks}
+
+
+def _loss_of(
+    parts: CutModel, settings: Settings, seeder: Seeder
+) -> Callable[[Tensors, object, bool], LossValue] | None:
+    loss_fn = settings.loss_fn
+    if loss_fn is None:
+        return None
+
+    def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
+        seeder.enter_loss()
+        return read_loss(loss_fn(parts.output(flat, training=training), target))
+
+    return loss_of
+
+
+def _latency(
+    transport: Transport, rank: int, links: frozenset[Link], specs: Sequence[TensorSpec], settings: Settings
+) -> float:
+    """Seconds of an activation from stage 0 to its consumer on the next rank, measured between ranks 0 and 1."""
+    if not isinstance(transport, ProcessGroupTransport) or not links >= {(0, 1), (1, 0)} or not specs:
+        return 0.0
+    return one_way_seconds(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)

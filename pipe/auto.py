@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..comm import Collectives, Place, World
+from ..comm import Collectives, MeshPlace, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
-from .assembly import Settings
 from .batch.batches import check_inputs, split_target, split_tensor, to_device
 from .layout import Layout, layout_of_plan
-from .update.optimizers import clip_factor, scale_gradients, squared_norm
+from .settings import Settings
+from .update.gradients import clip_gradients, squared_norm
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class AutoLayout:
         self._settings = settings
         self._num_ranks = num_ranks
         self._num_microbatches = num_microbatches
-        self._collectives = Collectives(Place.line(world), device=settings.device, timeout=settings.timeout)
+        self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
 
     def decide(self, inputs_and_target: Sequence[Any]) -> Layout:
         """The layout for batches like this one. Collective over the processes."""
@@ -197,8 +197,9 @@ def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Opt
     step = optimizer.step
 
     def clip_and_step(*arguments: Any, **options: Any) -> Any:
-        norm = float(squared_norm([p.grad for p in parameters], device=parameters[0].device).sqrt())
-        scale_gradients(parameters, clip_factor(norm, limit))
+        gradients = [p.grad for p in parameters]
+        norm = float(squared_norm(gradients, device=parameters[0].device).sqrt())
+        clip_gradients(gradients, norm=norm, max_norm=limit)
         return step(*arguments, **options)
 
     optimizer.step = clip_and_step  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ import torch
 from ..comm import Collectives
 from .checkpoint_files import Manifest, StageFile, complete, new_name, read, write_stage
 from .stages.ownership import Ownership
-from .stages.weights import WeightVersions
+from .update.interface import StageState
 from .update.optimizers import StageOptimizer
 
 
@@ -28,9 +28,8 @@ def save(
     *,
     step: int,
     ownership: Ownership,
-    optimizers: Mapping[int, StageOptimizer],
-    weights: Mapping[int, WeightVersions],
-    local_stages: Sequence[int],
+    stages: Mapping[int, StageState],
+    written_stages: Sequence[int],
     num_stages: int,
     collectives: Collectives,
 ) -> None:
@@ -42,16 +41,17 @@ def save(
     name = collectives.gather(new_name(step), what=f"beginning the checkpoint {path}")[0]
     state = ownership.state_dict()
     written: dict[int, StageFile] = {}
-    for stage in local_stages:
+    for stage in written_stages:
         model = {key: value.detach() for key, value in state.items() if stage in ownership.stages[key]}
-        content = {"model": model, **_optimizer_content(optimizers.get(stage))}
-        if stage in weights:
-            content["versions"] = weights[stage].older()
+        kept = stages.get(stage)
+        content = {"model": model, **_optimizer_content(None if kept is None else kept.optimizer)}
+        if kept is not None and kept.versions is not None:
+            content["versions"] = kept.versions.older()
         written[stage] = write_stage(path, name, stage, content)
     everywhere: dict[int, StageFile] = {}
     for elsewhere in collectives.gather(written, what=f"writing the checkpoint {path}"):
         everywhere |= elsewhere
-    if 0 in local_stages:
+    if 0 in written_stages:
         files = tuple(everywhere[stage] for stage in range(num_stages))
         complete(path, Manifest(name=name, step=step, files=files))
     collectives.gather(None, what=f"completing the checkpoint {path}")
@@ -75,8 +75,7 @@ def load(
     folder: str | os.PathLike[str],
     *,
     ownership: Ownership,
-    optimizers: Sequence[StageOptimizer],
-    weights: Sequence[WeightVersions],
+    stages: Sequence[StageState],
     updates_per_step: int,
     device: torch.device,
 ) -> int:
@@ -97,7 +96,7 @@ def load(
         for number, tensors in content.get("versions", {}).items():
             versions.setdefault(number, {}).update(tensors)
     scheduler = next((content["scheduler"] for content in contents if content["scheduler"]), None)
-    used = [one for one in optimizers if one.optimizer is not None]
+    used = [one.optimizer for one in stages if one.optimizer.optimizer is not None]
     needed = [
         one.names[id(p)] for one in used if one.optimizer for g in one.optimizer.param_groups for p in g["params"]
     ]
@@ -107,7 +106,7 @@ def load(
             f"checkpoint {path} has no optimizer state of {missing[:3]}: expected one saved with an optimizer"
         )
     ownership.load_state_dict(model)  # checks all names and shapes first
-    for stage_weights in weights:
+    for stage_weights in (one.versions for one in stages if one.versions is not None):
         for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
             own.data.copy_(model[name])
         stage_weights.restore(manifest.step * updates_per_step, versions)

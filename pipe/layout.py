@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm import Mesh, Place, World
+from ..comm import Mesh, MeshPlace, World
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build
 from ..schedules.builders.replicas import replicate
@@ -39,7 +39,7 @@ class Layout:
     split_points: Sequence[str] | None
     plan: Plan | None
     recompute: tuple[str, ...]
-    place: Place
+    place: MeshPlace
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
@@ -72,7 +72,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         split_points=None,
         plan=plan,
         recompute=tuple(stage.recompute for stage in plan.stages),
-        place=Place(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
+        place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
     )
 
 
@@ -93,7 +93,7 @@ def layout_of_options(
         split_points=split_points,
         plan=None,
         recompute=_recompute_by_stage(recompute, schedule.num_stages),
-        place=Place(world=world, mesh=mesh),
+        place=MeshPlace(world=world, mesh=mesh),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..comm import World, join_world, read_mesh
+from ..comm import FailureBoard, Guard, World, join_world, read_mesh
 from ..partition.plans.plan import Plan
-from ..schedules import Costs, Schedule, canonical_name
-from .assembly import Settings
+from ..schedules import Costs, Schedule, ScheduleError, canonical_name
+from .assembly import Pipeline, assemble
+from .batch.batches import check_inputs
 from .batch.results import EvalResult, StepResult
 from .layout import (
     Layout,
@@ -25,7 +27,9 @@ from .layout import (
     read_plan,
     whole_schedule,
 )
-from .runtime import Runtime
+from .run.engine import check_runnable
+from .settings import Settings
+from .training import Training
 from .update.optimizers import OptimizerFactory, SchedulerFactory
 
 if TYPE_CHECKING:
@@ -125,7 +129,9 @@ class PipelineModule:
         decided |= {"recompute": None if recompute == "none" else recompute}
         self._model, self._stages, self._settings = model, stages, settings
         self._auto: AutoLayout | None = None
-        self._made: Runtime | None = None
+        self._layout: Layout | None = None  # None: schedule="auto" before the first batch
+        self._pipeline: Pipeline | None = None  # None: before the stages are built
+        self._guard = Guard(None)
         if plan is not None:
             _refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
             given = read_plan(plan)
@@ -152,31 +158,76 @@ class PipelineModule:
             layout = layout_of_options(one, self.world, mesh=axes, split_points=split_points, recompute=recompute)
             self._start(layout, example_inputs)
 
-    def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> Runtime:
-        self._made = Runtime(
-            model=self._model, stages=self._stages, layout=layout, world=self.world, settings=self._settings
-        )
+    def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> None:
+        """What is to run is decided; with example inputs the stages are built."""
+        check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
+        if self.world.distributed:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            self._guard = Guard(FailureBoard(store, rank=self.world.rank, size=self.world.size))
+        self._layout = layout
         if example_inputs is not None:
-            self._made.build(tuple(example_inputs))
-        return self._made
+            self._assemble(layout, tuple(example_inputs))
 
-    def _for_batch(self, inputs_and_target: Sequence[Any]) -> Runtime:
-        """The runtime; under schedule="auto" the first batch decides on it."""
-        if self._made is None:
+    def _decided_for(self, inputs_and_target: Sequence[Any]) -> Layout:
+        """What is to run; under schedule="auto" the first batch decides on it."""
+        if self._layout is None:
             assert self._auto is not None
-            return self._start(self._auto.decide(inputs_and_target), None)
-        return self._made
+            self._start(self._auto.decide(inputs_and_target), None)
+            assert self._layout is not None
+        return self._layout
 
-    @property
-    def _runtime(self) -> Runtime:
-        if self._made is None:
+    def _built_for(self, inputs_and_target: Sequence[Any]) -> Pipeline:
+        """The pipeline; the first batch builds the stages, unless there were example inputs."""
+        if self._pipeline is None:
+            layout = self._decided_for(inputs_and_target)
+            has_target = self._settings.loss_fn is not None
+            return self._assemble(layout, inputs_and_target[:-1] if has_target else inputs_and_target)
+        return self._pipeline
+
+    def _assemble(self, layout: Layout, inputs: Sequence[Any]) -> Pipeline:
+        replica, num_replicas = layout.place.replica
+        check_inputs(inputs, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
+        with self._guard.together():
+            self._pipeline = assemble(
+                [x.to(self._settings.device) for x in inputs],
+                model=self._model,
+                stages=self._stages,
+                layout=layout,
+                settings=self._settings,
+                guard=self._guard,
+            )
+        if self.world.distributed and self._pipeline.parts.is_traced:
+            gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
+        return self._pipeline
+
+    def _training_for(self, inputs_and_target: Sequence[Any]) -> Training:
+        self._settings.require_loss()
+        schedule = self._decided_for(inputs_and_target).schedule
+        if not schedule.has_backward:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
+                f"train, or eval_step"
+            )
+        return self._built_for(inputs_and_target).training
+
+    def _decided(self) -> Layout:
+        if self._layout is None:
             raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
-        return self._made
+        return self._layout
+
+    def _built(self, what: str) -> Pipeline:
+        self._decided()
+        if self._pipeline is None:
+            raise ValueError(
+                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
+                f"or a first train_step"
+            )
+        return self._pipeline
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
-        return None if self._made is None else self._made.plan
+        return None if self._layout is None else self._layout.plan
 
     def build(self, *inputs_and_target: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
@@ -184,7 +235,7 @@ class PipelineModule:
         Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
         Nothing where it is done. Collective over the processes.
         """
-        self._for_batch(inputs_and_target).ready(inputs_and_target)
+        self._built_for(inputs_and_target)
 
     # Training
 
@@ -200,22 +251,23 @@ class PipelineModule:
         Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
         and PeerLost with who waited for what.
         """
-        return self._for_batch(inputs_and_target).train_step(inputs_and_target)
+        self._settings.require_optimizer()
+        return self._training_for(inputs_and_target).step(inputs_and_target)
 
     def forward_backward(self, *inputs_and_target: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
-        return self._for_batch(inputs_and_target).forward_backward(inputs_and_target)
+        return self._training_for(inputs_and_target).accumulate(inputs_and_target)
 
     def eval_step(self, *inputs_and_target: Any) -> EvalResult:
         """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`."""
-        return self._for_batch(inputs_and_target).eval_step(inputs_and_target)
+        return self._built_for(inputs_and_target).evaluation.step(inputs_and_target)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
 
         Collective over the processes.
         """
-        return self._runtime.clip_grad_norm(max_norm)
+        return self._built("clip_grad_norm_").training.clip(max_norm)
 
     def flush(self) -> list[StepResult]:
         """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.
@@ -223,7 +275,8 @@ class PipelineModule:
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
         checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
         """
-        return self._runtime.flush()
+        self._decided()
+        return [] if self._pipeline is None else self._pipeline.training.flush()
 
     # Parameters and state, under the model's original names
 
@@ -233,37 +286,37 @@ class PipelineModule:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's parameters with their names."""
-        return self._runtime.ownership.named_parameters()
+        return self._built("parameters and state").state.ownership.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this process's stages."""
-        return self._runtime.ownership.state_dict()
+        return self._built("parameters and state").state.ownership.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
-        return self._runtime.full_state_dict()
+        return self._built("parameters and state").state.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
-        self._runtime.load_state_dict(state)
+        self._built("parameters and state").state.load_state_dict(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes."""
-        self._runtime.save(folder)
+        self._built("parameters and state").state.save(folder)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 
         Raises ValueError for what is no whole checkpoint of this model.
         """
-        self._runtime.load(folder)
+        self._built("parameters and state").state.load(folder)
 
     # What is known of the run
 
     @property
     def schedule(self) -> Schedule:
         """What is executed; with the model's own stage graph once the stages are built."""
-        return self._runtime.schedule
+        return self._decided().schedule if self._pipeline is None else self._pipeline.schedule
 
     @property
     def device(self) -> torch.device:
@@ -283,37 +336,39 @@ class PipelineModule:
     @property
     def stage_names(self) -> tuple[str, ...]:
         """[S] the modules of each stage."""
-        return self._runtime.parts.names
+        return self._built("stage_names").parts.names
 
     @property
     def stage_num_parameters(self) -> tuple[int, ...]:
         """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
-        return self._runtime.stage_num_parameters
+        return self._built("stage_num_parameters").stage_num_parameters
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Of this process's stages, in order."""
-        return self._runtime.optimizers
+        return self._built("optimizers").state.optimizers
 
     def held_bytes(self) -> int:
         """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
-        return self._runtime.held_bytes()
+        return self._built("parameters and state").state.held_bytes()
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, and the link's latency.
 
         For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
         """
-        return self._runtime.measured_costs()
+        return self._built("measured_costs").measurement.costs()
 
     def forget_measurements(self) -> None:
         """Drop the durations so far (the first steps are slower)."""
-        self._runtime.forget_measurements()
+        self._decided()
+        if self._pipeline is not None:
+            self._pipeline.measurement.forget()
 
     def close(self) -> None:
         """Wait until all messages are through. Call it before the process group is destroyed."""
-        if self._made is not None:
-            self._made.close()
+        if self._pipeline is not None:
+            self._pipeline.training.close(self._settings.timeout)
 
 
 def _check_parts(

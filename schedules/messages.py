@@ -10,6 +10,9 @@ from typing import NamedTuple
 # streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
 RECEIVES_AHEAD = 4
 
+# Bytes of gradients that ranks add up at once, in one flat buffer; a larger gradient goes alone.
+BUCKET_BYTES = 1 << 24
+
 
 class MessageKind(StrEnum):
     """What a message carries."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...comm import join_world
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
-from ...pipe.assembly import Settings
+from ...pipe.settings import Settings
 from ...schedules import simulate
 from ..host import MemoryMeter
 from ..training.gpt import GPTConfig

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..stage_memory import BUCKET_BYTES
+from ...schedules.messages import BUCKET_BYTES
 from ..topology import Floats, Indices
 from .dynamic import Solution, SolvedStage
 from .ranges import RangeCosts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...comm import Collectives
-from ...schedules import Costs, Op, Schedule, Timeline
+from ...schedules import Costs, Op, Timeline
 from .recorder import RankRecord, Recorder, costs_from_medians
 
 
@@ -26,7 +26,7 @@ def gather_records(
 
 
 def gather_costs(
-    schedule: Schedule, recorders: Sequence[Recorder], collectives: Collectives, *, latency: float
+    recorders: Sequence[Recorder], collectives: Collectives, *, num_stages: int, latency: float
 ) -> Costs | None:
     """Median costs by stage and op of all ranks, on every rank; None if nothing was measured yet.
 
@@ -47,4 +47,4 @@ def gather_costs(
     norm = min((seconds for seconds in norms if seconds is not None), default=None)
     if not merged:
         return None
-    return costs_from_medians(merged, num_stages=schedule.num_stages, latency=latency, norm=norm)
+    return costs_from_medians(merged, num_stages=num_stages, latency=latency, norm=norm)

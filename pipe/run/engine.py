@@ -3,23 +3,23 @@
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
-            --GroupStep-> worker.run
+            --GroupStep----> worker.finish
 
-One generator a rank yields whenever it waits. Over processes there is one rank, and waiting blocks; in one process
-the ranks take turns, each running until it waits for what is not there yet. Nothing else differs.
+Over processes there is one rank, and waiting blocks. In one process the ranks take turns, each running until it
+waits for what is not there yet. Nothing else differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...comm import PipelineError, Transport
-from ...schedules import Action, Message, Op, Schedule, ScheduleError
+from ...schedules import Action, Message, Op, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
 from ..measure.recorder import Recorder
-from .machine import Instruction, Machine, Wait
+from .machine import Instruction, RankMachine, Wait
 from .worker import Worker
 
 
@@ -47,76 +47,94 @@ class Engine:
     def run(self, programs: Mapping[int, RankProgram]) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
 
+        Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
+        All in one function, since between `train_step` and a layer every call counts.
+
         Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
         """
-        runs = [self._drive(local, Machine(programs[local.worker.rank])) for local in self.ranks]
-        if len(runs) == 1:
-            for _ in runs[0]:
-                raise AssertionError("a single rank has nobody to wait for")
-        else:
-            self._take_turns(runs)
-
-    def _drive(self, local: LocalRank, machine: Machine) -> Iterator[Wait]:
-        """One rank's run; yields a Wait whose messages are not there, to be resumed when they may be."""
-        worker, transport, recorder = local.worker, local.transport, local.recorder
-        stamp = recorder.clock.stamp
-        proves = machine.proves
-        proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
-        instruction: Instruction | None = None
-        try:
-            while (instruction := machine.next()) is not None:
-                if isinstance(instruction, Action):
-                    start = stamp()
-                    worker.run(instruction)
-                    recorder.action(instruction, start, stamp())
-                elif isinstance(instruction, GroupStep):
-                    worker.finish(instruction)
-                elif isinstance(instruction, Transfer):
-                    message, peer, is_send = instruction
-                    if is_send:
-                        transport.send(message, peer, worker.take(message), worker.specs(message))
-                    else:
-                        transport.post(message, peer, worker.specs(message))
-                else:
-                    if proven:
-                        transport.acknowledged(proven)
-                        proven.clear()
-                    while not all(transport.ready(message) for message in instruction.messages):
-                        yield instruction
-                    start = stamp()
-                    for message in instruction.messages:
-                        worker.put(message, transport.wait(message, self._timeout))
-                        proven += proves.get(message, ())
-                    recorder.wait(instruction.messages, start, stamp())
-                    machine.arrived(instruction.messages)
-            transport.acknowledged(proven)
-            transport.end_of_program()
-        except PipelineError as error:
-            story = f"rank {worker.rank}: {error}, {_story(local, instruction)}"
-            raise type(error)(story, peers=error.peers) from error
-
-    def _take_turns(self, runs: Sequence[Iterator[Wait]]) -> None:
-        """Round and round until all have ended; a round in which none got on is a deadlock."""
-        standing: dict[int, Wait | None] = dict.fromkeys(range(len(runs)))
+        standing = [_Run(local, programs[local.worker.rank]) for local in self.ranks]
         while standing:
             moved = False
-            for index in list(standing):
-                before = standing[index]
-                wait = next(runs[index], None)
-                moved = moved or wait is not before
-                if wait is None:
-                    del standing[index]
-                    moved = True
-                else:
-                    standing[index] = wait
+            for one in tuple(standing):
+                worker, transport, recorder = one.local.worker, one.local.transport, one.local.recorder
+                machine, stamp = one.machine, recorder.clock.stamp
+                instruction: Instruction | None = None
+                try:
+                    while (instruction := machine.next()) is not None:
+                        if isinstance(instruction, Action):
+                            start = stamp()
+                            worker.run(instruction)
+                            recorder.action(instruction, start, stamp())
+                        elif isinstance(instruction, Transfer):
+                            message, peer, is_send = instruction
+                            if is_send:
+                                transport.send(message, peer, worker.take(message), worker.specs(message))
+                            else:
+                                transport.post(message, peer, worker.specs(message))
+                        elif isinstance(instruction, GroupStep):
+                            worker.finish(instruction)
+                        elif not one.receive(instruction, self._timeout):
+                            break
+                        moved = True
+                    else:
+                        one.end()
+                        standing.remove(one)
+                        moved = True
+                except PipelineError as error:
+                    story = f"rank {worker.rank}: {error}, {_story(one.local, instruction)}"
+                    raise type(error)(story, peers=error.peers) from error
             if not moved:
-                waits = [(self.ranks[i], wait) for i, wait in standing.items() if wait is not None]
-                stories = [f"rank {r.worker.rank} waits for the {w.messages[0]}, {_story(r, w)}" for r, w in waits]
-                raise PipelineError("deadlock in one process: " + "; ".join(stories))
+                stories = "; ".join(one.why_it_waits() for one in standing)
+                raise PipelineError(f"deadlock in one process: {stories}")
+
+    def drop(self) -> None:
+        """Forget what is under way on every rank (after an error)."""
+        for local in self.ranks:
+            local.worker.drop()
 
 
-def refuse_what_cannot_run(schedule: Schedule) -> None:
-    """The engine runs whole backwards; flush schedules of one batch; asynchronous ones as streams."""
+class _Run:
+    """One rank's way through a program."""
+
+    def __init__(self, local: LocalRank, program: RankProgram) -> None:
+        self.local = local
+        self.machine = RankMachine(program)
+        self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
+
+    def receive(self, wait: Wait, timeout: float) -> bool:
+        """Take the messages; False where they are not there and another rank of this process must go on first."""
+        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
+        if self._proven:
+            transport.acknowledged(self._proven)
+            self._proven.clear()
+        if not all(transport.ready(message) for message in wait.messages):
+            return False
+        start = recorder.clock.stamp()
+        proves = self.machine.proves
+        for message in wait.messages:
+            worker.put(message, transport.wait(message, timeout))
+            self._proven += proves.get(message, ())
+        recorder.wait(wait.messages, start, recorder.clock.stamp())
+        self.machine.arrived(wait.messages)
+        return True
+
+    def end(self) -> None:
+        """The program is done."""
+        self.local.transport.acknowledged(self._proven)
+        self.local.transport.end_of_program()
+
+    def why_it_waits(self) -> str:
+        """A line for people."""
+        wait = self.machine.next()
+        assert isinstance(wait, Wait)
+        return f"rank {self.local.worker.rank} waits for the {wait.messages[0]}, {_story(self.local, wait)}"
+
+
+def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
+    """Raise ScheduleError or ValueError for a schedule that the engine does not run.
+
+    It runs whole backwards, flush schedules of one batch, and asynchronous ones as streams, which need an optimizer.
+    """
     if not schedule.is_asynchronous and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
@@ -126,6 +144,12 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
     if odd is not None:
         raise ScheduleError(
             f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"
+        )
+    check(schedule)
+    if schedule.is_asynchronous and not has_optimizer:
+        raise ValueError(
+            f"schedule {schedule.name!r} updates its weights while other batches run: expected "
+            f"optimizer=lambda params: torch.optim.AdamW(params), or a flush schedule such as '1f1b'"
         )
 
 

@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 Instruction = Transfer | Wait | Work
 
 
-class Machine:
+class RankMachine:
     """Runs one RankProgram. Invariant: work is handed out once, in program order, with all its inputs there."""
 
     def __init__(self, program: RankProgram) -> None:

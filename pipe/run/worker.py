@@ -4,210 +4,224 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
 
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
+
+Training and evaluation have a worker each, over the same stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.units import MODEL_INPUT, Tensors
+from ...partition.graph.units import MODEL_INPUT, StageModule, Tensors
 from ...schedules import Action, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep
-from ..batch.batches import SUMMARY_SIZE, Batch, summarize_losses
+from ..batch.batches import Batch
 from ..stages.randomness import Seeder
-from ..stages.stage import LossValue, Stage
+from ..stages.stage import Stage
 from ..stages.wiring import Wiring
-from ..update.updates import Updates
+from ..update.interface import RankUpdate
 
 
-class Worker:
-    """One rank of the pipeline: its stages and its tensors."""
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Where the tensors of one stage come from and go to.
 
-    def __init__(self, rank: int, stages: Mapping[int, Stage], *, schedule: Schedule, seeder: Seeder) -> None:
+    inputs: (producer, position in its message), or (MODEL_INPUT, slot), for each input.
+    wants_grad: for each input.
+    producers: of any input.
+    outputs: (consumer, slots of the outputs that it takes).
+    gradients: (consumer, slots of the outputs that it sends a gradient of).
+    input_gradients: (producer, positions of the inputs whose gradients it gets).
+    """
+
+    inputs: tuple[tuple[int, int], ...]
+    wants_grad: tuple[bool, ...]
+    producers: tuple[int, ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    gradients: tuple[tuple[int, tuple[int, ...]], ...]
+    input_gradients: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _ports(s: int, module: StageModule, wiring: Wiring) -> _Ports:
+    refs = [(ref.producer, ref.slot) for ref in module.inputs]
+    at = {ref: i for i, ref in enumerate(refs)}
+    return _Ports(
+        inputs=tuple((p, slot if p == MODEL_INPUT else wiring.acts[p, s].index(slot)) for p, slot in refs),
+        wants_grad=tuple(p != MODEL_INPUT and slot in wiring.grads[p, s] for p, slot in refs),
+        producers=tuple(wiring.producers[s]),
+        outputs=tuple((c, wiring.acts[s, c]) for c in wiring.consumers[s]),
+        gradients=tuple((c, wiring.grads[s, c]) for c in wiring.consumers[s] if wiring.grads[s, c]),
+        input_gradients=tuple(
+            (p, tuple(at[p, slot] for slot in wiring.grads[p, s])) for p in wiring.producers[s] if wiring.grads[p, s]
+        ),
+    )
+
+
+class Worker(ABC):
+    """One rank of the pipeline: its stages and its tensors.
+
+    Arguments:
+        stages: of the rank, by number.
+        modules: [S] of all stages in this worker's mode.
+        updates: the rank's update groups: batches, losses, and in training all that is made of gradients.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        stages: Mapping[int, Stage],
+        modules: Sequence[StageModule],
+        wiring: Wiring,
+        schedule: Schedule,
+        seeder: Seeder,
+        updates: RankUpdate,
+    ) -> None:
         self.rank = rank
-        self.stages = stages
-        self.updates: Updates | None = None  # of a stream
-        self.batches: dict[int, Batch] = {}  # under way, by number: a flush schedule has one, number 0
-        self.outputs: dict[int, Tensors] = {}  # by microbatch, in evaluation
+        self.outputs: dict[int, Tensors] = {}  # of an evaluated batch, by microbatch
+        self._stages = stages
+        self._wiring = wiring
+        self._updates = updates
+        self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
         self._last = schedule.num_stages - 1
-        self._loss_owners = schedule.owners[-1]
         self._owner = schedule.owner
-        self._seeder = seeder
-        self._losses: dict[int, dict[int, LossValue]] = {}  # by update group and microbatch, on the last stage
-        self._summaries: dict[int, torch.Tensor] = {}  # of the batch of a flush schedule, by rank of the last stage
+        self._ports = {s: _ports(s, modules[s], wiring) for s in stages}
         self._inbox: dict[Message, Tensors] = {}
         self._outbox: dict[Message, Tensors] = {}
-        self._version: Callable[[int, int], int] = lambda stage, index: 0
 
-    def begin(self, wiring: Wiring, *, training: bool) -> None:
-        """Nothing is under way any more."""
-        self._wiring, self._training = wiring, training
-        self.batches.clear()
-        self._inbox.clear()
-        self._outbox.clear()
-        self._losses.clear()
-        self._summaries.clear()
-        self.outputs.clear()
-        for stage in self.stages.values():
-            stage.drop()
+    @abstractmethod
+    def run(self, action: Action) -> None:
+        """Carry out one action; its inputs must be there."""
 
-    def enter(self, number: int, batch: Batch, *, version: Callable[[int, int], int] | None = None) -> None:
-        """A batch comes: its microbatches are number * M, number * M + 1, ...
-
-        Arguments:
-            version: (stage, microbatch) -> weight version, in a stream.
-        """
-        self.batches[number] = batch
-        if version is not None:
-            self._version = version
+    def finish(self, step: GroupStep) -> None:
+        """The backwards of an update group are through on this rank."""
+        self._updates.finish(step)
 
     def specs(self, message: Message) -> list[TensorSpec]:
         """What to expect of a message."""
         if message.kind in STAGE_KINDS:
-            batch, k = self._at(message.index)
-            return self._wiring.message_specs(message, batch.specs[k])
-        if self.updates is not None and self._training:
-            return self.updates.specs(message)
-        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
+            number, k = divmod(message.index, self._num_microbatches)
+            return self._wiring.message_specs(message, self._updates.batches[number].specs[k])
+        return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
         if message.kind in STAGE_KINDS:
             self._inbox[message] = tensors
-        elif self.updates is not None and self._training:
-            self.updates.put(message, tensors)
         else:
-            self._summaries[message.src] = tensors[0]
+            self._updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
-        if message.kind in STAGE_KINDS:
-            return self._outbox.pop(message)
-        if self.updates is not None and self._training:
-            return self.updates.take(message)
-        return (self._summaries[self.rank],)
+        return self._outbox.pop(message) if message.kind in STAGE_KINDS else self._updates.take(message)
 
-    def run(self, action: Action) -> None:
-        """Carry out one action; its inputs must be there."""
-        stage, op, index = action
-        if op is Op.U:
-            assert self.updates is not None
-            self.updates.update(stage, index)
-            return
-        batch, k = self._at(index)
-        self._seeder.begin(step=batch.step, microbatch=k)
-        try:
-            if op is Op.F:
-                self._forward(stage, index)
-            else:
-                assert op is Op.B, f"{action} got past the check of the schedule"
-                self._backward(stage, index)
-        finally:
-            self._seeder.end()
+    def drop(self) -> None:
+        """Forget what is under way (after an error)."""
+        self._inbox.clear()
+        self._outbox.clear()
+        self.outputs.clear()
+        for stage in self._stages.values():
+            stage.drop()
 
-    def finish(self, step: GroupStep) -> None:
-        """The backwards of an update group are through on this rank."""
-        assert self.updates is not None
-        self.updates.finish(step)
-        self._losses.pop(step.index, None)
+    def _inputs(self, s: int, index: int, batch: Batch, k: int) -> list[torch.Tensor]:
+        ports, inbox = self._ports[s], self._inbox
+        arrived = {p: inbox.pop(Message(MessageKind.ACT, p, s, index)) for p in ports.producers}
+        inputs = []
+        for producer, position in ports.inputs:
+            x = batch.inputs[position][k] if producer == MODEL_INPUT else arrived[producer][position]
+            assert x is not None, f"microbatch {k} belongs to another data replica"
+            inputs.append(x)
+        return inputs
 
-    def _at(self, index: int) -> tuple[Batch, int]:
-        """The batch of a microbatch, and its number in it."""
-        number, k = divmod(index, self._num_microbatches)
-        return self.batches[number], k
-
-    def _forward(self, s: int, index: int) -> None:
-        stage, wiring = self.stages[s], self._wiring
-        batch, k = self._at(index)
-        specs = batch.specs[k]
-        module = stage.train if self._training else stage.evaluate
-        arrived = {p: self._inbox.pop(Message(MessageKind.ACT, p, s, index)) for p in wiring.producers[s]}
-        inputs: list[torch.Tensor] = []
-        wants_grad: list[bool] = []
-        for ref in module.inputs:
-            if ref.producer == MODEL_INPUT:
-                x = batch.inputs[ref.slot][k]
-                assert x is not None, f"microbatch {k} belongs to another data replica"
-                inputs.append(x)
-                wants_grad.append(False)
-            else:
-                inputs.append(arrived[ref.producer][wiring.acts[ref.producer, s].index(ref.slot)])
-                wants_grad.append(specs[ref.producer][ref.slot].requires_grad)
-        target = batch.targets[k]
-        if self._training:
-            outputs, loss = stage.forward(index, inputs, wants_grad, target, version=self._version(s, index))
-        else:
-            outputs, loss = stage.evaluate_forward(inputs, target)
-        if s == self._last:
-            if loss is not None:
-                self._note_loss(index, loss)
-            if not self._training:
-                self.outputs[k] = outputs
-            return
-        _check_outputs(stage, outputs, specs[s])
-        for c in wiring.consumers[s]:
-            self._emit(Message(MessageKind.ACT, s, c, index), tuple(outputs[slot] for slot in wiring.acts[s, c]))
-
-    def _note_loss(self, index: int, loss: LossValue) -> None:
-        """Behind the last one of an update group that runs here, they are summed up."""
-        batch, k = self._at(index)
-        group = index // batch.group_size
-        losses = self._losses.setdefault(group, {})
-        losses[k] = loss
-        first = group * batch.group_size % self._num_microbatches
-        owners = self._loss_owners
-        if len(losses) < sum(1 for j in range(first, first + batch.group_size) if owners[j % len(owners)] == self.rank):
-            return
-        summary = summarize_losses(losses, batch, group=k // batch.group_size)
-        if self.updates is not None and self._training:
-            self.updates.put_loss(group, summary)
-        else:
-            self._summaries[self.rank] = summary
-
-    def _backward(self, s: int, index: int) -> None:
-        stage, wiring = self.stages[s], self._wiring
-        batch, k = self._at(index)
-        group = index // batch.group_size
-        gradients: list[torch.Tensor | None]
-        if s == self._last:
-            value, count = self._losses[group][k]
-            # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
-            weight = batch.weights[k] if count is None else 1.0 / batch.group_samples(k // batch.group_size)
-            gradients = [torch.full_like(value, weight)]
-        else:
-            gradients = [None] * len(batch.specs[k][s])
-            for c in wiring.consumers[s]:
-                if not wiring.grads[s, c]:
-                    continue
-                arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, index))
-                for slot, gradient in zip(wiring.grads[s, c], arrived, strict=True):
-                    known = gradients[slot]
-                    gradients[slot] = gradient if known is None else known + gradient
-        by_input = stage.backward(index, gradients, group=group)
-        for p in wiring.producers[s]:
-            if not wiring.grads[p, s]:
-                continue
-            by_slot = {
-                ref.slot: g
-                for ref, g in zip(stage.train.inputs, by_input, strict=True)
-                if ref.producer == p and g is not None
-            }
-            self._emit(Message(MessageKind.GRAD, s, p, index), tuple(by_slot[slot] for slot in wiring.grads[p, s]))
+    def _hand_on(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
+        """The outputs of a forward to the stages that take them."""
+        _check_outputs(self._stages[s], outputs, specs)
+        for c, slots in self._ports[s].outputs:
+            self._emit(Message(MessageKind.ACT, s, c, index), tuple(outputs[slot] for slot in slots))
 
     def _emit(self, message: Message, tensors: Tensors) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
         stays = self._owner(message.dst, message.index) == self.rank
         (self._inbox if stays else self._outbox)[message] = tensors
 
-    @property
-    def loss_parts(self) -> Mapping[int, torch.Tensor]:
-        """What is known here of the losses of a flush schedule's batch, by rank of the last stage."""
-        return self._summaries
+
+class TrainingWorker(Worker):
+    """Forwards, backwards and updates."""
+
+    def run(self, action: Action) -> None:
+        """F, B or U."""
+        s, op, index = action
+        if op is Op.U:
+            self._updates.step(s, index)
+            return
+        number, k = divmod(index, self._num_microbatches)
+        batch = self._updates.batches[number]
+        self._seeder.begin(step=batch.step, microbatch=k)
+        try:
+            if op is Op.F:
+                outputs, loss = self._stages[s].forward(
+                    index,
+                    self._inputs(s, index, batch, k),
+                    self._ports[s].wants_grad,
+                    batch.targets[k],
+                    version=self._updates.version(s, index),
+                )
+                if loss is not None:
+                    self._updates.note_loss(index, loss)
+                else:
+                    self._hand_on(s, index, outputs, batch.specs[k][s])
+            else:
+                assert op is Op.B, f"{action} got past the check of the schedule"
+                gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
+                by_input = self._stages[s].backward(index, gradients, group=index // batch.group_size)
+                self._hand_back(s, index, by_input)
+        finally:
+            self._seeder.end()
+
+    def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
+        """By output slot, summed over the consumers; on the last stage that of the loss."""
+        if s == self._last:
+            return [self._updates.loss_gradient(index)]
+        gradients: list[torch.Tensor | None] = [None] * num_outputs
+        for c, slots in self._ports[s].gradients:
+            arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, index))
+            for slot, gradient in zip(slots, arrived, strict=True):
+                known = gradients[slot]
+                gradients[slot] = gradient if known is None else known + gradient
+        return gradients
+
+    def _hand_back(self, s: int, index: int, by_input: Sequence[torch.Tensor | None]) -> None:
+        """The input gradients of a backward to the stages whose outputs they were."""
+        for p, positions in self._ports[s].input_gradients:
+            gradients = tuple(gradient for i in positions if (gradient := by_input[i]) is not None)
+            self._emit(Message(MessageKind.GRAD, s, p, index), gradients)
+
+
+class EvaluationWorker(Worker):
+    """Forwards alone; the outputs of the last stage are kept."""
+
+    def run(self, action: Action) -> None:
+        """F."""
+        s, _, k = action
+        batch = self._updates.batches[0]
+        self._seeder.begin(step=batch.step, microbatch=k)
+        try:
+            outputs, loss = self._stages[s].evaluate_forward(self._inputs(s, k, batch, k), batch.targets[k])
+        finally:
+            self._seeder.end()
+        if loss is not None:
+            self._updates.note_loss(k, loss)
+        if s == self._last:
+            self.outputs[k] = outputs
+        else:
+            self._hand_on(s, k, outputs, batch.specs[k][s])
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

@@ -1,127 +1,112 @@
-"""Gradients between the last backward and the update: adding up, tied parameters, the global norm."""
+"""Gradients between the last backward and the update, whoever has them: scaled, flat, their norm, clipped.
+
+Both updates use these: a flush all-reduces flat buckets, a stream sends them as messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
-from ...comm import Collectives
-from ...partition.stage_memory import BUCKET_BYTES
-from ..stages.ownership import Ownership
-from .optimizers import clip_factor, scale_gradients, squared_norm
+from ...comm import TensorSpec
+from ...schedules.messages import BUCKET_BYTES
+
+Grads = Sequence[torch.Tensor | None]  # None: no gradient came
 
 
-class Gradients:
-    """The `.grad`s of this process's parameters.
+def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> None:
+    """Multiply every gradient by `factor`, in place; nothing at 1."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present and factor != 1.0:
+        torch._foreach_mul_(present, factor)
 
-    What a batch adds is kept apart from what was there before where it must be changed by itself: scaled
-    (losses given as sum and count) or summed over the ranks that hold a parameter (replicas, tied weights).
-    Making it is collective over the processes (it makes their groups).
+
+def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.device) -> torch.Tensor:
+    """Sum of squares of all gradients, float64 scalar on `device`."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    present = [gradient for gradient in gradients if gradient is not None]
+    for norm in torch._foreach_norm(present) if present else ():
+        total += norm.to(torch.float64).square()
+    return total
+
+
+def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max_norm: float) -> None:
+    """Scale by what torch.nn.utils.clip_grad_norm_ multiplies with, given the global norm."""
+    scale_gradients(gradients, min(1.0, max_norm / (norm + 1e-6)))
+
+
+class FlatGradients:
+    """How the gradients of some parameters travel to other ranks: a flag for each, and flat buckets.
+
+    A bucket holds gradients of one type, together at most BUCKET_BYTES; a larger one stands alone. A flag is 1, or 0
+    where no gradient came: one that no rank has is left None, since optimizers leave such a parameter alone.
 
     Arguments:
-        ranks: of this process. Where all that hold a parameter are in it, its gradients add up by themselves.
+        parameters: in the same order on all ranks.
     """
 
-    def __init__(
-        self, ownership: Ownership, collectives: Collectives, *, ranks: Sequence[int], device: torch.device
-    ) -> None:
-        self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
-        self._counted = [p for p in ownership.counted_parameters(ranks) if p.requires_grad]
-        self._collectives = collectives
-        self._device = device
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._before: list[torch.Tensor | None] = []
-        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}  # ranks that hold a parameter -> those parameters
-        local = dict(ownership.named_parameters())
-        for name, holders in ownership.tied():
-            collectives.subgroup(holders)
-            if not set(holders).isdisjoint(ranks) and not set(holders) <= set(ranks):
-                self._shared.setdefault(holders, []).append(local[name])
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = tuple(parameters)
+        self.buckets = tuple(_buckets(self._parameters))
 
-    def begin(self) -> None:
-        """A batch begins: put aside what is there."""
-        self._before = [p.grad for p in self._parameters]
-        if any(grad is not None for grad in self._before):
-            for parameter in self._parameters:
-                parameter.grad = None
+    def flags(self, gradients: Grads) -> torch.Tensor:
+        """[n] float32: 1 where there is a gradient."""
+        device = self._parameters[0].device
+        return torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
 
-    def abandon(self) -> None:
-        """The batch failed: what was there before is there again."""
-        for parameter, grad in zip(self._parameters, self._before, strict=True):
-            parameter.grad = grad
-        self._before = []
+    def specs(self) -> list[TensorSpec]:
+        """Layouts of the tensors of a message."""
+        numels = [sum(self._parameters[i].numel() for i in bucket) for bucket in self.buckets]
+        types = [self._parameters[bucket[0]].dtype for bucket in self.buckets]
+        flat = [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
+        return [TensorSpec((len(self._parameters),), (1,), torch.float32, False), *flat]
 
-    def finish(self, *, scale: float) -> None:
-        """The batch is through: scale its gradients, sum what several ranks hold, and add what was there before."""
-        if scale != 1.0:
-            scale_gradients(self._parameters, scale)
-        for ranks, parameters in self._shared.items():
-            self._sum(parameters, ranks)
-        for parameter, grad in zip(self._parameters, self._before, strict=True):
-            if grad is None:
-                continue
-            if parameter.grad is not None:
-                grad += parameter.grad
-            parameter.grad = grad
-        self._before = []
+    def pack(self, gradients: Grads) -> tuple[torch.Tensor, ...]:
+        """A message: the flags, then every bucket as a copy, zeros where no gradient came."""
+        whole = [
+            torch.zeros_like(parameter) if gradient is None else gradient.detach()
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+        ]
+        return (self.flags(gradients), *(flatten([whole[i] for i in bucket]) for bucket in self.buckets))
 
-    def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
-        total = squared_norm([p.grad for p in self._counted], device=self._device)
-        self._collectives.all_reduce(total, what="summing the gradient norm")
-        norm = float(total.sqrt())
-        factor = clip_factor(norm, max_norm)
-        if factor < 1.0:
-            scale_gradients(self._parameters, factor)
-        return norm
-
-    def _sum(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
-        """All-reduce each type, several gradients at once in a buffer; a rank to which nothing came gives zeros.
-
-        Where no rank has a gradient there is none behind it either: optimizers leave such a parameter alone.
-        """
-        what = "summing shared gradients (replicas, tied weights)"
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
-        self._collectives.all_reduce(present, what=what, ranks=ranks)
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter, count in zip(parameters, present.tolist(), strict=True):
-            if not count:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_type.setdefault(parameter.dtype, []).append(parameter.grad)
-        for dtype, gradients in by_type.items():
-            for bucket in _buckets(gradients):
-                if len(bucket) == 1 and bucket[0].is_contiguous():
-                    self._collectives.all_reduce(bucket[0], what=what, ranks=ranks)
-                    continue
-                sizes = [gradient.numel() for gradient in bucket]
-                flat = self._buffer(dtype, sum(sizes))
-                torch.cat([gradient.reshape(-1) for gradient in bucket], out=flat)
-                self._collectives.all_reduce(flat, what=what, ranks=ranks)
-                parts = torch.split(flat, sizes)
-                torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
-
-    def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Kept from batch to batch: on a CPU fresh memory costs more than the copy into it."""
-        known = self._buffers.get(dtype)
-        if known is None or known.numel() < size:
-            known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return known[:size]
+    def unpack(self, message: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of a message, views of it."""
+        flags, *flats = message
+        present = flags.tolist()
+        found: list[torch.Tensor | None] = [None] * len(present)
+        for bucket, flat in zip(self.buckets, flats, strict=True):
+            for i, part in zip(bucket, unflatten(flat, [self._parameters[i] for i in bucket]), strict=True):
+                found[i] = part if present[i] else None
+        return found
 
 
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In order, together at most BUCKET_BYTES each; a larger gradient stands alone."""
-    bucket: list[torch.Tensor] = []
-    held = 0
-    for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
-        if bucket and held + size > BUCKET_BYTES:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(gradient)
-        held += size
-    if bucket:
-        yield bucket
+def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """One flat copy of tensors of a type."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of `flat` with the shapes of the tensors that it was made of."""
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Positions by bucket: of each type in order."""
+    by_type: dict[torch.dtype, list[int]] = {}
+    for position, parameter in enumerate(parameters):
+        by_type.setdefault(parameter.dtype, []).append(position)
+    found = []
+    for positions in by_type.values():
+        bucket: list[int] = []
+        held = 0
+        for position in positions:
+            size = parameters[position].numel() * parameters[position].element_size()
+            if bucket and held + size > BUCKET_BYTES:
+                found.append(tuple(bucket))
+                bucket, held = [], 0
+            bucket.append(position)
+            held += size
+        found.append(tuple(bucket))
+    return found

@@ -1,9 +1,9 @@
-"""Optimizers: one a stage, over that stage's own parameters, and the norm over all stages."""
+"""Optimizers: one a stage, over that stage's own parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -59,6 +59,11 @@ class StageOptimizer:
                         f"schedule such as schedule='1f1b'"
                     )
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The optimizer's state."""
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
     def step(self) -> None:
         """Update, step the learning rate, drop the gradients."""
         if self.optimizer is None:
@@ -68,24 +73,3 @@ class StageOptimizer:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
-
-
-def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.device) -> torch.Tensor:
-    """Sum of squares of all gradients, float64 scalar on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    present = [gradient for gradient in gradients if gradient is not None]
-    for norm in torch._foreach_norm(present) if present else ():
-        total += norm.to(torch.float64).square()
-    return total
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by `factor`, in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies with."""
-    return min(1.0, max_norm / (norm + 1e-6))

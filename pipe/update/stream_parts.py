@@ -1,23 +1,68 @@
-"""What an asynchronous schedule needs beside the stages: weight versions, optimizers, who adds up which gradients."""
+"""From an asynchronous schedule to the update of a stream: weight versions, what travels, who adds up what."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
+from ...schedules.lowering.stream import Stream, make_stream
 from ...schedules.messages import Sharing
-from ..batch.batches import Batch
-from ..stages.build import CutModel
+from ...schedules.program import RankProgram
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
-from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
-from .updates import SharedGradient, Updates
+from .interface import UpdateParts
+from .optimizers import StageOptimizer
+from .stream import StreamUpdate
+from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
 
-def sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> Sharing:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamExecution:
+    """Batch after batch, call by call."""
+
+    stream: Stream
+
+    @property
+    def programs(self) -> Sequence[RankProgram]:
+        """One call and the drain, of all ranks."""
+        return (*self.stream.calls, *self.stream.drains)
+
+    def make_update(self, parts: UpdateParts) -> StreamUpdate:
+        """With weight versions and optimizers of each local rank."""
+        schedule = self.stream.schedule
+        peaks = check(schedule).peak_versions
+        taken: set[str] = set()  # parameters that another rank of this process has already
+        ranks: dict[int, StreamRank] = {}
+        for rank in parts.recorders:
+            count = schedule.rule.versions_kept(peaks[rank])
+            weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
+            taken.update(name for one in weights.values() for name in one.names)
+            shared, counted = _shared_and_counted(rank, parts.ownership, weights)
+            ranks[rank] = StreamRank(
+                rank,
+                stream=self.stream,
+                weights=weights,
+                optimizers={stage: _optimizer_of(stage, one, parts) for stage, one in weights.items()},
+                shared=shared,
+                counted=counted,
+                max_grad_norm=parts.max_grad_norm,
+                device=parts.device,
+            )
+        return StreamUpdate(self.stream, ranks)
+
+
+def make_stream_execution(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> StreamExecution:
+    """Calls of an asynchronous schedule.
+
+    Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
+    """
+    sharing = _sharing_of(schedule, ownership, max_grad_norm=max_grad_norm)
+    return StreamExecution(stream=make_stream(_with_late_updates(schedule, sharing), sharing=sharing))
+
+
+def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> Sharing:
     """What the ranks must tell each other.
 
     Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage
@@ -37,7 +82,7 @@ def sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float
     return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums))
 
 
-def with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
+def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     """The schedule with updates that wait for other ranks as late as they may be."""
     if not schedule.rule.updates_may_wait or not (sharing.norm or sharing.sums):
         return schedule
@@ -46,30 +91,13 @@ def with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     return late
 
 
-def make_updates(
-    rank: int,
-    *,
-    schedule: Schedule,
-    parts: CutModel,
-    ownership: Ownership,
-    taken: set[str],
-    num_versions: int,
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    max_grad_norm: float | None,
-    batches: dict[int, Batch],
-    device: torch.device,
-) -> Updates:
-    """The weight versions and optimizers of one rank, made in front of its first batch.
-
-    Arguments:
-        taken: names of parameters that another rank of this process has already; this rank's are added to it.
-        num_versions: that the rank must keep of each stage.
-    """
+def _weights_of(
+    rank: int, schedule: Schedule, parts: UpdateParts, *, taken: Collection[str], count: int
+) -> dict[int, WeightVersions]:
+    """The weight versions of the stages of a rank, `count` of each."""
     weights: dict[int, WeightVersions] = {}
-    optimizers: dict[int, StageOptimizer] = {}
     for stage in schedule.placement[rank]:
-        held = ownership.held_parameters(stage)
+        held = parts.ownership.held_parameters(stage)
         twice = next((n for n, _ in held for other in weights.values() if n in other.names), None)
         if twice is not None:
             raise ValueError(
@@ -77,36 +105,29 @@ def make_updates(
                 f"expected one stage a rank, or a flush schedule such as schedule='interleaved'"
             )
         weights[stage] = WeightVersions(
-            name=f"stage {stage} ({parts.names[stage]})",
-            module=parts.train.stages[stage].module,
+            name=f"stage {stage} ({parts.model.names[stage]})",
+            module=parts.model.train.stages[stage].module,
             parameters=held,
-            count=num_versions,
+            count=count,
             copied={name for name, _ in held if name in taken},
         )
-        own = list(zip(weights[stage].names, weights[stage].own, strict=True))
-        optimizers[stage] = StageOptimizer(stage, own, optimizer, scheduler)
-        optimizers[stage].refuse_if_it_cannot_stream()
-        taken.update(name for name, _ in held)
-    shared, counted = _shared_and_counted(rank, schedule, ownership, weights)
-    return Updates(
-        rank=rank,
-        schedule=schedule,
-        weights=weights,
-        optimizers=optimizers,
-        shared=shared,
-        counted=counted,
-        max_grad_norm=max_grad_norm,
-        batches=batches,
-        device=device,
-    )
+    return weights
+
+
+def _optimizer_of(stage: int, weights: WeightVersions, parts: UpdateParts) -> StageOptimizer:
+    assert parts.optimizer is not None, "check_runnable asks for one"
+    own = list(zip(weights.names, weights.own, strict=True))
+    made = StageOptimizer(stage, own, parts.optimizer, parts.scheduler)
+    made.refuse_if_it_cannot_stream()
+    return made
 
 
 def _shared_and_counted(
-    rank: int, schedule: Schedule, ownership: Ownership, weights: Mapping[int, WeightVersions]
-) -> tuple[Sequence[SharedGradient], Sequence[tuple[int, int]]]:
+    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions]
+) -> tuple[Sequence[SharedGradient], Sequence[ParameterPlace]]:
     """What this rank adds up with others, by name in the same order everywhere; what counts in its norm."""
     ranks_of = dict(ownership.tied())
-    places = {name: (stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
-    shared = [SharedGradient(*places[name], ranks) for name, ranks in ranks_of.items() if name in places]
+    places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
+    shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
     counted = [place for name, place in places.items() if rank == min(ranks_of.get(name, (rank,)))]
     return shared, counted

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.pool import Pool
 
-from stagewright.comm import Collectives, PeerLost, PipelineTimeout, Place, World, join_world, read_mesh
+from stagewright.comm import Collectives, MeshPlace, PeerLost, PipelineTimeout, World, join_world, read_mesh
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1)
@@ -80,7 +80,7 @@ def test_a_wrong_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[
 
 def test_alone_collectives_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    collectives = Collectives(Place.line(join_world(device=CPU, timeout=1.0)), device=CPU, timeout=1.0)
+    collectives = Collectives(MeshPlace.line(join_world(device=CPU, timeout=1.0)), device=CPU, timeout=1.0)
     tensor = torch.ones(2)
     collectives.all_reduce(tensor, what="a sum")
     assert collectives.broadcast(tensor, 0, what="a copy") is tensor
@@ -122,7 +122,7 @@ TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, t
 def together() -> list[str]:
     """Every collective once, with all ranks and with two of three; what went wrong."""
     world = World(rank=dist.get_rank(), size=3)
-    collectives = Collectives(Place.line(world), device=CPU, timeout=30.0)
+    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=30.0)
     collectives.subgroup([0, 2])
     complaints = []
     for dtype in TYPES:
@@ -151,7 +151,7 @@ def test_collectives_of_every_type_over_all_and_over_some(gloo: Pool) -> None:
 def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...], float] | None:
     """Rank 1 makes no call, or lets go."""
     world = World(rank=dist.get_rank(), size=3)
-    collectives = Collectives(Place.line(world), device=CPU, timeout=1.0)
+    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=1.0)
     if world.rank == 1:
         if how == "abort":
             collectives.abort()

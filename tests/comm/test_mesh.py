@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from support.pool import Pool
 
-from stagewright.comm import Collectives, Coordinates, Mesh, Place, ProcessGroupTransport, TensorSpec, World, link_lanes
+from stagewright.comm import (
+    Collectives,
+    Coordinates,
+    Mesh,
+    MeshPlace,
+    ProcessGroupTransport,
+    TensorSpec,
+    World,
+    link_lanes,
+)
 from stagewright.comm.mesh import AXES
 from stagewright.schedules import Message, MessageKind
 
@@ -42,21 +51,21 @@ def test_groups_of_an_axis_cover_all_processes_once(axis: str, order: tuple[str,
 def test_the_processes_of_a_tensor_group_run_the_same_rank() -> None:
     mesh = Mesh(pipe=2, data=2, tensor=2)
     assert [mesh.rank_of(process) for process in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    odd = Place(world=World(rank=5, size=8), mesh=mesh)
+    odd = MeshPlace(world=World(rank=5, size=8), mesh=mesh)
     assert odd.local_ranks == (2,)
     assert [odd.process_of(rank) for rank in range(4)] == [1, 3, 5, 7]
     assert odd.replica == (0, 2)
 
 
 def test_a_rank_is_no_process_where_the_order_says_so() -> None:
-    places = [Place(world=World(rank=process, size=4), mesh=BACKWARDS) for process in range(4)]
+    places = [MeshPlace(world=World(rank=process, size=4), mesh=BACKWARDS) for process in range(4)]
     assert [place.local_ranks for place in places] == [(0,), (2,), (1,), (3,)]
     assert [place.replica for place in places] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert all(place.process_of(rank) == process for process, place in enumerate(places) for rank in place.local_ranks)
 
 
 def test_in_one_process_all_ranks_run_on_one_batch() -> None:
-    alone = Place(world=World(rank=0, size=1), mesh=BACKWARDS)
+    alone = MeshPlace(world=World(rank=0, size=1), mesh=BACKWARDS)
     assert alone.local_ranks == (0, 1, 2, 3)
     assert alone.replica == (0, 1)
     assert {alone.process_of(rank) for rank in range(4)} == {0}
@@ -66,7 +75,7 @@ def test_a_mesh_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"order=\('pipe', 'pipe', 'data'\): expected pipe, data, tensor, each once"):
         Mesh(pipe=2, order=("pipe", "pipe", "data"))
     with pytest.raises(ValueError, match=r"for 2 processes: expected 4 of them"):
-        Place(world=World(rank=0, size=2), mesh=BACKWARDS)
+        MeshPlace(world=World(rank=0, size=2), mesh=BACKWARDS)
 
 
 # --- over gloo ---
@@ -74,7 +83,7 @@ def test_a_mesh_that_is_none() -> None:
 
 def speak_as_ranks() -> list[str]:
     """A message from rank 0 to rank 1, a sum over ranks 0 and 1, a copy from rank 1, under the odd order."""
-    place = Place(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)
+    place = MeshPlace(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)
     (rank,) = place.local_ranks
     lanes = link_lanes([(0, 1)], place, device=CPU, timeout=30.0)
     transport = ProcessGroupTransport(rank, lanes, device=CPU, timeout=30.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 from stagewright.comm import (
     InProcessTransport,
     Mailbox,
+    MeshPlace,
     PeerLost,
     PipelineTimeout,
-    Place,
     ProcessGroupTransport,
     TensorSpec,
     World,
@@ -113,7 +113,7 @@ def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
 
 def transport(timeout: float = 30.0) -> ProcessGroupTransport:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    lanes = link_lanes(LINKS, Place.line(world), device=CPU, timeout=30.0)
+    lanes = link_lanes(LINKS, MeshPlace.line(world), device=CPU, timeout=30.0)
     return ProcessGroupTransport(world.rank, lanes, device=CPU, timeout=timeout)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stagewright.pipe.run.machine import Machine, Wait
+from stagewright.pipe.run.machine import RankMachine, Wait
 from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
 from stagewright.schedules.messages import Sharing, Transfer
 from stagewright.schedules.program import RankProgram
@@ -30,7 +30,7 @@ def first_of_two(*, finally_needs: tuple[Message, ...] = ()) -> RankProgram:
 
 
 def test_steps_come_in_order_and_an_action_waits_for_its_inputs() -> None:
-    machine = Machine(first_of_two())
+    machine = RankMachine(first_of_two())
     assert machine.next() == Transfer(GRAD, 1, False)
     assert machine.next() == F0
     assert machine.next() == Transfer(ACT, 1, True)
@@ -44,13 +44,13 @@ def test_steps_come_in_order_and_an_action_waits_for_its_inputs() -> None:
 
 
 def test_what_arrived_early_is_not_waited_for() -> None:
-    machine = Machine(first_of_two())
+    machine = RankMachine(first_of_two())
     machine.arrived([GRAD])
     assert [machine.next() for _ in range(5)][-2:] == [B0, None]
 
 
 def test_the_end_waits_for_the_losses() -> None:
-    machine = Machine(first_of_two(finally_needs=(LOSS,)))
+    machine = RankMachine(first_of_two(finally_needs=(LOSS,)))
     machine.arrived([GRAD])
     assert [machine.next() for _ in range(5)][-1] == Wait((LOSS,), None)
     machine.arrived([LOSS])
@@ -60,7 +60,7 @@ def test_the_end_waits_for_the_losses() -> None:
 def test_only_the_missing_inputs_are_waited_for() -> None:
     other = Message(MessageKind.GRAD, 2, 0, 0)
     program = RankProgram(rank=0, steps=(B0,), inputs={B0: (GRAD, other)}, proves={}, peak_receives=2)
-    machine = Machine(program)
+    machine = RankMachine(program)
     machine.arrived([other])
     assert machine.next() == Wait((GRAD,), B0)
 
@@ -68,7 +68,7 @@ def test_only_the_missing_inputs_are_waited_for() -> None:
 def run_all(lowered: Lowered, *, seed: int) -> list[list[Action]]:
     """All ranks' machines, in random turns, with messages under way for a random time; the actions by rank."""
     pick = random.Random(seed)
-    machines = [Machine(program) for program in lowered.programs]
+    machines = [RankMachine(program) for program in lowered.programs]
     done: list[list[Action]] = [[] for _ in machines]
     posted: list[set[Message]] = [set() for _ in machines]
     under_way: list[tuple[int, Message]] = []

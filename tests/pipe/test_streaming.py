@@ -158,10 +158,11 @@ def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
         pipe.parameters()[0].fill_(0.25)
     pipe.train_step(X, Y)
     pipe.flush()
-    first, second, _ = (local.worker.updates for local in pipe._runtime.local_ranks)
+    assert pipe._pipeline is not None
+    first, second, _ = (state.versions for state in pipe._pipeline.state.stages)
     assert first is not None
     assert second is not None
-    for one, other in zip(first.weights[0].own, second.weights[0].own, strict=True):
+    for one, other in zip(first.own, second.own, strict=True):
         assert torch.equal(one, other)
 
 

@@ -12,7 +12,7 @@ from support.small import WIDTH, stream
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stagewright.pipe.run.worker import Worker
+from stagewright.pipe.run.worker import TrainingWorker
 
 
 class _Storages(TorchDispatchMode):
@@ -69,9 +69,9 @@ def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypat
     pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
     storages = _Storages()
     weights, activations = [0] * P, [0] * P
-    work = Worker.run
+    work = TrainingWorker.run
 
-    def watched(self: Worker, action: Any) -> None:
+    def watched(self: TrainingWorker, action: Any) -> None:
         work(self, action)
         for stage, width in enumerate(hidden):
             # up and down have as many elements; the versions that stood there before are not seen being made
@@ -79,7 +79,7 @@ def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypat
             weights[stage] = max(weights[stage], int(seen))
             activations[stage] = max(activations[stage], storages.live[2 * width * 4])
 
-    monkeypatch.setattr(Worker, "run", watched)
+    monkeypatch.setattr(TrainingWorker, "run", watched)
     x = torch.randn(2 * M, WIDTH)
     with storages:
         for one in pipe.parameters():

@@ -9,9 +9,8 @@ from support.async_pipeline import run
 from support.async_reference import AsyncCase, agree
 from torch import nn
 
-from stagewright.pipe.batch.batches import Batch
-from stagewright.pipe.run.worker import Worker
 from stagewright.pipe.stages.weights import WeightVersions
+from stagewright.pipe.update.stream_rank import StreamRank
 
 pytestmark = pytest.mark.nightly  # a test of tests
 
@@ -27,18 +26,17 @@ def seen(case: AsyncCase) -> None:
 @pytest.mark.parametrize("case", [CONV, RECOMPUTED], ids=lambda case: case.task)
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_version_off_by_one_is_seen(case: AsyncCase, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = Worker.enter
+    version = StreamRank.version
 
-    def wrong(self: Worker, number: int, batch: Batch, *, version: Any = None) -> None:
-        off = None if version is None else lambda stage, index: version(stage, index) + shift
-        enter(self, number, batch, version=off)
+    def wrong(self: StreamRank, stage: int, index: int) -> int:
+        return version(self, stage, index) + shift
 
     def nearest(self: WeightVersions, version: int) -> list[nn.Parameter]:
         return leaves(self, min(max(version, self.newest - self._count + 1, 0), self.newest))
 
     leaves = WeightVersions._leaves
     agree(run(case), case)
-    monkeypatch.setattr(Worker, "enter", wrong)
+    monkeypatch.setattr(StreamRank, "version", wrong)
     monkeypatch.setattr(WeightVersions, "_leaves", nearest)
     seen(case)
 

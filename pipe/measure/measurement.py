@@ -1,0 +1,54 @@
+"""What was measured over the last steps, as costs for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...comm import Collectives, Guard
+from ...schedules import Costs
+from .gather import gather_costs
+from .recorder import Recorder
+
+
+class Measurement:
+    """Durations of the ranks of this process.
+
+    Arguments:
+        drain: makes the links quiet.
+        one_way_seconds: measures the latency of a link; collective over the processes.
+    """
+
+    def __init__(
+        self,
+        recorders: Sequence[Recorder],
+        *,
+        num_stages: int,
+        drain: Callable[[], None],
+        one_way_seconds: Callable[[], float],
+        collectives: Collectives,
+        guard: Guard,
+    ) -> None:
+        self._recorders = recorders
+        self._num_stages = num_stages
+        self._drain = drain
+        self._one_way_seconds = one_way_seconds
+        self._collectives = collectives
+        self._guard = guard
+        self._latency: float | None = None  # measured once [s]
+
+    def costs(self) -> Costs:
+        """See PipelineModule.measured_costs."""
+        if self._latency is None:
+            self._drain()
+        with self._guard.together():
+            if self._latency is None:
+                self._latency = self._one_way_seconds()
+            costs = gather_costs(self._recorders, self._collectives, num_stages=self._num_stages, latency=self._latency)
+        if costs is None:
+            raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
+        return costs
+
+    def forget(self) -> None:
+        """See PipelineModule.forget_measurements."""
+        for recorder in self._recorders:
+            recorder.forget()

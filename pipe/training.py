@@ -1,0 +1,117 @@
+"""Training: batches through the engine, and what an update makes of their gradients.
+
+step:  read the batch -> begin -> engine.run -> losses known -> gradients ready -> step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..comm import Collectives, Guard
+from ..schedules import Timeline
+from .batch.reader import BatchReader
+from .batch.results import StepResult
+from .measure.gather import gather_records
+from .run.engine import Engine
+from .update.interface import Known, Programs, Update
+
+
+class Training:
+    """Runs batches forwards and backwards.
+
+    Arguments:
+        engine: of workers that train, on the ranks of `update`.
+        update: flush or stream.
+    """
+
+    def __init__(
+        self, engine: Engine, update: Update, *, reader: BatchReader, guard: Guard, collectives: Collectives
+    ) -> None:
+        self.num_steps = 0
+        self._engine = engine
+        self._update = update
+        self._reader = reader
+        self._guard = guard
+        self._collectives = collectives
+
+    def step(self, arguments: Sequence[Any]) -> StepResult:
+        """See PipelineModule.train_step."""
+        with self._batch(arguments) as programs:
+            self._engine.run(programs)
+        with self._guard.together():
+            known = self._update.step()
+        return self._result(known)
+
+    def accumulate(self, arguments: Sequence[Any]) -> StepResult:
+        """See PipelineModule.forward_backward."""
+        self._update.refuse_accumulation()
+        with self._batch(arguments) as programs:
+            self._engine.run(programs)
+        return self._result(self._update.accumulated())
+
+    def clip(self, max_norm: float) -> float:
+        """See PipelineModule.clip_grad_norm_."""
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
+        with self._guard.together():
+            return self._update.clip(max_norm)
+
+    def flush(self) -> list[StepResult]:
+        """See PipelineModule.flush."""
+        self.drain()
+        return [self._result(known) for known in self._update.rest()]
+
+    def drain(self) -> None:
+        """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
+        programs = self._update.drain()
+        if programs is not None:
+            with self._under_way():
+                self._engine.run(programs)
+
+    def close(self, timeout: float) -> None:
+        """See PipelineModule.close."""
+        if self._guard.ended:
+            return
+        if not self._update.is_lost:
+            self.drain()
+        with self._guard.together():
+            for local in self._engine.ranks:
+                local.transport.drain(timeout)
+
+    @contextmanager
+    def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:
+        """What to run for a batch; behind it, its gradients are ready."""
+        batch = self._reader.read(arguments, step=self.num_steps)
+        programs = self._update.begin(batch)
+        for local in self._engine.ranks:
+            local.recorder.begin()
+        with self._under_way():
+            yield programs
+        with self._guard.together():
+            self._update.gradients_ready()
+        self.num_steps += 1
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Around the engine: an error loses what runs."""
+        try:
+            with self._guard.together():
+                yield
+            self._update.losses_known()
+        except BaseException as error:
+            self._engine.drop()
+            self._update.abandon(error)
+            raise
+
+    def _result(self, known: Known | None) -> StepResult:
+        snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
+
+        def timeline() -> Timeline:
+            with self._guard.together():
+                records = [snapshot() for snapshot in snapshots]
+                return gather_records(records, self._collectives, self._update.timeline)
+
+        step, loss, grad_norm = (None, None, None) if known is None else known
+        return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)

@@ -1,0 +1,85 @@
+"""Losses of the update groups under way on one rank.
+
+last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.graph.units import Tensors
+from ...schedules import Message, Schedule
+from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
+from ..stages.stage import LossValue
+
+
+class GroupLosses:
+    """Losses by update group: this rank's own by microbatch, and the summaries by rank of the last stage."""
+
+    def __init__(self, rank: int, schedule: Schedule) -> None:
+        self.batches: dict[int, Batch] = {}
+        self._rank = rank
+        self._num_microbatches = schedule.num_microbatches
+        self._group_size = schedule.group_size
+        self._own: dict[int, dict[int, LossValue]] = {}
+        self._summaries: dict[int, dict[int, torch.Tensor]] = {}
+        owners, size = schedule.owners[-1], schedule.group_size
+        self._num_own = [  # microbatches of each group of a batch whose last forward runs here
+            sum(owners[k % len(owners)] == rank for k in range(begin, begin + size))
+            for begin in range(0, schedule.num_microbatches, size)
+        ]
+
+    def note_loss(self, index: int, loss: LossValue) -> None:
+        """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
+        number, k = divmod(index, self._num_microbatches)
+        group, within = index // self._group_size, k // self._group_size
+        losses = self._own.setdefault(group, {})
+        losses[k] = loss
+        if len(losses) == self._num_own[within]:
+            summary = summarize_losses(losses, self.batches[number], group=within)
+            self._summaries.setdefault(group, {})[self._rank] = summary
+
+    def loss_gradient(self, index: int) -> torch.Tensor:
+        """Gradient of the group's loss with respect to that of microbatch `index`."""
+        number, k = divmod(index, self._num_microbatches)
+        batch = self.batches[number]
+        value, count = self._own[index // self._group_size][k]
+        # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
+        weight = batch.weights[k] if count is None else 1.0 / batch.group_samples(k // self._group_size)
+        return torch.full_like(value, weight)
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        """Layout of a LOSS message."""
+        return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """A summary arrived."""
+        self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
+
+    def take(self, message: Message) -> Tensors:
+        """This rank's own summary."""
+        return (self._summaries[message.index][self._rank],)
+
+    def total(self, group: int) -> tuple[GroupLoss, float]:
+        """The loss of a group, and what its gradients must be multiplied with.
+
+        Raises NonFiniteLossError, and ValueError for counts that cannot be divided by.
+        """
+        number, within = divmod(group * self._group_size, self._num_microbatches)
+        batch = self.batches[number]
+        summaries = self._summaries[group]
+        combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
+        loss = read_loss_summary(combined, step=batch.step)
+        return loss, loss.scale(batch.group_samples(within // self._group_size))
+
+    def forget(self, group: int) -> None:
+        """The losses of a group are no longer needed."""
+        self._own.pop(group, None)
+        self._summaries.pop(group, None)
+
+    def clear(self) -> None:
+        """Forget all batches and groups."""
+        self.batches.clear()
+        self._own.clear()
+        self._summaries.clear()

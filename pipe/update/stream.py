@@ -1,0 +1,176 @@
+"""Updates within a stream: batch after batch without a flush, an asynchronous schedule fed by train_step.
+
+    begin(batch t)   every local rank runs call t of the stream; batches t - 1, t - 2, ... are still under way
+    drain()          every local rank runs what is left; the next batch begins an empty pipeline again
+
+Calls and drains are collective, like every step: all ranks make them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...schedules import Schedule, Timeline
+from ...schedules.lowering.stream import Stream
+from ..batch.batches import Batch
+from ..measure.recorder import RankRecord, assemble_stream
+from ..stages.weights import WeightVersions
+from .interface import Known, Programs, StageState
+from .stream_rank import StreamRank
+
+
+class StreamUpdate:
+    """The stream of one process.
+
+    Arguments:
+        stream: the schedule, call by call.
+        ranks: of this process.
+    """
+
+    def __init__(self, stream: Stream, ranks: Mapping[int, StreamRank]) -> None:
+        self.ranks = ranks
+        self.stages = tuple(
+            StageState(stage, one.optimizers[stage], one.weights[stage])
+            for one in ranks.values()
+            for stage in sorted(one.weights)
+        )
+        self._stream = stream
+        self._first: int | None = None  # the batch that the stream began with; None: it is empty
+        self._last = -1
+        self._lost: str | None = None
+        self._newest: Known | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The finite program that the stream was made from."""
+        return self._stream.schedule
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an error has lost what was under way."""
+        return self._lost is not None
+
+    def versions_of(self, rank: int, stage: int) -> WeightVersions:
+        """The weights that the stage computes with."""
+        return self.ranks[rank].weights[stage]
+
+    def begin(self, batch: Batch) -> Programs:
+        """One call. Parameters that the user changed are taken over when the pipeline is empty.
+
+        Raises ValueError for changes while batches are under way, and for a stream that an error has ended.
+        """
+        self._require_whole()
+        self._take_changes()
+        first = self._first = batch.step if self._first is None else self._first
+        self._last = batch.step
+        for rank in self.ranks.values():
+            rank.enter(batch, first_batch=first)
+        return {r: self._stream.call(r, batch.step, first_batch=first) for r in self.ranks}
+
+    def losses_known(self) -> None:
+        """The program has seen to it."""
+
+    def gradients_ready(self) -> None:
+        """The program has seen to it."""
+
+    def step(self) -> Known | None:
+        """The program has made the updates; batches are known a little later."""
+        *others, speaker = self.ranks.values()  # the last one knows first
+        if speaker.known:
+            self._newest = speaker.known.pop()
+        for rank in others:
+            rank.known.clear()
+        return self._newest
+
+    def abandon(self, error: BaseException) -> None:
+        """The stages stand at different updates, and the batches under way are gone."""
+        self._lost = f"{type(error).__name__}: {error}"
+        for rank in self.ranks.values():
+            rank.drop()
+
+    def refuse_accumulation(self) -> None:
+        """Gradients are used up within the program."""
+        raise ValueError(self._why_not("forward_backward", "train_step, which updates too"))
+
+    def accumulated(self) -> Known:
+        """Never asked."""
+        raise AssertionError("no gradients are left to the user")
+
+    def clip(self, max_norm: float) -> float:
+        """The program clips."""
+        raise ValueError(self._why_not("clip_grad_norm_", "PipelineModule(..., max_grad_norm=...)"))
+
+    def drain(self) -> Programs | None:
+        """The rest of the program of the batches under way."""
+        self._require_whole()
+        if self._first is None:
+            return None
+        first, self._first = self._first, None
+        return {r: self._stream.drain(r, self._last, first_batch=first) for r in self.ranks}
+
+    def rest(self) -> list[Known]:
+        """The speaker's, each once."""
+        *_, speaker = self.ranks.values()
+        known = list(speaker.known)
+        for rank in self.ranks.values():
+            rank.known.clear()
+        if known:
+            self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
+        return known
+
+    def refuse_changes(self, what: str) -> None:
+        """ValueError while batches are under way."""
+        if self._first is not None:
+            raise ValueError(
+                f"{what} while batches {self._first} to {self._last} are in the pipeline: expected flush() before it"
+            )
+
+    def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The next batch begins with this state on every rank of this process."""
+        for weights in self._weights():
+            for own, name in zip(weights.own, weights.names, strict=True):
+                own.data.copy_(state[name])
+            weights.adopt()
+
+    def restart(self) -> None:
+        """With the next batch."""
+        for rank in self.ranks.values():
+            rank.drop()
+            rank.known.clear()
+        self._first, self._lost, self._newest = None, None, None
+
+    def timeline(self, records: Sequence[RankRecord]) -> Timeline:
+        """The last few batches."""
+        return assemble_stream(self._stream, records)
+
+    def _take_changes(self) -> None:
+        changed: dict[str, torch.Tensor] = {}
+        for weights in self._weights():
+            name = weights.changed_outside()
+            if name is not None:
+                self.refuse_changes(f"parameter {name!r} was changed")
+                changed.update(zip(weights.names, (own.data for own in weights.own), strict=True))
+        for weights in self._weights() if changed else ():  # other ranks of this process may hold copies
+            if not changed.keys().isdisjoint(weights.names):
+                for name, own in zip(weights.names, weights.own, strict=True):
+                    if name in changed and changed[name].data_ptr() != own.data_ptr():
+                        own.data.copy_(changed[name])
+                weights.adopt()
+
+    def _weights(self) -> list[WeightVersions]:
+        return [weights for rank in self.ranks.values() for weights in rank.weights.values()]
+
+    def _require_whole(self) -> None:
+        if self._lost is not None:
+            raise ValueError(
+                f"the batches in the pipeline were lost with {self._lost}; the stages stand at different updates. "
+                f"Expected load(folder) of a checkpoint, or a new PipelineModule"
+            )
+
+    def _why_not(self, what: str, instead: str) -> str:
+        return (
+            f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
+            f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
+        )

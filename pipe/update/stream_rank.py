@@ -1,0 +1,247 @@
+"""What belongs to update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
+
+last F of the group (last stage)   -> LOSS to every rank
+GroupStep(gradients): LOSS is here    -> scale the gradients, SUM to the ranks that share some
+GroupStep(norm):                      -> own squared norm to rank 0; there: TOTAL to every rank
+U: SUM, TOTAL are here             -> clip, update the versions of the stage
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.graph.units import Tensors
+from ...schedules import Message, MessageKind, Op
+from ...schedules.lowering.stream import Stream
+from ...schedules.program import GroupStep
+from ..batch.batches import Batch, GroupLoss
+from ..stages.stage import LossValue
+from ..stages.weights import WeightVersions
+from .gradients import FlatGradients, clip_gradients, scale_gradients, squared_norm
+from .interface import Known
+from .losses import GroupLosses
+from .optimizers import StageOptimizer
+
+
+class ParameterPlace(NamedTuple):
+    """Parameter `number` of the versions of `stage`."""
+
+    stage: int
+    number: int
+
+
+class SharedGradient(NamedTuple):
+    """A parameter whose gradient is the sum over `ranks` (ascending)."""
+
+    at: ParameterPlace
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Group:
+    """One update group under way."""
+
+    sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
+    added: set[int] = field(default_factory=set)  # positions of shared gradients that are whole
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # squared, by rank
+    norm: float | None = None
+    clipped: bool = False
+    updates: int = 0
+
+
+class StreamRank:
+    """The update groups of one rank.
+
+    Arguments:
+        weights: of its stages.
+        optimizers: of its stages.
+        shared: the gradients that it adds up with other ranks, in the same order on all of them.
+        counted: the parameters that count in this rank's part of the global norm.
+        max_grad_norm: None: no clipping.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        stream: Stream,
+        weights: Mapping[int, WeightVersions],
+        optimizers: Mapping[int, StageOptimizer],
+        shared: Sequence[SharedGradient],
+        counted: Sequence[ParameterPlace],
+        max_grad_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        schedule = stream.schedule
+        self.weights = weights
+        self.optimizers = optimizers
+        self.known: deque[Known] = deque()  # of batches that nobody has asked for
+        self._rank = rank
+        self._stream = stream
+        self._num_ranks = schedule.num_ranks
+        self._per_batch = schedule.groups_per_batch
+        self._shared = tuple(shared)
+        self._counted = tuple(counted)
+        self._max_grad_norm = max_grad_norm
+        self._device = device
+        self._first_batch = 0
+        self._losses = GroupLosses(rank, schedule)
+        self._groups: dict[int, _Group] = {}
+        self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
+        peers = {other for one in self._shared for other in one.ranks} - {rank}
+        self._with = {
+            peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
+        }
+        self._flat = {
+            peer: FlatGradients([self.weights[s].own[i] for s, i in (self._shared[p].at for p in positions)])
+            for peer, positions in self._with.items()
+        }
+
+    @property
+    def batches(self) -> Mapping[int, Batch]:
+        """Those under way, by number; one goes when its last update is done."""
+        return self._losses.batches
+
+    def enter(self, batch: Batch, *, first_batch: int) -> None:
+        """A batch comes, in a stream that began with `first_batch`."""
+        self._losses.batches[batch.step] = batch
+        self._first_batch = first_batch
+
+    def version(self, stage: int, index: int) -> int:
+        """As the schedule's rule asks for."""
+        return self._stream.version(stage, index, first_batch=self._first_batch)
+
+    def note_loss(self, index: int, loss: LossValue) -> None:
+        """The loss of microbatch `index`."""
+        self._losses.note_loss(index, loss)
+
+    def loss_gradient(self, index: int) -> torch.Tensor:
+        """Gradient of the group's loss with respect to that of microbatch `index`."""
+        return self._losses.loss_gradient(index)
+
+    # Messages
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        """What to expect of a message."""
+        match message.kind:
+            case MessageKind.LOSS:
+                return self._losses.specs(message)
+            case MessageKind.SUM:
+                return self._flat[message.src if message.dst == self._rank else message.dst].specs()
+            case _:
+                return [TensorSpec((), (), torch.float64, False)]
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """A message arrived."""
+        group = self._group(message.index)
+        match message.kind:
+            case MessageKind.LOSS:
+                self._losses.put(message, tensors)
+            case MessageKind.SUM:
+                group.sums[message.src] = tensors
+            case MessageKind.NORM:
+                group.norms[message.src] = tensors[0]
+            case _:
+                group.norm = float(tensors[0].sqrt())
+
+    def take(self, message: Message) -> Tensors:
+        """A message to send."""
+        group = self._group(message.index)
+        match message.kind:
+            case MessageKind.LOSS:
+                return self._losses.take(message)
+            case MessageKind.SUM:
+                places = [self._shared[position].at for position in self._with[message.dst]]
+                return self._flat[message.dst].pack([self._gradient(at, message.index) for at in places])
+            case MessageKind.NORM:
+                return (group.norms[self._rank],)
+            case _:
+                return (torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(),)
+
+    # Work
+
+    def finish(self, step: GroupStep) -> None:
+        """The gradients of a group are whole up to what other ranks add; or their norm is next."""
+        if step.op is Op.GRAD_NORM:
+            self._find_norm(step.index)
+            return
+        loss, scale = self._losses.total(step.index)
+        self._losses.forget(step.index)
+        self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
+        scale_gradients(self._gradients(step.index), scale)
+
+    def step(self, stage: int, index: int) -> None:
+        """The optimizer step of a stage: it makes the stage's next weight version."""
+        group = self._group(index)
+        self._add_shared(index)
+        if self._max_grad_norm is not None and not group.clipped:
+            assert group.norm is not None
+            clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
+            group.clipped = True
+        self.weights[stage].update(index, self.optimizers[stage].step)
+        group.updates += 1
+        if group.updates == len(self.weights):
+            del self._groups[index]
+            if (index + 1) % self._per_batch == 0:
+                self._complete(index // self._per_batch, group.norm)
+
+    def drop(self) -> None:
+        """Forget all batches and groups under way (after an error)."""
+        self._losses.clear()
+        self._groups.clear()
+        self._known_losses.clear()
+        for weights in self.weights.values():
+            weights.drop_gradients()
+
+    def _find_norm(self, index: int) -> None:
+        group = self._group(index)
+        self._add_shared(index)
+        counted = [self._gradient(at, index) for at in self._counted]
+        group.norms[self._rank] = squared_norm(counted, device=self._device)
+        if self._rank == 0:
+            group.norm = float(torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum().sqrt())
+
+    def _complete(self, batch: int, grad_norm: float | None) -> None:
+        step = self._losses.batches.pop(batch).step
+        parts = self._known_losses.pop(batch)
+        shares = [part.num_samples if part.counts is None else part.counts for part in parts]
+        loss = sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)
+        self.known.append(Known(step, parts[0].mean if len(parts) == 1 else loss, grad_norm))
+
+    def _add_shared(self, index: int) -> None:
+        """Sum what has come of the gradients shared with other ranks, in the order of the ranks."""
+        group = self._group(index)
+        if not group.sums:
+            return
+        parts: dict[int, dict[int, torch.Tensor | None]] = {}  # position -> rank -> gradient
+        for peer, message in group.sums.items():
+            for position, gradient in zip(self._with[peer], self._flat[peer].unpack(message), strict=True):
+                parts.setdefault(position, {})[peer] = gradient
+        for position, by_rank in parts.items():
+            (stage, number), ranks = self._shared[position]
+            if position in group.added or len(by_rank) < len(ranks) - 1:
+                continue
+            group.added.add(position)
+            gradients = self.weights[stage].gradients(index)
+            by_rank[self._rank] = gradients[number]
+            present = [gradient for rank in ranks if (gradient := by_rank[rank]) is not None]
+            if present:
+                total = present[0].clone()
+                for gradient in present[1:]:
+                    total += gradient
+                gradients[number] = total
+
+    def _gradients(self, index: int) -> list[torch.Tensor | None]:
+        return [gradient for weights in self.weights.values() for gradient in weights.gradients(index)]
+
+    def _gradient(self, at: ParameterPlace, index: int) -> torch.Tensor | None:
+        return self.weights[at.stage].gradients(index)[at.number]
+
+    def _group(self, index: int) -> _Group:
+        return self._groups.setdefault(index, _Group())
