@@ -1,4 +1,4 @@
-"""What is alive on a rank, and when: activations and messages. Weight versions are counted in `versions`.
+"""Liveness on a rank: which activations and messages it holds, action by action. Weight versions: see `versions`.
 
 The checker, the simulator's timelines and the planner count with these, and nobody counts again.
 """

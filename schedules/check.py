@@ -18,13 +18,13 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `check` derived (never copied from what the schedule claims).
+    """Figures that `check` derived (never copied from what the schedule claims).
 
     Arguments:
         num_actions: compute actions over all ranks.
-        peak_activations: by rank, the most stage activations alive at once.
-        peak_versions: by rank, the most weight versions of one stage kept at once.
-        staleness: by rank, the most updates that a stage makes between the weights of a gradient and those it is
+        peak_activations: per rank, the most stage activations alive at once.
+        peak_versions: per rank, the most weight versions of one stage kept at once.
+        staleness: per rank, the most updates that a stage makes between the weights of a gradient and those it is
             applied to; 0 for every flush schedule.
     """
 
@@ -38,7 +38,7 @@ def check(schedule: Schedule) -> Report:
     """Prove that the schedule can run to its end, or raise ScheduleError.
 
     Checked: every action that is needed stands there exactly once, on the rank that owns it; each need is
-    met (no cycle over program order and data; the error prints the cycle); updates stand behind the gradients
+    met (no cycle over program order and data; the error prints the cycle); updates stand after the gradients
     that they take in, and weight versions follow the rule that the schedule claims. `check_lowered` does the
     same for the sends and receives of a lowered schedule.
 

@@ -1,4 +1,4 @@
-"""What the registry knows of a schedule family: a record beside each builder."""
+"""Schedule families: the record that stands beside each builder, and that the registry lists."""
 
 from __future__ import annotations
 

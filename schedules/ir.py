@@ -5,7 +5,7 @@ A schedule is data. The same object is checked, simulated, executed and drawn:
     rank 0 | 0F0 0F1 .   0B0 0F2 0B1 .   0B2    Action = (stage, op, index), prints as 0F2
     rank 1 | .   1F0 1B0 1F1 1B1 1F2 1B2 .      a program = the ordered actions of one rank
 
-Symbols: P ranks, V chunks a rank, S = P*V stages, M microbatches of a batch; `index` of a
+Symbols: P ranks, V chunks per rank, S = P*V stages, M microbatches of a batch; `index` of a
 compute action is the global microbatch t*M + k (batch t), of an update its update group.
 """
 
@@ -25,7 +25,7 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """What an action does: compute (F, B, I, W) or update (U); the last two are steps that lowering inserts."""
+    """Kind of an action: compute (F, B, I, W) or update (U). The last two are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -163,7 +163,7 @@ class Schedule:
 
     @property
     def group_size(self) -> int:
-        """Microbatches of one update group: their gradients are added up, and each stage updates behind them."""
+        """Microbatches of one update group: their gradients are added up, and each stage updates after them."""
         return self.num_microbatches if self.update_every is None else self.update_every
 
     @property
@@ -173,7 +173,7 @@ class Schedule:
 
     @property
     def rule(self) -> WeightRule:
-        """What the weight rule decides."""
+        """The weight rule itself, by its name."""
         return RULES[self.weight_rule]
 
     @property
@@ -188,7 +188,7 @@ class Schedule:
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether the optimizer steps come behind the program (one batch, flushed) and not in it."""
+        """Whether the optimizer steps come after the program (one batch, flushed) and not in it."""
         return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous
 
     def owner(self, stage: int, index: int) -> int:
@@ -207,7 +207,7 @@ class Schedule:
         return replace(self, programs=programs, num_batches=1, weight_rule="flush", update_every=None)
 
     def to_csv(self) -> str:
-        """torch.distributed.pipelining's table: a row a rank, a column a unit of time."""
+        """torch.distributed.pipelining's table: a row per rank, a column per unit of time."""
         from .text import to_csv
 
         return to_csv(self)
@@ -233,7 +233,7 @@ class Schedule:
         return from_json(text)
 
     def grid(self) -> str:
-        """The order as an aligned text grid, a row a rank, a column a unit of time."""
+        """The order as an aligned text grid, a row per rank, a column per unit of time."""
         from .text import to_grid
 
         return to_grid(self)

@@ -1,4 +1,4 @@
-"""What travels between ranks: messages, transfers of them, and what else than activations ranks tell each other."""
+"""Messages between ranks, and their transfers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKET_BYTES = 1 << 24
 
 
 class MessageKind(StrEnum):
-    """What a message carries."""
+    """Content of a message."""
 
     ACT = "act"  # outputs of a stage, to a consumer stage
     GRAD = "grad"  # gradients of those outputs, back to the producer
@@ -72,7 +72,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What ranks tell each other besides activations and gradients.
+    """Things that ranks tell each other besides activations and gradients.
 
     Arguments:
         loss: the losses, from the ranks of the last stage to every rank.
@@ -89,7 +89,7 @@ class Sharing:
         return sorted({other for group in self.sums if rank in group for other in group if other != rank})
 
     def counts_for(self, rank: int) -> list[int]:
-        """Those of them whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
+        """The partners whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
         return sorted({other for group in self.sums if rank == min(group) for other in group if other != rank})
 
 

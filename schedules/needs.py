@@ -1,4 +1,4 @@
-"""What an action needs from others, and which message brings it: the one place that knows the data dependencies.
+"""Data dependencies: which actions an action needs, and which messages bring their results. Nobody else derives them.
 
 F(s, k)   the output of every producer of s            (and the weights, see versions)
 B(s, k)   the gradient from every consumer of s, and its own F(s, k)
@@ -20,7 +20,7 @@ _FORWARD_OPS = frozenset({Op.F})
 
 
 class Wire(NamedTuple):
-    """What stage `src` makes for stage `dst`, once a microbatch, be it a message or not."""
+    """Results of stage `src` for stage `dst`, one per microbatch, whether they cross ranks or not."""
 
     kind: MessageKind
     src: int
@@ -28,7 +28,7 @@ class Wire(NamedTuple):
 
     @property
     def ops(self) -> frozenset[Op]:
-        """Those that make it and, on the other stage, use it."""
+        """Ops that make it and, on the other stage, use it."""
         return _FORWARD_OPS if self.kind is MessageKind.ACT else BACKWARD_OPS
 
 
@@ -56,7 +56,7 @@ class Needs:
         self.wires: list[Wire] = []
         self._owner = schedule.owner
         stages = range(schedule.num_stages)
-        # By stage: those before and behind it over activations, and those to and from which gradients travel.
+        # By stage: those before and after it over activations, and those to and from which gradients travel.
         self._producers: list[list[int]] = [[] for _ in stages]
         self._consumers: list[list[int]] = [[] for _ in stages]
         self._grads_to: list[list[int]] = [[] for _ in stages]
@@ -97,7 +97,7 @@ class Needs:
         return self.backward(message.src, message.index)
 
     def arrivals(self, action: Action) -> Iterator[Delivery]:
-        """What other ranks send to `action`, in the order of `of`."""
+        """Deliveries from other ranks to `action`, in the order of `of`."""
         stage, op, index = action
         if op is Op.F:
             kind, makers = MessageKind.ACT, self._producers[stage]
@@ -113,7 +113,7 @@ class Needs:
                 yield Delivery(message, self.maker(message), sender, action, receiver)
 
     def departures(self, action: Action) -> Iterator[Delivery]:
-        """What `action` sends to other ranks, in the order of the edges."""
+        """Deliveries from `action` to other ranks, in the order of the edges."""
         stage, op, index = action
         if op is Op.F:
             kind, users = MessageKind.ACT, self._consumers[stage]

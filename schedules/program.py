@@ -1,4 +1,4 @@
-"""What one rank does, communication included: the result of lowering, and what an engine carries out."""
+"""Programs of ranks, communication included: made by lowering, carried out by an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .messages import Message, Transfer
 
 
 class GroupStep(NamedTuple):
-    """What a rank does once for an update group, behind its last backward of the group.
+    """A step of a rank after its last backward of an update group.
 
     REDUCE_GRAD: the losses of the group are here; gradients that other ranks add up with their own leave.
     GRAD_NORM: they have arrived and are added; the squared norm of this rank's part is next.
@@ -29,7 +29,7 @@ Step = Work | Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """What one rank does, communication included.
+    """Program of one rank, communication included.
 
     Arguments:
         rank: which.

@@ -55,7 +55,7 @@ def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """A row a rank, a column a unit of time, empty where idle; what torch.distributed.pipelining reads too.
+    """A row per rank, a column per unit of time, empty where idle; what torch.distributed.pipelining reads too.
 
     The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
     (replicas, several batches, updates).
@@ -179,7 +179,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def to_grid(schedule: Schedule) -> str:
-    """The order as an aligned grid: a row a rank, a column a unit of time.
+    """The order as an aligned grid: a row per rank, a column per unit of time.
 
     The stage number stands before the op only where a rank has several stages.
     """

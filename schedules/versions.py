@@ -17,12 +17,12 @@ from .weight_rules import Seen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What the derivation found.
+    """Weight versions of a schedule, as derived from its updates.
 
     used: the version of each forward, by (stage, index): what the rule asks for.
     newest: the newest version that stood before it in its program.
-    peak_live: by rank, the most consecutive versions of one stage that must be kept at once.
-    staleness: by rank, the most updates of its stage between the version that a gradient was computed at and the
+    peak_live: per rank, the most consecutive versions of one stage that must be kept at once.
+    staleness: per rank, the most updates of its stage between the version that a gradient was computed at and the
         version that it is applied to.
     """
 
@@ -103,9 +103,9 @@ def check_rule(schedule: Schedule, versions: Versions) -> None:
 
 
 def check_updates(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each rank updates each of its stages once an update group, behind its gradients.
+    """Raise ScheduleError unless each rank updates each of its stages once per update group, after its gradients.
 
-        ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      groups of 4: U0 behind all backwards of microbatches 0..3
+        ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      groups of 4: U0 after all backwards of microbatches 0..3
 
     A flush schedule of one batch holds no U: its update is its epilogue. Neither does one without a backward.
     """

@@ -22,20 +22,20 @@ from typing import ClassVar, NamedTuple
 
 
 class Seen(NamedTuple):
-    """What stands before a forward: the newest version of its stage, and what the input stage used (if it has run)."""
+    """Versions before a forward: the newest of its stage, and the one that the input stage used (if it has run)."""
 
     newest: int
     at_input: int
 
 
 class WeightRule(ABC):
-    """What a schedule's weight rule decides; the base is a rule under which each stage updates by itself.
+    """Decisions of a weight rule. The base is a rule under which each stage updates by itself.
 
     Attributes:
         name: in `Schedule.weight_rule`.
         is_asynchronous: whether batches overlap.
         most_versions: of a stage that a rank may have to keep; None: no limit.
-        updates_may_wait: whether an update may stand later than right behind its gradients, since the index of a
+        updates_may_wait: whether an update may stand later than right after its gradients, since the index of a
             microbatch alone names its version.
         why_no_norm: why gradients cannot be clipped by a norm over all stages, and what to do; None: they can.
         why_no_ties: why a parameter cannot stand on stages of several ranks, and what to do; None: it can.

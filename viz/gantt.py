@@ -1,4 +1,4 @@
-"""One timeline drawn on one pair of axes: a row a rank, and beside it the row's idle time by cause.
+"""One timeline drawn on one pair of axes: a row per rank, and beside it the row's idle time by cause.
 
 rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
        |       ---- ---             thin lanes of messages arriving
@@ -281,7 +281,7 @@ def is_window(timeline: Timeline) -> bool:
 
 
 def idle_shares(timeline: Timeline) -> list[Idle]:
-    """By rank, what each cause takes of the makespan; in a window, of the rank's own time in it.
+    """Per rank, what each cause takes of the makespan; in a window, of the rank's own time in it.
 
     Ranks enter and leave a window one after the other, which is neither warm-up nor drain.
     """

@@ -157,7 +157,7 @@ class _Trace:
                 yield record("thread_sort_index", tid, sort_index=tid)
 
     def _flows(self) -> Iterator[_Event]:
-        """Two events an arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
+        """Two events per arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
         for arrow in find_arrows(self.timeline):
             maker = self._places[arrow.sender][arrow.maker]
             consumer = self._places[arrow.receiver][arrow.user]

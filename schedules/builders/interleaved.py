@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P): V chunks a rank, stage s on rank s mod P."""
+"""Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P): V chunks per rank, stage s on rank s mod P."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def microbatch_groups(*, num_ranks: int, num_microbatches: int) -> tuple[int, ..
 def interleaved(
     *, num_ranks: int, num_microbatches: int, num_chunks: int = 2, groups: Sequence[int] | None = None
 ) -> Schedule:
-    """1F1B over V chunks a rank: the bubble shrinks by V, and messages multiply by V.
+    """1F1B over V chunks per rank: the bubble shrinks by V, and messages multiply by V.
 
         rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1       P=2, V=2, M=2, unit time:
         rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .         rank 0 holds stages 0 and 2

@@ -1,4 +1,4 @@
-"""Looped BFS (Lamy-Poirier, 2023, breadth-first pipeline parallelism): GPipe over V chunks a rank."""
+"""Looped BFS (Lamy-Poirier, 2023, breadth-first pipeline parallelism): GPipe over V chunks per rank."""
 
 from __future__ import annotations
 

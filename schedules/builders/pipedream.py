@@ -198,7 +198,7 @@ def _build(
 
 
 def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, num_groups: int) -> tuple[Action, ...]:
-    """Before each backward the forwards up to `reach` microbatches later; updates right behind their last backward."""
+    """Before each backward the forwards up to `reach` microbatches later; updates right after their last backward."""
     last_of = {index // group_size: index for index in own}
     program: list[Action] = []
     updates = 0

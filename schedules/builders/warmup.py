@@ -9,7 +9,7 @@ from ..ir import Action
 
 
 def plain_warmup(counts: Sequence[int], stage: int) -> int:
-    """Forwards of one replica ahead of its backwards, so that all ranks behind it have work.
+    """Forwards of one replica ahead of its backwards, so that all ranks after it have work.
 
     P - 1 - s without replicas. PipeDream's rule (Narayanan et al., SOSP 2019).
     One more microbatch than this is in flight at once.

@@ -1,7 +1,7 @@
 """Lowering: from a compute order to one with communication.
 
 Two passes over the compute order of each rank. The first finds the messages of each directed link, in
-the order in which the sender makes them. The second puts each send right behind the step that makes it,
+the order in which the sender makes them. The second puts each send right after the step that makes it,
 and each receive (the posting of it, not the waiting: a step waits for what it needs) as early as
 
     at most `receives_ahead` receives of a link are posted and not yet consumed,
@@ -11,7 +11,7 @@ order of the sends, and one that is consumed late lets later ones pass only by b
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
 
-A program with updates in it (U) also gets a `GroupStep` behind the last backward of each update group, where the losses
+A program with updates in it (U) also gets a `GroupStep` after the last backward of each update group, where the losses
 of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
 """
 
@@ -37,7 +37,7 @@ def lower(
     Arguments:
         sharing: what else travels.
         receives_ahead: most receives of a link that are posted and not yet consumed, unless the order forces more.
-        calls: by rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
+        calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
             call in which its message is sent, since until then nobody knows its shapes.
 
     O(actions + messages).
@@ -54,7 +54,7 @@ class _Links:
         ranks = range(schedule.num_ranks)
         self.schedule = schedule
         self.sharing = sharing
-        # By rank, each step of work with the position of the action that it goes with.
+        # Per rank, each step of work with the position of the action that it goes with.
         self.work_at = [_with_group_steps(schedule, program, norm=sharing.norm) for program in schedule.programs]
         self.work = [[step for step, _ in work] for work in self.work_at]
         self._updates: list[dict[int, Action]] = [
@@ -65,7 +65,7 @@ class _Links:
         self.inputs: list[dict[Work, list[Message]]] = [{} for _ in ranks]
         self.finally_needs: list[list[Message]] = [[] for _ in ranks]
         self._find()
-        # By rank, the call of each step of work; and the call in which each message is sent.
+        # Per rank, the call of each step of work; and the call in which each message is sent.
         self.calls = None if calls is None else [[calls[r][position] for _, position in self.work_at[r]] for r in ranks]
         self.sent_in: dict[Message, int] = {}
         for rank, own in enumerate(self.calls or ()):
@@ -233,7 +233,7 @@ class _Incoming:
 
 
 def _proofs(links: _Links, rank: int) -> dict[Message, tuple[Message, ...]]:
-    """What each arrival at `rank` proves: the peer sent it after consuming these messages of ours.
+    """Proofs of receipt: by message that arrives at `rank`, our messages that its sender had consumed before.
 
     A send is proved received by the first message that the peer sends back after the step which consumed it.
     """

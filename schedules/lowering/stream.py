@@ -1,6 +1,6 @@
 """An asynchronous schedule as calls: what each rank does for one more batch, and what drains it.
 
-    rank 0 of 2bw, P=2, M=2    call t: F(2t) B(2t-1) U(t-1) F(2t+1) B(2t)      drain behind call t: B(2t+1) U(t)
+    rank 0 of 2bw, P=2, M=2    call t: F(2t) B(2t-1) U(t-1) F(2t+1) B(2t)      drain after call t: B(2t+1) U(t)
     rank 1                     call t: F(2t) B(2t) F(2t+1) B(2t+1) U(t)        (nothing)
 
 A finite program is cut in front of the first forward of each batch. Its steady call and its drain, shifted to any
@@ -26,8 +26,8 @@ class Stream:
 
     Arguments:
         schedule: the finite program that it was made from.
-        calls: by rank, one call of the steady state, numbered as if it were batch 0.
-        drains: by rank, what is left to do behind the call of batch 0.
+        calls: per rank, one call of the steady state, numbered as if it were batch 0.
+        drains: per rank, what is left to do after the call of batch 0.
         offsets: by (stage, microbatch of its batch): the version of its forward, less that of the batch's first update.
     """
 
@@ -37,11 +37,11 @@ class Stream:
     offsets: dict[tuple[int, int], int]
 
     def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:
-        """What `rank` does when batch `batch` comes, in a stream that began (empty) with `first_batch`."""
+        """The program of `rank` when batch `batch` comes, in a stream that began (empty) with `first_batch`."""
         return _moved(self.schedule, self.calls[rank], batch, first_batch)
 
     def drain(self, rank: int, last_batch: int, *, first_batch: int) -> RankProgram:
-        """What `rank` does to end a stream from `first_batch` to `last_batch`."""
+        """The program with which `rank` ends a stream from `first_batch` to `last_batch`."""
         return _moved(self.schedule, self.drains[rank], last_batch, first_batch)
 
     def version(self, stage: int, index: int, *, first_batch: int) -> int:

@@ -1,9 +1,9 @@
-"""Why a rank was idle: each gap of a timeline is put down to its causes.
+"""Causes of idling: each gap of a timeline is put down to its causes.
 
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 
-The gap before an optimizer step is drain while another rank still computes, update behind that.
+The gap before an optimizer step is drain while another rank still computes, update after that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Gap(NamedTuple):
 
 
 def find_gaps(timeline: Timeline) -> tuple[dict[Action, Gap], ...]:
-    """By rank, the gap before each action that has one; works alike on simulated and measured timelines."""
+    """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
     finder = _Finder(timeline)
     return tuple(finder.gaps_of(rank) for rank in timeline.ranks)
 
@@ -76,7 +76,7 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Gap], *, surplus: fl
 
 
 class _Finder:
-    """What all ranks' gaps are explained from."""
+    """Explains the gaps of all ranks of one timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._start = timeline.start

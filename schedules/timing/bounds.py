@@ -37,7 +37,7 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
 
 class _Job(NamedTuple):
     """All actions of one op and stage on a rank, or messages of one wire over a link: `head` must pass before each
-    starts, `tail` comes behind [s]."""
+    starts, `tail` comes after [s]."""
 
     head: float
     work: float
@@ -80,7 +80,7 @@ class _Ways:
         self.loads = [] if links is None else self._loads(links, wires)
 
     def _update(self, stage: int) -> float:
-        """Seconds of sums and optimizer steps that come behind any gradient of `stage`."""
+        """Seconds of sums and optimizer steps that come after any gradient of `stage`."""
         update = self.table.update
         own = update[stage] + self._summing(stage)
         if self.schedule.has_epilogue:
@@ -126,7 +126,7 @@ class _Ways:
             way = self.to_gradient[wire.src] + gradient[wire.src] + self.delay[wire]
             self.to_gradient[wire.dst] = max(self.to_gradient[wire.dst], way)
 
-        # The weight gradient comes behind, too, unless a whole backward may have made the gradient.
+        # The weight gradient comes after, too, unless a whole backward may have made the gradient.
         split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(num_stages)]
         self.behind_gradient = [u + w * s for u, w, s in zip(self.update, weight_grad, split, strict=True)]
         for wire in sorted(gradients, key=lambda wire: wire.src):
@@ -139,7 +139,7 @@ class _Ways:
             self.behind_forward[wire.src] = max(self.behind_forward[wire.src], way)
 
     def _loads(self, links: Links, wires: list[Wire]) -> list[list[_Job]]:
-        """By link and network card, the messages and sums that it carries."""
+        """Messages and sums that each link and network card carries."""
         traffic = Traffic(links)
         loads: dict[object, list[_Job]] = {}
         for wire in wires:

@@ -1,4 +1,4 @@
-"""What an action costs, and what a message costs: the inputs of the simulator."""
+"""Costs of actions and the latency of messages: what the simulator takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PerStage = float | Sequence[float]
 class Costs:
     """Seconds of ONE stage action (of a chunk, where a rank has several).
 
-    Each is one number for all stages or a sequence with one a stage. Where only one of
+    Each is one number for all stages or a sequence with one per stage. Where only one of
     `backward` and (`input_grad`, `weight_grad`) is given, the other follows from
     `backward = input_grad + weight_grad` (halves, when `backward` alone is known).
 
@@ -56,7 +56,7 @@ class Costs:
             )
 
     def table(self, *, num_stages: int) -> CostTable:
-        """The same costs, one number a stage each."""
+        """The same costs, one number per stage each."""
 
         def spread(name: str, value: PerStage) -> tuple[float, ...]:
             numbers = (value,) * num_stages if isinstance(value, float) else tuple(value)

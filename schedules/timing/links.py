@@ -1,11 +1,11 @@
-r"""Links: what messages weigh, the ways that they take between ranks, and sums over several ranks.
+r"""Links: sizes of messages, the ways that they take between ranks, and sums over several ranks.
 
     rank 0 ----\                   /---- rank 2      A message occupies its pair's link, and the network cards at
                [card 0] --- [card 1]                 both ends, for bytes * seconds_per_byte, and arrives `latency`
     rank 1 ----/                   \---- rank 3      after that. 0 -> 2 and 1 -> 3 queue: they share both cards.
 
 First ready, first served: a message is ready when its maker ends (of those ready at one time, the one that the lower
-rank sent comes first), and waits until all that it occupies is free. Those that are ready later queue behind it, also
+rank sent comes first), and waits until all that it occupies is free. Those that are ready later queue after it, also
 where they could go first. A card sends and receives at the same time.
 """
 
@@ -107,10 +107,10 @@ class Links:
     Arguments:
         network: one way for all pairs of ranks; levels, the innermost first, each a multiple of the one before; or the
             way of each pair that sends.
-        activation_bytes: of the messages over each edge of the stage graph: one number, or one an edge, in the order of
-            `schedule.stage_edges` (S - 1 in a chain).
+        activation_bytes: of the messages over each edge of the stage graph: one number, or one per edge, in the order
+            of `schedule.stage_edges` (S - 1 in a chain).
         gradient_bytes: of those back over it, likewise; None: as many as of activations.
-        sums: at most one a stage.
+        sums: at most one per stage.
 
     Raises ValueError for numbers that are negative or not finite, levels that do not fit, and two sums of a stage.
 
@@ -183,7 +183,7 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
 
 
 class Channel:
-    """What one message at a time occupies: free from `free_at` on [s]."""
+    """One direction of a link or card, which carries one message at a time: free from `free_at` on [s]."""
 
     __slots__ = ("free_at",)
 
@@ -217,7 +217,7 @@ class Traffic:
         self._channels: dict[object, Channel] = {}
 
     def names(self, src: int, dst: int) -> list[object]:
-        """What a message from rank to rank occupies."""
+        """Names of the channels that a message from rank to rank occupies."""
         way = self._links.way(src, dst)
         cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
         return [(src, dst), *cards]
@@ -229,7 +229,7 @@ class Traffic:
         return Route(num_bytes * way.seconds_per_byte, latency + way.latency, channels)
 
     def names_of_sum(self, each: Sum) -> list[object]:
-        """What a sum occupies."""
+        """Names of the channels that a sum occupies."""
         return list(dict.fromkeys(name for src, dst in each.ways for name in self.names(src, dst)))
 
     def sum(self, each: Sum) -> Route:

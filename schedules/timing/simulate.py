@@ -87,7 +87,7 @@ class _GroupSum:
 class _Simulation:
     """Dense arrays for one run: an action is (code, index) with code = op * S + stage; an input is a slot.
 
-    Slot of wire number w, microbatch k: w * N + k. It holds the arrival time. Those of sums come behind.
+    Slot of wire number w, microbatch k: w * N + k. It holds the arrival time. Those of sums come after.
     """
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
@@ -123,14 +123,14 @@ class _Simulation:
                 self.outputs[self._code(op, wire.src)].append((base, self._delays(wire), routes))
 
     def _delays(self, wire: Wire) -> list[float]:
-        """By microbatch, the latency from stage to stage: none where replicas of both stand on one rank."""
+        """Latency per microbatch from stage to stage: none where replicas of both stand on one rank."""
         latency, owner = self.table.latency[wire.src], self.schedule.owner
         if not set(self.schedule.owners[wire.src]) & set(self.schedule.owners[wire.dst]):
             return [latency] * self.num_slots
         return [0.0 if owner(wire.src, k) == owner(wire.dst, k) else latency for k in range(self.num_slots)]
 
     def _routes(self, wire: Wire, num_bytes: float, traffic: Traffic) -> list[Route | None]:
-        """By microbatch, the route from stage to stage: None where replicas of both stand on one rank."""
+        """Route per microbatch from stage to stage: None where replicas of both stand on one rank."""
         owner, latency = self.schedule.owner, self.table.latency[wire.src]
         between: dict[tuple[int, int], Route | None] = {}
         pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_slots)]

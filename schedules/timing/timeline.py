@@ -1,4 +1,4 @@
-"""What happened when: the same record for a simulated and for a measured run.
+"""Timelines: when everything happened, one record for simulated and measured runs.
 
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
@@ -48,7 +48,7 @@ class RankTrace:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What the rank computed, in order."""
+        """Actions in the order in which the rank ran them."""
         return tuple(span.what for span in self.compute)
 
 
@@ -125,9 +125,9 @@ class Timeline:
         return 1.0 - busy / (len(self.ranks) * length) if length > 0 else 0.0
 
     def _steady_state(self) -> _SteadyState | None:
-        """Of the later half of the batches (all that a measured run recorded); None where fewer than two began."""
+        """Figures of the later half of the batches (of all in a measured run); None where fewer than two began."""
         num_microbatches = self.schedule.num_microbatches
-        began: list[dict[int, int]] = []  # by rank: batch -> position of its first forward
+        began: list[dict[int, int]] = []  # per rank: batch -> position of its first forward
         for trace in self.ranks:
             first: dict[int, int] = {}
             for position, (what, _, _) in enumerate(trace.compute):
@@ -153,17 +153,17 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """By rank, the most stage activations alive at once (from F to the end of B, or of W)."""
+        """Per rank, the most stage activations alive at once (from F to the end of B, or of W)."""
         return tuple(peak_activations(rank.actions) for rank in self.ranks)
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
-        """By rank, the most weight versions of one stage kept at once."""
+        """Per rank, the most weight versions of one stage kept at once."""
         return derive_versions(self.schedule).peak_live
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By rank, the most updates between the weights of a gradient and those it is applied to."""
+        """Per rank, the most updates between the weights of a gradient and those it is applied to."""
         return derive_versions(self.schedule).staleness
 
     def shifted(self, offset: float) -> Timeline:
