@@ -2,7 +2,7 @@
 
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
-from .failures import FailureBoard, Guard
+from .failures import FailureBoard, Guard, make_guard
 from .groups import join_world, link_lanes
 from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
 from .process_group import ProcessGroupTransport
@@ -26,5 +26,6 @@ __all__ = [
     "World",
     "join_world",
     "link_lanes",
+    "make_guard",
     "read_mesh",
 ]

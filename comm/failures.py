@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from .errors import PipelineError, PipelineTimeout
+from .mesh import World
 
 T = TypeVar("T")
 
@@ -153,6 +154,13 @@ class Guard:
     def _release(self) -> None:
         for let_go in self._let_go:
             let_go()
+
+
+def make_guard(world: World) -> Guard:
+    """Guard of a run. All processes must make theirs in the same order."""
+    if not world.distributed:
+        return Guard(None)
+    return Guard(FailureBoard(_get_default_store(), rank=world.rank, size=world.size))
 
 
 def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:

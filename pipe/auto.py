@@ -87,7 +87,7 @@ class AutoLayout:
         return found
 
     def _microbatch_sizes(self, num_samples: int) -> tuple[int, ...]:
-        """What to profile: the size that M means, or a few that divide the batch into enough microbatches."""
+        """Sizes to profile: the one that M means, or a few that divide the batch into enough microbatches."""
         if self._num_microbatches is not None:
             return (-(-num_samples // self._num_microbatches),)
         counts = [m for m in range(1, num_samples + 1) if num_samples % m == 0]
@@ -95,7 +95,7 @@ class AutoLayout:
         return tuple(num_samples // m for m in enough[:MAX_SIZES])
 
     def _profile(self, inputs_and_target: Sequence[Any], size: int, seconds: float) -> Profile:
-        """Of the first `size` samples: the median of all ranks, which measure at once."""
+        """Profile of the first `size` samples: the median of all ranks, which measure at once."""
         settings = self._settings
         has_target = settings.loss_fn is not None
         inputs = inputs_and_target[:-1] if has_target else inputs_and_target
@@ -207,7 +207,7 @@ def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Opt
 
 
 def _memory_bytes(device: torch.device, *, sharing: int) -> float:
-    """Of a rank: its device's, or its share of the host's [bytes]."""
+    """Memory of a rank: its device's, or its share of the host's [bytes]."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sharing)

@@ -1,4 +1,4 @@
-"""What is to run and where: from the options of PipelineModule, or from a plan.
+"""Layout of a run, which schedule runs where: from the options of PipelineModule, or from a plan.
 
 options  name or Schedule, mesh, split points, recompute -+
                                                            +-> Layout -> assembly
@@ -8,13 +8,13 @@ plan     stages by node, ranks, schedule, recompute ------+
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm import Mesh, MeshPlace, World
+from ..comm import Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
-from ..schedules import Schedule, build
+from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
 from .stages.stage import RECOMPUTE
@@ -43,7 +43,7 @@ class Layout:
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
-    """What a plan says. All ranks pass the same batch, whatever replicas there are.
+    """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
 
     Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
     """
@@ -77,24 +77,37 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
 
 
 def layout_of_options(
-    schedule: Schedule,
-    world: World,
+    schedule: ScheduleLike,
     *,
-    mesh: Mesh,
+    mesh: Mapping[str, int] | None,
+    num_microbatches: int | None,
+    num_chunks: int | None,
     split_points: Sequence[str] | None,
     recompute: str | Sequence[str],
-) -> Layout:
-    """What the options say: a schedule of one pipeline, and as many replicas side by side as the mesh has.
+) -> Callable[[World], Layout]:
+    """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
+    A name or a file that does not exist is refused at once, before anybody looks for other ranks.
     """
-    return Layout(
-        schedule=replicate(schedule, mesh.data),
-        split_points=split_points,
-        plan=None,
-        recompute=_recompute_by_stage(recompute, schedule.num_stages),
-        place=MeshPlace(world=world, mesh=mesh),
-    )
+    whole = _whole_schedule(schedule)
+    if whole is None:
+        canonical_name(str(schedule))
+
+    def make(world: World) -> Layout:
+        axes = read_mesh(mesh, world, wanted=None if whole is None else whole.num_ranks)
+        one = _build_schedule(
+            str(schedule), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
+        )
+        return Layout(
+            schedule=replicate(one, axes.data),
+            split_points=split_points,
+            plan=None,
+            recompute=_recompute_by_stage(recompute, one.num_stages),
+            place=MeshPlace(world=world, mesh=axes),
+        )
+
+    return make
 
 
 def read_plan(plan: PlanLike) -> Plan:
@@ -109,7 +122,7 @@ def read_plan(plan: PlanLike) -> Plan:
         raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
 
 
-def whole_schedule(schedule: ScheduleLike) -> Schedule | None:
+def _whole_schedule(schedule: ScheduleLike) -> Schedule | None:
     """A schedule that was given whole: itself, or from a file. None: it is a name."""
     if isinstance(schedule, Schedule):
         return schedule
@@ -121,7 +134,7 @@ def whole_schedule(schedule: ScheduleLike) -> Schedule | None:
     return read_schedule(path)
 
 
-def build_schedule(
+def _build_schedule(
     name: str, whole: Schedule | None, *, num_ranks: int, num_microbatches: int | None, num_chunks: int | None
 ) -> Schedule:
     """The schedule of one pipeline; M and V beside a schedule that already has them must agree."""

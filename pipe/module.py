@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..comm import FailureBoard, Guard, World, join_world, read_mesh
+from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
-from ..schedules import Costs, Schedule, ScheduleError, canonical_name
+from ..schedules import Costs, Schedule, ScheduleError
 from .assembly import Pipeline, assemble
 from .batch.batches import check_inputs
 from .batch.results import EvalResult, StepResult
@@ -21,11 +21,9 @@ from .layout import (
     Layout,
     PlanLike,
     ScheduleLike,
-    build_schedule,
     layout_of_options,
     layout_of_plan,
     read_plan,
-    whole_schedule,
 )
 from .run.engine import check_runnable
 from .settings import Settings
@@ -99,77 +97,65 @@ class PipelineModule:
     ) -> None:
         _check_parts(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
-        run_on = _device_of(root) if device is None else torch.device(device)
-        _check_numbers(timeout, max_grad_norm, seed)
-        for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-            if value is not None and not callable(value):
-                raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
-        for name, needy in (("lr_scheduler", lr_scheduler), ("max_grad_norm", max_grad_norm)):
-            if needy is not None and optimizer is None:
-                raise ValueError(
-                    f"{name}={needy!r} without an optimizer: expected optimizer= beside it, since train_step applies "
-                    f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
-                )
+        self._model, self._stages = model, stages
+        self._settings = Settings(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            device=_device_of(root) if device is None else torch.device(device),
+            timeout=timeout,
+        )
         if example_inputs is not None and not isinstance(example_inputs, list | tuple):
             shown = type(example_inputs).__name__
             raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")
         if isinstance(mesh, str) and mesh != AUTO:
             raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
         sizes = None if isinstance(mesh, str) else mesh
-        settings = Settings(
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            device=run_on,
-            timeout=timeout,
-        )
         decided = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
         decided |= {"recompute": None if recompute == "none" else recompute}
-        self._model, self._stages, self._settings = model, stages, settings
+        make_layout: Callable[[World], Layout] | None
+        if plan is not None:
+            _refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
+            make_layout = partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
+        elif schedule == AUTO:
+            _refuse_beside('schedule="auto"', decided)
+            make_layout = None
+        else:
+            make_layout = layout_of_options(
+                DEFAULT_SCHEDULE if schedule is None else schedule,
+                mesh=sizes,
+                num_microbatches=num_microbatches,
+                num_chunks=num_chunks,
+                split_points=split_points,
+                recompute=recompute,
+            )
+        self.world: World = join_world(device=self.device, timeout=timeout)
+        self._guard = make_guard(self.world)
         self._auto: AutoLayout | None = None
         self._layout: Layout | None = None  # None: schedule="auto" before the first batch
         self._pipeline: Pipeline | None = None  # None: before the stages are built
-        self._guard = Guard(None)
-        if plan is not None:
-            _refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
-            given = read_plan(plan)
-            self.world: World = join_world(device=run_on, timeout=timeout)
-            self._start(layout_of_plan(given, self.world, num_microbatches=num_microbatches), example_inputs)
-        elif schedule == AUTO:
-            _refuse_beside('schedule="auto"', decided)
+        if make_layout is not None:
+            self._start(make_layout(self.world), example_inputs)
+        else:
             assert model is not None
             from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
-            self.world = join_world(device=run_on, timeout=timeout)
             num_ranks = read_mesh(sizes, self.world, wanted=None).num_ranks
-            self._auto = AutoLayout(model, self.world, settings, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        else:
-            wanted = DEFAULT_SCHEDULE if schedule is None else schedule
-            whole = whole_schedule(wanted)
-            if whole is None:
-                canonical_name(str(wanted))  # refuse an unknown name before looking for other ranks
-            self.world = join_world(device=run_on, timeout=timeout)
-            axes = read_mesh(sizes, self.world, wanted=None if whole is None else whole.num_ranks)
-            one = build_schedule(
-                str(wanted), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
+            self._auto = AutoLayout(
+                model, self.world, self._settings, num_ranks=num_ranks, num_microbatches=num_microbatches
             )
-            layout = layout_of_options(one, self.world, mesh=axes, split_points=split_points, recompute=recompute)
-            self._start(layout, example_inputs)
 
     def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> None:
-        """What is to run is decided; with example inputs the stages are built."""
+        """Decide on a layout; with example inputs build the stages."""
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
-        if self.world.distributed:
-            store = torch.distributed.distributed_c10d._get_default_store()
-            self._guard = Guard(FailureBoard(store, rank=self.world.rank, size=self.world.size))
         self._layout = layout
         if example_inputs is not None:
             self._assemble(layout, tuple(example_inputs))
 
     def _decided_for(self, inputs_and_target: Sequence[Any]) -> Layout:
-        """What is to run; under schedule="auto" the first batch decides on it."""
+        """Layout of the run; under schedule="auto" the first batch decides on it."""
         if self._layout is None:
             assert self._auto is not None
             self._start(self._auto.decide(inputs_and_target), None)
@@ -315,7 +301,7 @@ class PipelineModule:
 
     @property
     def schedule(self) -> Schedule:
-        """What is executed; with the model's own stage graph once the stages are built."""
+        """Schedule that is executed; with the model's own stage graph once the stages are built."""
         return self._decided().schedule if self._pipeline is None else self._pipeline.schedule
 
     @property
@@ -345,7 +331,7 @@ class PipelineModule:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of this process's stages, in order."""
+        """Optimizers of this process's stages, in order."""
         return self._built("optimizers").state.optimizers
 
     def held_bytes(self) -> int:
@@ -391,15 +377,6 @@ def _refuse_beside(what: str, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
-
-
-def _check_numbers(timeout: float, max_grad_norm: float | None, seed: int) -> None:
-    if not isinstance(timeout, Real) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: expected seconds above 0")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None")
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed={seed!r}: expected a whole number")
 
 
 def _device_of(root: nn.Module) -> torch.device:

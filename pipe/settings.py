@@ -1,9 +1,10 @@
-"""What PipelineModule was told about training, checked."""
+"""Options of PipelineModule about training, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .update.optimizers import OptimizerFactory, SchedulerFactory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of PipelineModule that do not say what runs where; see there."""
+    """Options that do not say what runs where; see PipelineModule. Raises ValueError for what makes no sense."""
 
     loss_fn: Callable[[Any, Any], Any] | None
     optimizer: OptimizerFactory | None
@@ -22,6 +23,26 @@ class Settings:
     seed: int
     device: torch.device
     timeout: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout, Real) or not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r}: expected seconds above 0")
+        limit = self.max_grad_norm
+        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+            raise ValueError(f"max_grad_norm={limit!r}: expected a number above 0, or None")
+        if not isinstance(self.seed, Integral):
+            raise ValueError(f"seed={self.seed!r}: expected a whole number")
+        for name in ("loss_fn", "optimizer", "lr_scheduler"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
+        for name in ("lr_scheduler", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and self.optimizer is None:
+                raise ValueError(
+                    f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
+                    f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
+                )
 
     def require_optimizer(self) -> OptimizerFactory:
         """The optimizer; ValueError without one."""

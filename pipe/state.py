@@ -15,7 +15,7 @@ from .update.interface import StageState, Update
 
 
 class State:
-    """What this process holds, under the model's original names.
+    """Tensors that this process holds, under the model's original names.
 
     Arguments:
         training: drained before anything is read or replaced; it counts the steps.

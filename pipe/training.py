@@ -82,7 +82,7 @@ class Training:
 
     @contextmanager
     def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:
-        """What to run for a batch; behind it, its gradients are ready."""
+        """Programs of a batch, to be run within; after that its gradients are ready."""
         batch = self._reader.read(arguments, step=self.num_steps)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:

@@ -11,7 +11,7 @@ from ..stages.shapes import Signature
 
 
 def describe(schedule: Schedule, names: Sequence[str], microbatch: Signature, **options: object) -> str:
-    """What must be the same on every rank, in a line that people can compare.
+    """Description of all that must be the same on every rank, in a line that people can compare.
 
     >>> from ...schedules import build
     >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], (), seed=0)

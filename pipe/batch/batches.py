@@ -126,7 +126,7 @@ def split_target(target: Any, num_microbatches: int, num_samples: int) -> list[o
 
 
 def read_loss(value: object) -> LossValue:
-    """What loss_fn returned, as (loss, count); ValueError unless it is a scalar, or (sum, count)."""
+    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count)."""
     count: object = None
     loss = value
     if isinstance(value, tuple | list):
@@ -205,19 +205,19 @@ def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class GroupLoss(NamedTuple):
-    """What is known of the losses of an update group: the mean, the sum of counts (or None), N."""
+    """Loss of an update group: the mean, the sum of counts (or None), N."""
 
     mean: float
     counts: float | None
     num_samples: float
 
     def scale(self, num_samples: int) -> float:
-        """What gradients must be multiplied by that were weighted as of a group of `num_samples`."""
+        """Factor for gradients that were weighted as of a group of `num_samples`."""
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 
 
 def read_loss_summary(summary: torch.Tensor, *, step: int) -> GroupLoss:
-    """What `summarize_losses` says of all losses.
+    """Loss that `summarize_losses` tells of.
 
     Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
     """

@@ -1,4 +1,4 @@
-"""What a step returns."""
+"""Results of a step."""
 
 from __future__ import annotations
 

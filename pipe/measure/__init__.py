@@ -1,1 +1,1 @@
-"""What was measured: clocks, a record per rank, timelines and costs of all ranks."""
+"""Measurements: a record per rank, timelines and costs of all ranks."""

@@ -1,4 +1,4 @@
-"""What was measured over the last steps, as costs for the simulator."""
+"""Measured costs of the last steps, for the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured: a rank's own record of a step, and the Timeline of all ranks put together."""
+"""Measured steps: a rank's own record, and the Timeline of all ranks put together."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RankMachine:
         return self._program.proves
 
     def next(self) -> Instruction | None:
-        """What to do now; the same Wait again until all its messages are told by `arrived`."""
+        """Next instruction; the same Wait again until all its messages are told by `arrived`."""
         steps = self._program.steps
         if self._position == len(steps):
             return self._wait_for(self._program.finally_needs, None)

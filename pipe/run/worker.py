@@ -105,7 +105,7 @@ class Worker(ABC):
         self._updates.finish(step)
 
     def specs(self, message: Message) -> list[TensorSpec]:
-        """What to expect of a message."""
+        """Layouts of the tensors of a message."""
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._num_microbatches)
             return self._wiring.message_specs(message, self._updates.batches[number].specs[k])
@@ -225,7 +225,7 @@ class EvaluationWorker(Worker):
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
-    """What is sent must fit the buffers of whoever receives it."""
+    """ValueError for outputs that do not fit the buffers of whoever receives them."""
     for slot, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
         if output.shape != spec.shape or output.dtype != spec.dtype:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What stands between gradients and the next weights: one interface, kept by a flush and by a stream.
+"""From gradients to the next weights: one interface, kept by a flush and by a stream.
 
                        FlushUpdate, behind the program            StreamUpdate, within it
     begin              the user's gradients are put aside         what the user changed is taken over
@@ -36,7 +36,7 @@ Programs = Mapping[int, RankProgram]  # by local rank
 
 
 class Known(NamedTuple):
-    """What a rank knows of a batch; the norm is the global one before clipping."""
+    """Result of a batch, once a rank knows it; the norm is the global one before clipping."""
 
     step: int
     loss: float
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What one local rank keeps of a stage besides the model's own tensors."""
+    """Optimizer and weight versions of a stage on one local rank."""
 
     stage: int
     optimizer: StageOptimizer
@@ -127,7 +127,7 @@ class Update(Protocol):
 
     @property
     def stages(self) -> Sequence[StageState]:
-        """Of all local ranks, in order; without an optimizer none."""
+        """Stages of all local ranks, in order; without an optimizer none."""
 
     @property
     def is_lost(self) -> bool:
@@ -159,7 +159,7 @@ class Update(Protocol):
         """ValueError unless gradients may be left to the user."""
 
     def accumulated(self) -> Known:
-        """What is known of the batch whose gradients are ready."""
+        """Result of the batch whose gradients are ready."""
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients that the user has; returns the global norm before. Collective over the processes."""
@@ -167,10 +167,10 @@ class Update(Protocol):
     # Draining
 
     def drain(self) -> Programs | None:
-        """What ends everything that is under way; None where nothing is. Raises ValueError where it was lost."""
+        """Programs that end all that is under way; None where nothing is. Raises ValueError where it was lost."""
 
     def rest(self) -> list[Known]:
-        """What became known and was not returned, oldest first; each once."""
+        """Results that became known and were not returned, oldest first; each once."""
 
     # State and measurement
 

@@ -63,7 +63,7 @@ def make_stream_execution(schedule: Schedule, ownership: Ownership, *, max_grad_
 
 
 def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> Sharing:
-    """What the ranks must tell each other.
+    """Messages that the updates need, besides activations and gradients.
 
     Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage
     updates by itself.
@@ -125,7 +125,7 @@ def _optimizer_of(stage: int, weights: WeightVersions, parts: UpdateParts) -> St
 def _shared_and_counted(
     rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions]
 ) -> tuple[Sequence[SharedGradient], Sequence[ParameterPlace]]:
-    """What this rank adds up with others, by name in the same order everywhere; what counts in its norm."""
+    """Gradients that this rank adds up with others, by name in one order everywhere; those that its norm counts."""
     ranks_of = dict(ownership.tied())
     places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
     shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]

@@ -1,4 +1,4 @@
-"""What belongs to update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
+"""Update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
 GroupStep(gradients): LOSS is here    -> scale the gradients, SUM to the ranks that share some
@@ -128,7 +128,7 @@ class StreamRank:
     # Messages
 
     def specs(self, message: Message) -> list[TensorSpec]:
-        """What to expect of a message."""
+        """Layouts of the tensors of a message."""
         match message.kind:
             case MessageKind.LOSS:
                 return self._losses.specs(message)
