@@ -3,7 +3,7 @@
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
-            --GroupStep----> worker.finish
+            --GroupStep-> worker.finish
 
 Over processes there is one rank, and waiting blocks. In one process the ranks take turns, each running until it
 waits for what is not there yet. Nothing else differs.

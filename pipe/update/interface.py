@@ -2,9 +2,9 @@
 
                        FlushUpdate, behind the program            StreamUpdate, within it
     begin              the user's gradients are put aside         what the user changed is taken over
-    losses known       behind the last message                    GroupStep: before the gradients leave
-    gradients ready    scaled, all-reduced                        GroupStep: scaled, messages SUM
-    norm, clip         all-reduced                                GroupStep: messages NORM and TOTAL
+    losses known       behind the last message                    REDUCE_GRAD: before the gradients leave
+    gradients ready    scaled, all-reduced                        REDUCE_GRAD: scaled, messages SUM
+    norm, clip         all-reduced                                GRAD_NORM: messages NORM and TOTAL
     step               every stage's optimizer                    U of each stage
     drain              nothing is under way                       what is left of the program
 

@@ -1,8 +1,8 @@
 """Update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
-GroupStep(gradients): LOSS is here    -> scale the gradients, SUM to the ranks that share some
-GroupStep(norm):                      -> own squared norm to rank 0; there: TOTAL to every rank
+REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that share some
+GRAD_NORM: SUM is here             -> own squared norm to rank 0; there: TOTAL to every rank
 U: SUM, TOTAL are here             -> clip, update the versions of the stage
 """
 
