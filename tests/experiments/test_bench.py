@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ from statistics import median
 import pytest
 import torch
 from rich.console import Console
+from support.commands import Done
 
 from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.figure import Figure, Judged, Target
@@ -280,11 +282,10 @@ def test_the_simulators_speed_on_a_small_schedule():
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_real_run_of_two_ranks(capfd: pytest.CaptureFixture[str]):
-    status = run(["--only", "overhead-1f1b", "receive-bytes", "--repetitions", "1", "--json"])
-    out, err = capfd.readouterr()
-    assert status == 0, err
-    answer = json.loads(out)
+def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
+    done = command("bench", "--only", "overhead-1f1b", "receive-bytes", "--repetitions", "1", "--json")
+    assert done.status == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert {figure["case"] for figure in answer["figures"]} == {"overhead-1f1b", "receive-bytes"}
     assert answer["where_time_goes"]
-    assert "overhead-1f1b: repetition 1/1: torch" in err
+    assert "overhead-1f1b: repetition 1/1: torch" in done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -266,27 +265,21 @@ def test_a_table_and_the_options_must_agree(tmp_path: Path, capsys: pytest.Captu
     assert "--ranks 3 but" in text
 
 
-@pytest.mark.parametrize("command", ["schedule", "simulate"])
-def test_the_planning_commands_load_neither_torch_nor_scipy(command: str) -> None:
+@pytest.mark.parametrize(
+    "words", ["simulate interleaved --chunks 2 --json", "simulate 2bw --json", "schedule interleaved", "schedule 2bw"]
+)
+def test_the_planning_commands_start_fast(words: str) -> None:
+    """They load tyro and what it needs, no torch, scipy or matplotlib. 310 modules today: a quarter of a second."""
     program = (
         "import sys; from stagewright.experiments.cli import main\n"
-        f"main([{command!r}, 'interleaved', '--ranks', '4', '--microbatches', '8'])\n"
-        "print(sorted({'torch', 'scipy', 'networkx', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+        f"main([*{words.split()}, '--ranks', '4', '--microbatches', '8'])\n"
+        "outside = {name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'stagewright'}\n"
+        "print(len(sys.modules), *sorted(outside), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == "[]\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["simulate interleaved --chunks 2 --json", "simulate 2bw --json", "schedule 2bw"])
-def test_the_planning_commands_answer_in_half_a_second(words: str) -> None:
-    command = [sys.executable, "-m", "stagewright", *words.split(), "--ranks", "4", "--microbatches", "8"]
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run(command, capture_output=True, timeout=60, check=True)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.5
+    number, *outside = done.stderr.split()
+    assert set(outside) <= {"tyro", "docstring_parser", "typeguard", "typing_extensions", "__main__"}
+    assert int(number) < 350
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

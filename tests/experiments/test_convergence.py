@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.commands import Done
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.convergence.command import table
@@ -81,12 +83,13 @@ def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "convergence" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.gloo
+def test_a_short_run(command: Callable[..., Done], tmp_path: Path) -> None:
     words = "--steps 4 --seeds 1 --evaluate-every 2 --methods single 1f1b 2bw --layers 2 --width 16 --length 16"
     out = tmp_path / "c"
-    assert main(["experiment", "convergence", *words.split(), "--windows", "16", "--out", str(out), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    done = command("experiment", "convergence", *words.split(), "--windows", "16", "--out", str(out), "--json")
+    assert done.status == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert answer == json.loads((out / "results.json").read_text())
     single, flush, stream = (Curve(**c) for c in answer["curves"])
     assert single.steps == [0, 2, 4]

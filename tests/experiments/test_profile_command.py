@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import Done
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.commands.profile import (
@@ -103,10 +105,11 @@ def test_a_busy_machine_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_links_between_local_processes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_links_between_local_processes(command: Callable[..., Done], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    assert main(["profile", "--links", "--ranks", "2", "--out", str(path)]) == 0
-    assert "host" in capfd.readouterr().out
+    done = command("profile", "--links", "--ranks", "2", "--out", str(path))
+    assert done.status == 0, done.stderr
+    assert "host" in done.stdout
     (level,) = Cluster.load(path).levels
     assert (level.name, level.size) == ("host", 2)
     assert level.bandwidth > 1e6

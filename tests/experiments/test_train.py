@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.commands import Done
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.training.dry_run import kept_bytes, predict
@@ -177,20 +178,6 @@ def test_a_sample_cannot_command_the_terminal() -> None:
     assert printable(b"a\n\tb\x1b[2J\xff") == "a\n\tb\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"
 
 
-def train(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "stagewright", "train", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
-    return done
-
-
 def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
     """A run folder holds all that a run leaves."""
     names = {"manifest.json", "metrics.jsonl", "summary.json", "timeline.json", "timeline.png"}
@@ -209,7 +196,16 @@ def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
 
 @pytest.mark.gloo
 def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -> None:
-    done = train(tmp_path, *TINY, "--microbatches", "4", "--text", text, "--name", "one")
+    """The command from end to end, with its launcher."""
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright", "train", *TINY, "--microbatches", "4", "--text", text, "--name", "one"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     assert "step 5/5" in done.stdout
     assert "sample after 'import '" in done.stdout
     summary = check_run(tmp_path / "runs" / "one", ranks=2)
@@ -219,39 +215,40 @@ def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -
 
 
 @pytest.mark.gloo
-def test_one_rank_trains_in_its_own_process_to_the_same_loss(tmp_path: Path, text: str) -> None:
-    common = (*TINY, "--microbatches", "4", "--text", text, "--json", "--dropout", "0.1")
-    alone = json.loads(train(tmp_path, *common, "--name", "one", "--ranks", "1", "--schedule", "gpipe").stdout)
-    pair = json.loads(train(tmp_path, *common, "--name", "two", "--schedule", "1f1b").stdout)
+def test_one_rank_trains_in_its_own_process_to_the_same_loss(
+    command: Callable[..., Done], tmp_path: Path, text: str
+) -> None:
+    common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--dropout", "0.1")
+    alone = json.loads(command(*common, "--name", "one", "--ranks", "1", "--schedule", "gpipe").stdout)
+    pair = json.loads(command(*common, "--name", "two", "--schedule", "1f1b").stdout)
     check_run(tmp_path / "runs" / "one", ranks=1)
     check_run(tmp_path / "runs" / "two", ranks=2)
     assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
 
 
 @pytest.mark.gloo
-def test_a_mistake_that_only_the_ranks_find_ends_them_all(tmp_path: Path, text: str) -> None:
+def test_a_mistake_that_only_the_ranks_find_ends_them_all(command: Callable[..., Done], text: str) -> None:
     # More stages than the model has places to cut.
-    done = train(
-        tmp_path,
-        *("--layers", "1", "--width", "8", "--heads", "1", "--length", "8", "--steps", "1", "--batch", "2"),
+    done = command(
+        *("train", "--layers", "1", "--width", "8", "--heads", "1", "--length", "8", "--steps", "1", "--batch", "2"),
         *("--microbatches", "2", "--chunks", "200", "--text", text, "--name", "one"),
-        status=2,
     )
+    assert done.status == 2
     assert "stagewright: error: " in done.stderr
     assert "num_stages=400" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.gloo
-def test_a_timeline_is_drawn_again_from_its_file(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, *TINY, "--microbatches", "4", "--text", text, "--name", "one")
+def test_a_timeline_is_drawn_again_from_its_file(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
+    assert command("train", *TINY, "--microbatches", "4", "--text", text, "--name", "one").status == 0
     folder = tmp_path / "runs" / "one"
     for name in ("timeline.png", "timeline.perfetto.json"):
         (folder / name).unlink()
-    assert main(["timeline", str(folder), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(command("timeline", str(folder), "--json").stdout)
     assert Path(answer["picture"]).read_bytes().startswith(b"\x89PNG")
     assert "traceEvents" in Path(answer["perfetto"]).read_text()
     (folder / "timeline.json").write_text('{"measured": 3}')
-    assert main(["timeline", str(folder)]) == 2
-    assert "is not a run's timeline" in capsys.readouterr().err
+    done = command("timeline", str(folder))
+    assert done.status == 2
+    assert "is not a run's timeline" in done.stderr

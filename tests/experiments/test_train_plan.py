@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Done
 
 from stagewright.experiments.cli import main
 from stagewright.partition import Plan, PlanStage
@@ -58,23 +57,11 @@ def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
     return path
 
 
-def train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "stagewright", "train", *TINY, *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-
-
 @pytest.mark.gloo
-def test_a_plan_from_a_file(tmp_path: Path, text: str) -> None:
+def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
-    done = train(tmp_path, "--plan", str(path), "--text", text, "--name", "one", "--json")
-    assert done.returncode == 0, done.stderr
+    done = command("train", *TINY, "--plan", str(path), "--text", text, "--name", "one", "--json")
+    assert done.status == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["schedule"], summary["num_ranks"], summary["planned_step_seconds"]) == ("1f1b", 2, 0.15)
     assert len(summary["peak_tensor_bytes"]) == 2
@@ -84,9 +71,9 @@ def test_a_plan_from_a_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_measured_and_planned_on_the_spot(tmp_path: Path, text: str) -> None:
-    done = train(tmp_path, "--plan", "auto", "--text", text, "--name", "one")
-    assert done.returncode == 0, done.stderr
+def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
+    done = command("train", *TINY, "--plan", "auto", "--text", text, "--name", "one")
+    assert done.status == 0, done.stderr
     assert "plan         step" in done.stdout
     assert "predicted / measured" in done.stdout
     plan = Plan.load(tmp_path / "runs" / "one" / "plan.json")
@@ -94,15 +81,17 @@ def test_measured_and_planned_on_the_spot(tmp_path: Path, text: str) -> None:
     summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     assert summary["planned_step_seconds"] == plan.simulated_step_time
     # The same plan runs again from its file.
-    again = train(tmp_path, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")
+    again = command("train", *TINY, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")
     assert json.loads(again.stdout)["num_microbatches"] == plan.num_microbatches
 
 
 @pytest.mark.gloo
-def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(tmp_path: Path, text: str) -> None:
+def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(
+    command: Callable[..., Done], tmp_path: Path, text: str
+) -> None:
     path = write_plan(tmp_path, ("embedding", "blocks.0", "blocks.1", "head"))
-    done = train(tmp_path, "--plan", str(path), "--text", text, "--name", "one")
-    assert done.returncode == 2
+    done = command("train", *TINY, "--plan", str(path), "--text", text, "--name", "one")
+    assert done.status == 2
     assert "the plan is for another model" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -583,3 +583,18 @@ def test_a_model_is_traced_for_microbatches(model: type[nn.Module]) -> None:
     with torch.no_grad():
         expected = sum(loss_of(one(x), y).item() for x, y in zip(X.split(2), Y.split(2), strict=True)) / 4
     assert pipe.forward_backward(X, Y).loss == pytest.approx(expected, abs=1e-12)
+
+
+class Fork(Layers):
+    """The output of the first stage goes to the two others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        y = torch.tanh(self.b(h))
+        out: Tensor = self.c(y) * h
+        return out
+
+
+def test_gradients_of_a_value_that_several_stages_take_add_up() -> None:
+    pipe = agree_with_one_process(Fork, ranks=3, split_points=["b", "c"])
+    assert {(edge.src, edge.dst) for edge in pipe.schedule.edges if edge.grad} >= {(0, 1), (0, 2)}

@@ -63,6 +63,18 @@ def test_going_on_is_exact_on_the_same_and_on_another_cut(tmp_path: Path) -> Non
             assert torch.equal(value, other.full_state_dict()[name]), name
 
 
+def test_going_on_takes_the_learning_rates_schedule_along(tmp_path: Path) -> None:
+    """It halves after every other step: who loads after an even number of steps shows that an odd one was saved."""
+    pipe = make("1f1b", 2)
+    train(pipe, range(3))
+    pipe.save(tmp_path / "c")
+    expected = train(pipe, range(3, 6))
+    other = make("1f1b", 2)
+    train(other, range(2))
+    other.load(tmp_path / "c")
+    assert train(other, range(3, 6)) == expected
+
+
 def save_and_go_on(folder: str) -> list[float]:
     """Over processes: save after 2 steps, go on; on rank 0 the losses that follow."""
     import torch.distributed as dist

@@ -27,7 +27,13 @@ from .pool_worker import Order, Reply, serve
 
 # What the workers' common parent loads, tracing included, so that each of them need not: five seconds of a core.
 # None of it starts a thread, which a fork would lose.
-_PRELOADED = ["torch.distributed", "torch._dynamo", "torch.export._trace", "stagewright.pipe"]
+_PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.export._trace",
+    "stagewright.pipe",
+    "stagewright.experiments.training.loop",
+]
 _START_LIMIT = 120.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
 _END_GRACE = 5.0  # [s] for a worker to leave by itself
@@ -99,7 +105,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
         self._start(ranks)
         self._cases += 1
-        port = _free_port()
+        port = free_port()
         payload = pickle.dumps((tuple(args), dict(kwargs or {})))
         for rank, worker in enumerate(self._workers[:ranks]):
             order = Order(
@@ -131,8 +137,7 @@ class Pool:
 
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")  # forked from one process that has loaded torch
-        context.set_forkserver_preload(_PRELOADED)
+        context = forking()
         started = []
         for index in range(len(self._workers), ranks):
             ours, theirs = context.Pipe()
@@ -193,7 +198,15 @@ def _end(workers: list[_Worker]) -> None:
     workers.clear()
 
 
-def _free_port() -> int:
+def forking() -> Any:
+    """The multiprocessing context whose processes are forked from one that has loaded torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

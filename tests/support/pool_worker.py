@@ -53,8 +53,6 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
     os.dup2(output.fileno(), 2)
     faulthandler.enable(output)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 
@@ -81,7 +79,7 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
 def _run(order: Order, store: Any) -> Any:
     import torch.distributed as dist
 
-    _set_environment(order)
+    os.environ |= torchrun_environment(rank=order.rank, num_ranks=order.ranks, port=order.master_port)
     function = _find(order)
     args, kwargs = pickle.loads(order.payload)
     if order.group:
@@ -99,16 +97,17 @@ def _run(order: Order, store: Any) -> Any:
     return value
 
 
-def _set_environment(order: Order) -> None:
-    """What torchrun sets."""
-    os.environ |= {
-        "RANK": str(order.rank),
-        "LOCAL_RANK": str(order.rank),
-        "WORLD_SIZE": str(order.ranks),
-        "LOCAL_WORLD_SIZE": str(order.ranks),
+def torchrun_environment(*, rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets, and on Linux the interface of this host alone."""
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(order.master_port),
+        "MASTER_PORT": str(port),
     }
+    return variables | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
 def _find(order: Order) -> Any:

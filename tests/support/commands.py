@@ -1,0 +1,85 @@
+"""`stagewright` commands whose ranks are forked from a process that has loaded torch.
+
+All of it is the command's own code, `python -m MODULE WORDS` of each rank included. Only the launcher is left out: it
+starts an interpreter a rank that loads torch, seconds of a core each. What it does itself is shown in
+experiments/test_launcher.py, and once from end to end in experiments/test_train.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from unittest import mock
+
+from stagewright.experiments.launcher import LaunchResult
+
+from .pool import forking, free_port
+from .pool_worker import torchrun_environment
+
+_TIMEOUT = 200.0  # [s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A command, or one rank of it, that has ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def launch_forked(
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str] | None = None
+) -> LaunchResult:
+    """What stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned."""
+    assert command[0] == sys.executable
+    words = list(command[command.index("-m") + 1 :])
+    context, port = forking(), free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        variables = torchrun_environment(rank=rank, num_ranks=num_ranks, port=port) | dict(environment or {})
+        process = context.Process(target=_be_rank, args=(theirs, words, os.getcwd(), variables), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        done = [_answer(connection) for _, connection in ranks]
+    finally:
+        for process, connection in ranks:
+            process.kill()
+            process.join()
+            connection.close()
+    sys.stdout.write(done[0].stdout)
+    sys.stderr.write(done[0].stderr)
+    return LaunchResult(status=max(rank.status for rank in done), first_failed=None, report="")
+
+
+def _answer(connection: Connection) -> Done:
+    assert connection.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
+    done: Done = connection.recv()
+    return done
+
+
+def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str]) -> None:
+    """`python -m WORDS` in `folder`; sends what came of it."""
+    os.environ |= variables
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "argv", words),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    connection.send(Done(status=status, stdout=out.getvalue(), stderr=err.getvalue()))
