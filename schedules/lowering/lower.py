@@ -42,12 +42,12 @@ def lower(
 
     O(actions + messages).
     """
-    links = _Links(schedule, sharing, calls)
-    programs = tuple(_lower_rank(rank, links, receives_ahead) for rank in range(schedule.num_ranks))
+    exchange = _Exchange(schedule, sharing, calls)
+    programs = tuple(_lower_rank(rank, exchange, receives_ahead) for rank in range(schedule.num_ranks))
     return Lowered(schedule=schedule, programs=programs)
 
 
-class _Links:
+class _Exchange:
     """The work of all ranks, the messages of all links, and which work makes and consumes each."""
 
     def __init__(self, schedule: Schedule, sharing: Sharing, calls: Sequence[Sequence[int]] | None) -> None:
@@ -156,15 +156,15 @@ def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
     return {action: group for group, action in found.items()}
 
 
-def _lower_rank(rank: int, links: _Links, receives_ahead: int) -> RankProgram:
-    work = links.work[rank]
-    inputs = links.inputs[rank]
-    outputs = links.outputs[rank]
+def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProgram:
+    work = exchange.work[rank]
+    inputs = exchange.inputs[rank]
+    outputs = exchange.outputs[rank]
     consumed_at = {m: i for i, step in enumerate(work) for m in inputs.get(step, ())}
-    consumed_at.update({m: len(work) for m in links.finally_needs[rank]})
+    consumed_at.update({m: len(work) for m in exchange.finally_needs[rank]})
     by_peer = {
-        peer: _Incoming(peer, ms, consumed_at, receives_ahead, links.sent_in)
-        for (peer, to), ms in links.on_link.items()
+        peer: _Incoming(peer, ms, consumed_at, receives_ahead, exchange.sent_in)
+        for (peer, to), ms in exchange.on_link.items()
         if to == rank
     }
     incoming = list(by_peer.values())
@@ -172,7 +172,7 @@ def _lower_rank(rank: int, links: _Links, receives_ahead: int) -> RankProgram:
     cuts: list[int] = []
     peak = 0
     for at, step in enumerate(work):
-        call = None if links.calls is None else links.calls[rank][at]
+        call = None if exchange.calls is None else exchange.calls[rank][at]
         while call is not None and len(cuts) <= call:
             cuts.append(len(steps))
         for link in incoming:
@@ -180,7 +180,7 @@ def _lower_rank(rank: int, links: _Links, receives_ahead: int) -> RankProgram:
         peak = max(peak, sum(link.outstanding for link in incoming))
         steps.append(step)
         for message in inputs.get(step, ()):
-            by_peer[links.sender(message)].outstanding -= 1
+            by_peer[exchange.sender(message)].outstanding -= 1
         for message, peer in outputs.get(step, ()):
             steps.append(Transfer(message, peer, True))
     for link in incoming:
@@ -189,9 +189,9 @@ def _lower_rank(rank: int, links: _Links, receives_ahead: int) -> RankProgram:
         rank=rank,
         steps=tuple(steps),
         inputs={step: tuple(messages) for step, messages in inputs.items()},
-        proves=_proofs(links, rank),
+        proves=_proofs(exchange, rank),
         peak_receives=peak,
-        finally_needs=tuple(links.finally_needs[rank]),
+        finally_needs=tuple(exchange.finally_needs[rank]),
         cuts=tuple(cuts),
     )
 
@@ -232,19 +232,19 @@ class _Incoming:
         return posted
 
 
-def _proofs(links: _Links, rank: int) -> dict[Message, tuple[Message, ...]]:
+def _proofs(exchange: _Exchange, rank: int) -> dict[Message, tuple[Message, ...]]:
     """Proofs of receipt: by message that arrives at `rank`, our messages that its sender had consumed before.
 
     A send is proved received by the first message that the peer sends back after the step which consumed it.
     """
     proofs: dict[Message, list[Message]] = {}
-    for (sender, peer), messages in links.on_link.items():
-        if sender != rank or (peer, rank) not in links.on_link:
+    for (sender, peer), messages in exchange.on_link.items():
+        if sender != rank or (peer, rank) not in exchange.on_link:
             continue
-        place = {step: i for i, step in enumerate(links.work[peer])}
-        consumed_at = {m: place[a] for a, ms in links.inputs[peer].items() for m in ms}
-        made_at = {m: place[a] for a, ms in links.outputs[peer].items() for m, _ in ms}
-        answers = links.on_link[peer, rank]
+        place = {step: i for i, step in enumerate(exchange.work[peer])}
+        consumed_at = {m: place[a] for a, ms in exchange.inputs[peer].items() for m in ms}
+        made_at = {m: place[a] for a, ms in exchange.outputs[peer].items() for m, _ in ms}
+        answers = exchange.on_link[peer, rank]
         at = 0
         pending = sorted(((consumed_at[m], m) for m in messages if m in consumed_at), key=lambda pair: pair[0])
         for consumed, message in pending:

@@ -151,13 +151,6 @@ class Links:
                         return level.way(src, dst)
         raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
 
-    def ring_sum(self, *, stage: int, ranks: Sequence[int], num_bytes: float) -> Sum:
-        """The sum of `num_bytes` over D ranks in a ring: 2 (D-1) steps of `num_bytes` / D over its slowest way."""
-        ring = tuple((src, dst) for src, dst in zip(ranks, [*ranks[1:], *ranks[:1]], strict=True) if src != dst)
-        ways = [self.way(src, dst) for src, dst in ring]
-        step = max((way.latency + num_bytes / len(ranks) * way.seconds_per_byte for way in ways), default=0.0)
-        return Sum(stage=stage, seconds=2 * (len(ranks) - 1) * step, ways=ring)
-
 
 def wire_bytes(schedule: Schedule, links: Links) -> dict[Wire, float]:
     """Bytes of each message over each wire of a schedule."""

@@ -235,8 +235,7 @@ def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
 def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3, replicas=(2,))
     links = Links(network=Way(seconds_per_byte=0.5, latency=0.25))
-    ring = links.ring_sum(stage=0, ranks=(0, 1), num_bytes=4.0)
-    assert ring == Sum(stage=0, seconds=2 * (0.25 + 2.0 * 0.5), ways=((0, 1), (1, 0)))
+    ring = Sum(stage=0, seconds=2.5, ways=((0, 1), (1, 0)))
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0), replace(links, sums=(ring,)))
     assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(0, Op.U, 0), 8.5, 8.5)] * 2
     assert [trace.comm for trace in timeline.ranks] == [
@@ -256,10 +255,6 @@ def test_an_evaluation_sums_nothing() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2).forward_only()
     links = Links(network=Way(), sums=(Sum(stage=0, seconds=5.0),))
     assert simulate(schedule, Costs(), links).makespan == 3.0
-
-
-def test_ring_sum_of_one_rank_is_nothing() -> None:
-    assert Links(network=Way(latency=1.0)).ring_sum(stage=3, ranks=(2,), num_bytes=8.0) == Sum(stage=3, seconds=0.0)
 
 
 # --- what it refuses ---
