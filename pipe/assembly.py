@@ -25,14 +25,14 @@ from ..comm import (
 )
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
-from ..partition.graph.units import Tensors
+from ..partition.graph.units import MODEL_INPUT, Tensors
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, check
 from ..schedules.messages import Transfer
 from ..schedules.program import RankProgram
 from .batch.agreement import check_agreement, describe
 from .batch.batches import read_loss, split_tensor
-from .batch.reader import BatchReader
+from .batch.reader import BatchReader, Reads
 from .evaluation import Evaluation
 from .layout import Layout
 from .measure.measurement import Measurement
@@ -195,6 +195,8 @@ def assemble(
             input_types=[x.dtype for x in inputs],
             has_target=settings.loss_fn is not None,
             device=device,
+            reads=_reads(mode, local_stages),
+            compares=place.world.distributed,
             together=guard.together if num_replicas > 1 else nullcontext,
         )
 
@@ -273,6 +275,15 @@ def _execution(schedule: Schedule, ownership: Ownership, collectives: Collective
     if schedule.is_asynchronous:
         return make_stream_execution(schedule, ownership, max_grad_norm=settings.max_grad_norm)
     return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
+
+
+def _reads(mode: Mode, local_stages: Sequence[int]) -> Reads:
+    """Parts of a batch that these stages take."""
+    refs = [ref for s in local_stages for ref in mode.inference.stages[s].inputs]
+    return Reads(
+        inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
+        target=mode.schedule.num_stages - 1 in local_stages,
+    )
 
 
 def _links_of(programs: Sequence[RankProgram]) -> frozenset[Link]:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Schedule, ScheduleError
 from .assembly import Pipeline, assemble
 from .batch.batches import check_inputs
+from .batch.loader import ReplicaBatches, ReplicaLoader
 from .batch.results import EvalResult, StepResult
 from .layout import (
     Layout,
@@ -171,11 +173,12 @@ class PipelineModule:
         return self._pipeline
 
     def _assemble(self, layout: Layout, inputs: Sequence[Any]) -> Pipeline:
+        run_on = self._settings.device
         replica, num_replicas = layout.place.replica
         check_inputs(inputs, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
         with self._guard.together():
             self._pipeline = assemble(
-                [x.to(self._settings.device) for x in inputs],
+                [torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on) for x in inputs],
                 model=self._model,
                 stages=self._stages,
                 layout=layout,
@@ -222,6 +225,37 @@ class PipelineModule:
         Nothing where it is done. Collective over the processes.
         """
         self._built_for(inputs_and_target)
+
+    def loader(
+        self, dataset: Dataset[Any], *, batch_size: int, shuffle: bool = True, same_shapes: bool = False, **options: Any
+    ) -> ReplicaLoader:
+        """Batches for this process: the same on all ranks of a pipeline, a share of its own for each data replica.
+
+        Each `for batch in loader` is one epoch, shuffled by the module's seed; `loader.batches.state_dict()` says where
+        it stands.
+
+        Arguments:
+            batch_size: samples of one `train_step` of one data replica.
+            same_shapes: a promise that all batches have the first one's shapes. Processes whose stages read neither
+                inputs nor target then load one batch only, and pass on its shapes.
+            options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
+
+        Raises ValueError for sizes that make no batch.
+        """
+        replica, num_replicas = (0, 1) if self._layout is None else self._layout.place.replica
+        batches = ReplicaBatches(
+            len(dataset),  # type: ignore[arg-type]  # sized datasets alone can be shuffled
+            batch_size=batch_size,
+            replica=replica,
+            num_replicas=num_replicas,
+            shuffle=shuffle,
+            seed=self._settings.seed,
+        )
+
+        def is_idle() -> bool:
+            return self._pipeline is not None and self._pipeline.training.reads_nothing
+
+        return ReplicaLoader(dataset, batches, is_idle=is_idle, same_shapes=same_shapes, **options)
 
     # Training
 

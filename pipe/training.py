@@ -11,7 +11,7 @@ from typing import Any
 
 from ..comm import Collectives, Guard
 from ..schedules import Timeline
-from .batch.reader import BatchReader
+from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
 from .measure.gather import gather_records
 from .run.engine import Engine
@@ -35,6 +35,11 @@ class Training:
         self._reader = reader
         self._guard = guard
         self._collectives = collectives
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether no stage of this process reads a batch's values."""
+        return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
     def step(self, arguments: Sequence[Any]) -> StepResult:
         """See PipelineModule.train_step."""

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
+from .checksum import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Batch:
         group_size: microbatches of one update group.
         weights: [M] each microbatch's share of the samples of its update group, see `weigh`.
         step: number of this batch, for random numbers and reports.
+        replica: (number, count) of the data replica whose batch it is.
+        checksums: of inputs and target, to be compared with those of other ranks; see `checksum`.
     """
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
@@ -38,6 +41,8 @@ class Batch:
     group_size: int
     weights: Sequence[float]
     step: int
+    replica: tuple[int, int] = (0, 1)
+    checksums: tuple[float, float] = (UNKNOWN, UNKNOWN)
 
     @property
     def num_samples(self) -> int:
@@ -94,8 +99,12 @@ def check_like_example(inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dt
 
 
 def to_device(target: Any, device: torch.device) -> Any:
-    """Every tensor in the target moved to `device`."""
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, target)
+    """Every tensor moved to `device`, but for those that are shapes alone."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+    return pytree.tree_map(move, target)
 
 
 def split_tensor(x: torch.Tensor, num_microbatches: int) -> tuple[torch.Tensor, ...]:
@@ -149,15 +158,15 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-SUMMARY_SIZE = 7
+SUMMARY_SIZE = 9
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[7] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[9] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
-    samples that the weights took for the whole group), where total is sum_k weights[k] loss_k, or sum_k sum_k beside
-    counts = sum_k count_k. Makes no CUDA device wait.
+    samples that the weights took for the whole group, checksums of the batch's inputs and target), where total is
+    sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
 
     Arguments:
         losses: by microbatch of the batch; of those that ran here.
@@ -183,9 +192,9 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
     bad = ~values.isfinite()
     first_bad = bad.to(torch.int8).argmax()
     microbatch = torch.where(bad.any(), torch.tensor(order).to(first_bad)[first_bad], -1)
-    known = [float(with_count[0]), float(sum(batch.sizes[k] for k in order)), float(batch.group_samples(group))]
-    has_counts, samples, taken = torch.tensor(known, dtype=torch.float64).to(values)
-    return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], samples, taken])
+    known = [sum(batch.sizes[k] for k in order), batch.group_samples(group), *batch.checksums]
+    has_counts, *rest = torch.tensor([with_count[0], *known], dtype=torch.float64).to(values)
+    return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], *rest])
 
 
 def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -200,7 +209,16 @@ def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
     if not parts[0, 2] and (parts[:, 6] != samples).any():  # replicas with batches of other sizes
         totals = totals * parts[:, 6] / samples
     return torch.stack(
-        [totals.cumsum(0)[-1], parts[:, 1].cumsum(0)[-1], parts[0, 2], first[3], first[4], samples, samples]
+        [
+            totals.cumsum(0)[-1],
+            parts[:, 1].cumsum(0)[-1],
+            parts[0, 2],
+            first[3],
+            first[4],
+            samples,
+            samples,
+            *parts[0, 7:],
+        ]
     )
 
 
@@ -221,7 +239,7 @@ def read_loss_summary(summary: torch.Tensor, *, step: int) -> GroupLoss:
 
     Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
     """
-    total, counts, has_counts, first_bad, bad_loss, samples, _ = summary.tolist()
+    total, counts, has_counts, first_bad, bad_loss, samples, *_ = summary.tolist()
     if first_bad >= 0:
         raise NonFiniteLossError(
             f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: no update was made. Expected a "

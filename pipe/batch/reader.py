@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...schedules import Schedule
 from ..stages.shapes import InferredStages, signature
 from .batches import Batch, check_inputs, check_like_example, split_target, split_tensor, to_device, weigh
+from .checksum import UNKNOWN, checksum, is_shape_alone
+
+
+class Reads(NamedTuple):
+    """Parts of a batch whose values the stages of a process read: slots of the model's inputs, and the target."""
+
+    inputs: frozenset[int]
+    target: bool
 
 
 class BatchReader:
@@ -22,6 +30,9 @@ class BatchReader:
         own: microbatches that the batch of a call holds: all, or those of this process's data replica.
         input_types: of the model's inputs.
         has_target: whether the last argument is the target.
+        reads: the model inputs that stages of this process read, and whether one reads the target; the others may be
+            passed as meta tensors (shapes alone).
+        compares: whether other ranks must have passed the same batch.
         together: entered around each cut. A batch that is refused is refused on every rank alike, unless each
             replica has its own: then the others, which would go on without this one, are told.
     """
@@ -35,6 +46,8 @@ class BatchReader:
         input_types: Sequence[torch.dtype],
         has_target: bool,
         device: torch.device,
+        reads: Reads,
+        compares: bool,
         together: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._inference = inference
@@ -42,6 +55,8 @@ class BatchReader:
         self._input_types = input_types
         self._has_target = has_target
         self._device = device
+        self.reads = reads
+        self._compares = compares
         self._together = together
         self._group_size = schedule.group_size
         # Microbatches of other replicas are taken to be as large as one's own.
@@ -54,8 +69,11 @@ class BatchReader:
             inputs = arguments[:-1] if has_target else arguments
             num_samples = check_inputs(inputs, len(own))
             check_like_example(inputs, self._input_types, has_target=has_target)
-            columns = [split_tensor(x.to(device), len(own)) for x in inputs]
-            whole_target = to_device(arguments[-1], device) if has_target else None
+            target = arguments[-1] if has_target else None
+            self._refuse_shapes_alone(inputs, target)
+            sums = (checksum(inputs), checksum(target)) if self._compares else (UNKNOWN, UNKNOWN)
+            columns = [split_tensor(to_device(x, device), len(own)) for x in inputs]
+            whole_target = to_device(target, device)
             targets = split_target(whole_target, len(own), num_samples)
             specs = [self._inference.outputs(signature(microbatch)) for microbatch in zip(*columns, strict=True)]
             sizes = [len(columns[0][j]) for j in self._like]
@@ -67,4 +85,15 @@ class BatchReader:
                 group_size=self._group_size,
                 weights=weigh(sizes, self._group_size),
                 step=step,
+                replica=(own.start, own.step),
+                checksums=sums,
+            )
+
+    def _refuse_shapes_alone(self, inputs: Sequence[torch.Tensor], target: object) -> None:
+        slots = [slot for slot in sorted(self.reads.inputs) if inputs[slot].is_meta]
+        if slots or (self.reads.target and is_shape_alone(target)):
+            what = f"input {slots[0]}" if slots else "the target"
+            raise ValueError(
+                f"{what} is a meta tensor, and a stage of this process reads it: expected its values; shapes alone "
+                f"are for ranks whose stages read nothing (pipe.loader(..., same_shapes=True) does it right)"
             )

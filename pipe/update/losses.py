@@ -11,6 +11,7 @@ from ...comm import TensorSpec
 from ...partition.graph.units import Tensors
 from ...schedules import Message, Schedule
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
+from ..batch.checksum import UNKNOWN
 from ..stages.stage import LossValue
 
 
@@ -25,6 +26,7 @@ class GroupLosses:
         self._own: dict[int, dict[int, LossValue]] = {}
         self._summaries: dict[int, dict[int, torch.Tensor]] = {}
         owners, size = schedule.owners[-1], schedule.group_size
+        self._last_owners = owners
         self._num_own = [  # microbatches of each group of a batch whose last forward runs here
             sum(owners[k % len(owners)] == rank for k in range(begin, begin + size))
             for begin in range(0, schedule.num_microbatches, size)
@@ -54,7 +56,9 @@ class GroupLosses:
         return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """A summary arrived."""
+        """A summary arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
+        batch = self.batches[message.index * self._group_size // self._num_microbatches]
+        self._compare_batches(batch, message.src, tensors[0])
         self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
 
     def take(self, message: Message) -> Tensors:
@@ -72,6 +76,21 @@ class GroupLosses:
         combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
         loss = read_loss_summary(combined, step=batch.step)
         return loss, loss.scale(batch.group_samples(within // self._group_size))
+
+    def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
+        """What a rank of the last stage passed beside this rank's own; data replicas have batches of their own."""
+        replica, num_replicas = batch.replica
+        if self._last_owners.index(rank) % num_replicas != replica:
+            return
+        for what, own, theirs in zip(("inputs", "targets"), batch.checksums, summary[-2:].tolist(), strict=True):
+            if own != theirs and UNKNOWN not in (own, theirs):
+                raise ValueError(
+                    f"rank {self._rank} passed other {what} to step {batch.step} than rank {rank}. "
+                    f"Ranks of one pipeline must pass the same batch, since the first computes with its "
+                    f"inputs and the last with its targets; most often a DataLoader(shuffle=True) or a sampler "
+                    f"draws another order on each rank. Expected pipe.loader(dataset, batch_size=...), or "
+                    f"DataLoader(..., generator=torch.Generator().manual_seed(0)) alike on every rank"
+                )
 
     def forget(self, group: int) -> None:
         """The losses of a group are no longer needed."""

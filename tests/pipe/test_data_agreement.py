@@ -1,0 +1,124 @@
+"""Ranks of one pipeline that pass different batches are told; data replicas pass batches of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule
+
+SAMPLES = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
+
+
+def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    settings: dict[str, Any] = {
+        "schedule": schedule,
+        "num_microbatches": 4,
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "timeout": 20.0,
+    }
+    return PipelineModule(model, **(settings | options))
+
+
+def train_unseeded(schedule: str, rank_seed: int) -> str:
+    """What each rank is told whose loader shuffles by itself; the parameters must not have moved."""
+    pipe = make_pipe(schedule)
+    torch.manual_seed(100 + rank_seed * torch.distributed.get_rank())
+    loader = DataLoader(TensorDataset(SAMPLES, SAMPLES), batch_size=8, shuffle=True)
+    try:
+        for batch in loader:
+            pipe.train_step(*batch)
+        pipe.flush()
+        pipe.close()
+    except (ValueError, PipelineError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, schedule: str) -> None:
+    for told in gloo.run(train_unseeded, ranks=3, args=(schedule, 1)):
+        assert "passed other inputs to step 0 than rank 2" in told
+        assert "shuffle=True" in told
+        assert "pipe.loader(dataset, batch_size=...)" in told
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_loaders_with_equal_seeds_are_told_nothing(gloo: Pool, schedule: str) -> None:
+    assert gloo.run(train_unseeded, ranks=2, args=(schedule, 0)) == ["nothing"] * 2
+
+
+def pass_another_target(step: int) -> str:
+    pipe = make_pipe()
+    for number in range(step + 2):  # the last rank, which waits for nobody at the end of a step, is told in the next
+        x = SAMPLES[number % 3 * 8 : number % 3 * 8 + 8]
+        target = x.flip(0) if number == step and pipe.rank == 0 else x
+        try:
+            pipe.train_step(x, target)
+        except (ValueError, PipelineError) as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_another_target_is_told_with_its_step(gloo: Pool) -> None:
+    told = gloo.run(pass_another_target, ranks=2, args=(2,))
+    assert "rank 0 passed other targets to step 2 than rank 1" in told[0]
+    assert "passed other targets to step 2" in told[1]
+
+
+def train_with_loader(mesh: dict[str, int], epochs: int, same_shapes: bool) -> tuple[list[float], list[bool]]:
+    pipe = make_pipe(mesh=mesh, num_microbatches=2)
+    loader = pipe.loader(
+        TensorDataset(SAMPLES, SAMPLES[:, :4]), batch_size=8 // mesh.get("data", 1), same_shapes=same_shapes
+    )
+    losses, metas = [], []
+    for _ in range(epochs):
+        for x, y in loader:
+            loss = pipe.train_step(x, y).loss
+            assert loss is not None
+            losses.append(loss)
+            metas.append(x.is_meta)
+    pipe.close()
+    return losses, metas
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", [{"pipe": 3}, {"pipe": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("same_shapes", [False, True])
+def test_the_pipelines_own_loader_trains_as_one_process(gloo: Pool, mesh: dict[str, int], same_shapes: bool) -> None:
+    """Two epochs; with equal shapes promised, a rank in the middle loads its first batch alone."""
+    alone = make_pipe(mesh={"pipe": 1}, num_microbatches=2)
+    loader = alone.loader(TensorDataset(SAMPLES, SAMPLES), batch_size=8)
+    expected = [alone.train_step(x, y).loss for _ in range(2) for x, y in loader]
+    ranks = 3 if mesh == {"pipe": 3} else 4
+    for rank, (losses, metas) in enumerate(gloo.run(train_with_loader, ranks=ranks, args=(mesh, 2, same_shapes))):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        is_middle = mesh == {"pipe": 3} and rank == 1
+        assert metas == [False, *[same_shapes and is_middle] * (len(metas) - 1)]
+
+
+def test_shapes_alone_are_refused_where_values_are_read() -> None:
+    pipe = make_pipe(mesh={"pipe": 2})
+    with pytest.raises(ValueError, match="input 0 is a meta tensor, and a stage of this process reads it"):
+        pipe.train_step(SAMPLES[:8].to("meta"), SAMPLES[:8])
+    with pytest.raises(ValueError, match="the target is a meta tensor"):
+        pipe.train_step(SAMPLES[:8], SAMPLES[:8].to("meta"))
+
+
+def test_in_one_process_nothing_is_compared_and_nothing_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagewright.pipe.batch.reader.checksum", lambda value: time.sleep(100))
+    make_pipe(mesh={"pipe": 2}).train_step(SAMPLES[:8], SAMPLES[:8])
