@@ -21,6 +21,7 @@ from stagewright.experiments.bench.plan_workloads import (
     CONTESTS,
     MEMORY_JOBS,
     PLANNED_RUNS,
+    Contest,
     CutBy,
     MemoryKind,
     PlannedModel,
@@ -195,6 +196,12 @@ def test_models_are_the_same_each_time(make: Callable[[], Any]):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("contest", CONTESTS.values(), ids=CONTESTS.keys())
+def test_the_cut_by_layers_is_at_a_module(contest: Contest):
+    names = dict(contest_problem(contest).make_model().named_modules())
+    assert contest.layers_cut in names
+
+
 def test_the_cnn_is_slow_in_front_and_heavy_behind():
     problem = contest_problem(CONTESTS["cuts-cnn"])
     weights = [sum(p.numel() for p in layer.parameters()) for layer in problem.make_model()]
@@ -212,7 +219,7 @@ def _plan_and_run(name: str, folder: str) -> tuple[PlannedTimes, PlannedMemory]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["planned-sleep-4", "planned-gpt-pipeline"])
+@pytest.mark.parametrize("name", ["planned-sleep-4", pytest.param("planned-gpt-pipeline", marks=pytest.mark.nightly)])
 def test_a_planned_run(gloo: Pool, tmp_path: Path, name: str):
     for times, memory in gloo.run(_plan_and_run, ranks=2, args=(name, str(tmp_path)), timeout=110.0):
         assert (times.run, memory.run) == (name, name)
@@ -232,7 +239,7 @@ def _contest(name: str) -> CutTimes:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONTESTS)
+@pytest.mark.parametrize("name", ["cuts-cnn", pytest.param("cuts-gpt", marks=pytest.mark.nightly)])
 def test_a_contest(gloo: Pool, name: str):
     for times in gloo.run(_contest, ranks=2, args=(name,), timeout=110.0):
         assert set(times.seconds) == set(times.cuts) == set(CutBy)
