@@ -48,9 +48,10 @@ from .stages.stage import LossValue, Stage
 from .stages.wiring import Wiring
 from .state import State
 from .training import Training
-from .update.flush import FlushRank, batch_programs, make_flush_execution
-from .update.interface import Execution, UpdateParts
-from .update.stream_parts import make_stream_execution
+from .update.flush import FlushExecution, batch_programs, make_flush_execution
+from .update.interface import UpdateParts
+from .update.rank_update import RankUpdate
+from .update.stream_parts import StreamExecution, make_stream_execution
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
@@ -169,7 +170,7 @@ def assemble(
         )
 
     stages_of = {rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks}
-    losses = {rank: FlushRank(rank, evaluate.schedule) for rank in place.local_ranks}
+    losses = {rank: RankUpdate(rank, evaluate.schedule) for rank in place.local_ranks}
 
     def make_engine(kind: type[TrainingWorker | EvaluationWorker], mode: Mode) -> Engine:
         updates = update.ranks if mode is train else losses
@@ -203,7 +204,7 @@ def assemble(
     engine = make_engine(TrainingWorker, train)
     training = Training(engine, update, reader=make_reader(train), guard=guard, collectives=collectives)
     evaluation = Evaluation(
-        make_engine(EvaluationWorker, evaluate),
+        engine=make_engine(EvaluationWorker, evaluate),
         ranks=list(losses.values()),
         programs={rank: evaluation_programs[rank] for rank in place.local_ranks},
         modules=[stage.evaluate.module for own in stages_of.values() for stage in own.values()],
@@ -223,8 +224,8 @@ def assemble(
         training=training,
         evaluation=evaluation,
         state=State(
-            ownership,
-            update,
+            ownership=ownership,
+            update=update,
             training=training,
             collectives=collectives,
             guard=guard,
@@ -270,7 +271,9 @@ def _check_agreement(
     check_agreement(mine, collectives, rank=rank)
 
 
-def _execution(schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings) -> Execution:
+def _execution(
+    schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings
+) -> FlushExecution | StreamExecution:
     """Flush or stream: decided here and asked nowhere else."""
     if schedule.is_asynchronous:
         return make_stream_execution(schedule, ownership, max_grad_norm=settings.max_grad_norm)

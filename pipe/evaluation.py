@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,10 +16,11 @@ from .batch.results import EvalResult
 from .run.engine import Engine
 from .stages.build import CutModel
 from .training import Training
-from .update.flush import FlushRank
 from .update.interface import Programs
+from .update.rank_update import RankUpdate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Runs batches forwards.
 
@@ -30,47 +32,34 @@ class Evaluation:
         training: drained before; it counts the steps.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        ranks: Sequence[FlushRank],
-        programs: Programs,
-        modules: Sequence[nn.Module],
-        reader: BatchReader,
-        parts: CutModel,
-        training: Training,
-        guard: Guard,
-        has_loss: bool,
-    ) -> None:
-        self._engine = engine
-        self._ranks = ranks
-        self._programs = programs
-        self._modules = modules
-        self._reader = reader
-        self._parts = parts
-        self._training = training
-        self._guard = guard
-        self._has_loss = has_loss
+    engine: Engine
+    ranks: Sequence[RankUpdate]
+    programs: Programs
+    modules: Sequence[nn.Module]
+    reader: BatchReader
+    parts: CutModel
+    training: Training
+    guard: Guard
+    has_loss: bool
 
     def step(self, arguments: Sequence[Any]) -> EvalResult:
         """See PipelineModule.eval_step."""
-        batch = self._reader.read(arguments, step=self._training.num_steps)
-        self._training.drain()
-        for rank, local in zip(self._ranks, self._engine.ranks, strict=True):
+        batch = self.reader.read(arguments, step=self.training.num_steps)
+        self.training.drain()
+        for rank, local in zip(self.ranks, self.engine.ranks, strict=True):
             rank.enter(batch)
             local.recorder.begin()
         try:
-            with _evaluating(self._modules), self._guard.together():
-                self._engine.run(self._programs)
-            outputs = {k: flat for local in self._engine.ranks for k, flat in local.worker.outputs.items()}
+            with _evaluating(self.modules), self.guard.together():
+                self.engine.run(self.programs)
+            outputs = {k: flat for local in self.engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
-            self._engine.drop()
-        loss = self._ranks[0].total(0)[0].mean if self._has_loss else None
+            self.engine.drop()
+        loss = self.ranks[0].total(0)[0].mean if self.has_loss else None
         output = None
         if outputs:
             columns = zip(*(outputs[k] for k in sorted(outputs)), strict=True)
-            output = self._parts.output([join_tensors(column) for column in columns], training=False)
+            output = self.parts.output([join_tensors(column) for column in columns], training=False)
         return EvalResult(loss=loss, output=output)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,7 @@ from .training import Training
 from .update.interface import StageState, Update
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Tensors that this process holds, under the model's original names.
 
@@ -22,29 +24,13 @@ class State:
         written_stages: stages whose first rank is in this process, which writes them.
     """
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        update: Update,
-        *,
-        training: Training,
-        collectives: Collectives,
-        guard: Guard,
-        written_stages: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self.ownership = ownership
-        self._update = update
-        self._training = training
-        self._collectives = collectives
-        self._guard = guard
-        self._written_stages = written_stages
-        self._device = device
-
-    @property
-    def stages(self) -> Sequence[StageState]:
-        """Optimizers and weight versions of all local ranks' stages."""
-        return self._update.stages
+    ownership: Ownership
+    update: Update
+    training: Training
+    collectives: Collectives
+    guard: Guard
+    written_stages: Sequence[int]
+    device: torch.device
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -53,48 +39,48 @@ class State:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
-        self._training.drain()
-        with self._guard.together():
-            return self.ownership.full_state_dict(self._collectives)
+        self.training.drain()
+        with self.guard.together():
+            return self.ownership.full_state_dict(self.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
-        self._update.refuse_changes("load_state_dict")
+        self.update.refuse_changes("load_state_dict")
         self.ownership.load_state_dict(state)
-        self._update.take_state(state)
+        self.update.take_state(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.save."""
-        self._training.drain()
-        with self._guard.together():
+        self.training.drain()
+        with self.guard.together():
             checkpoint.save(
                 folder,
-                step=self._training.num_steps,
+                step=self.training.num_steps,
                 ownership=self.ownership,
                 stages=self._first(),
-                written_stages=self._written_stages,
-                num_stages=self._update.schedule.num_stages,
-                collectives=self._collectives,
+                written_stages=self.written_stages,
+                num_stages=self.update.schedule.num_stages,
+                collectives=self.collectives,
             )
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """See PipelineModule.load."""
-        if not self._update.is_lost:
-            self._training.drain()
-        self._training.num_steps = checkpoint.load(
+        if not self.update.is_lost:
+            self.training.drain()
+        self.training.num_steps = checkpoint.load(
             folder,
             ownership=self.ownership,
-            stages=self._update.stages,
-            updates_per_step=self._update.schedule.groups_per_batch,
-            device=self._device,
+            stages=self.update.stages,
+            updates_per_step=self.update.schedule.groups_per_batch,
+            device=self.device,
         )
-        self._update.restart()
+        self.update.restart()
 
     def held_bytes(self) -> int:
         """See PipelineModule.held_bytes."""
         tensors = list(self.ownership.state_dict().values())
         tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
-        for _, optimizer, versions in self._update.stages:
+        for _, optimizer, versions in self.update.stages:
             tensors += versions.tensors() if versions is not None else ()
             tensors += optimizer.tensors()
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -103,6 +89,6 @@ class State:
     def _first(self) -> dict[int, StageState]:
         """By stage, that of its first local rank: the others are equal."""
         found: dict[int, StageState] = {}
-        for one in self._update.stages:
+        for one in self.update.stages:
             found.setdefault(one.stage, one)
         return found

@@ -25,7 +25,7 @@ from ..batch.batches import Batch
 from ..stages.randomness import Seeder
 from ..stages.stage import Stage
 from ..stages.wiring import Wiring
-from ..update.interface import RankUpdate
+from ..update.rank_update import RankUpdate
 
 
 @dataclass(frozen=True, slots=True)

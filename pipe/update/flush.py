@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +11,14 @@ from torch import nn
 from ...comm import Collectives
 from ...schedules import Action, Op, Schedule, Timeline, check_lowered, lower
 from ...schedules.messages import Sharing
-from ...schedules.program import GroupStep, RankProgram
+from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_timeline
 from ..stages.ownership import Ownership
-from ..stages.weights import WeightVersions
 from .gradients import FlatGradients, clip_gradients, flatten, scale_gradients, squared_norm, unflatten
-from .interface import Known, Programs, StageState, UpdateParts
-from .losses import GroupLosses
+from .interface import Known, Programs, StageState, Update, UpdateParts
 from .optimizers import StageOptimizer
+from .rank_update import RankUpdate
 
 _SUMMING = "summing shared gradients (replicas, tied weights)"
 
@@ -52,28 +51,7 @@ def batch_programs(schedule: Schedule, *, has_loss: bool) -> Sequence[RankProgra
     return lowered.programs
 
 
-class FlushRank(GroupLosses):
-    """One rank within the program of a batch: its losses are all that there is."""
-
-    def enter(self, batch: Batch) -> None:
-        """The one batch: its program counts from microbatch 0."""
-        self.clear()
-        self.batches[0] = batch
-
-    def version(self, stage: int, index: int) -> int:
-        """There is one."""
-        return 0
-
-    def finish(self, step: GroupStep) -> None:
-        """None stands in a flush program."""
-        raise AssertionError(f"{step} in a flush program")
-
-    def step(self, stage: int, group: int) -> None:
-        """None stands in a flush program."""
-        raise AssertionError(f"an update of stage {stage} in a flush program")
-
-
-class FlushUpdate:
+class FlushUpdate(Update):
     """The `.grad`s of this process's parameters, and what becomes of them behind each batch.
 
     What a batch adds is kept apart from what was there before, since it must be changed by itself: scaled (losses
@@ -83,10 +61,21 @@ class FlushUpdate:
     """
 
     def __init__(self, execution: FlushExecution, parts: UpdateParts) -> None:
-        ownership, self.schedule = parts.ownership, execution.schedule
-        local, placement = tuple(parts.recorders), self.schedule.placement
-        self.is_lost = False
-        self.ranks = {rank: FlushRank(rank, self.schedule) for rank in local}
+        schedule, ownership, local = execution.schedule, parts.ownership, tuple(parts.recorders)
+        # Replicas in one process have one optimizer: the first of them steps it.
+        first = {stage: rank for rank in reversed(local) for stage in schedule.placement[rank]}
+        factory = parts.optimizer
+        optimizers = [
+            StageOptimizer(s, ownership.stage_parameters(s), factory, parts.scheduler)
+            for s in sorted(first)
+            if factory is not None
+        ]
+        super().__init__(
+            schedule,
+            {rank: RankUpdate(rank, schedule) for rank in local},
+            [StageState(one.stage, one, None) for one in optimizers],
+        )
+        self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
         self._programs = execution.programs
         self._collectives = parts.collectives
         self._recorders = parts.recorders
@@ -104,22 +93,6 @@ class FlushUpdate:
             if not set(holders).isdisjoint(local) and not set(holders) <= set(local):
                 by_holders.setdefault(holders, []).append(named[name])
         self._shared = [(holders, own, FlatGradients(own)) for holders, own in by_holders.items()]
-        # Replicas in one process have one optimizer: the first of them steps it.
-        first = {stage: rank for rank in reversed(local) for stage in placement[rank]}
-        optimizers = (
-            []
-            if parts.optimizer is None
-            else [
-                StageOptimizer(s, ownership.stage_parameters(s), parts.optimizer, parts.scheduler)
-                for s in sorted(first)
-            ]
-        )
-        self.stages = tuple(StageState(one.stage, one, None) for one in optimizers)
-        self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
-
-    def versions_of(self, rank: int, stage: int) -> WeightVersions | None:
-        """None: the module's own Parameters are the weights."""
-        return None
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -172,9 +145,6 @@ class FlushUpdate:
             parameter.grad = grad
         self._before = []
 
-    def refuse_accumulation(self) -> None:
-        """It is what a flush is good for."""
-
     def accumulated(self) -> Known:
         """The batch that ran last."""
         assert self._known is not None
@@ -187,23 +157,6 @@ class FlushUpdate:
         norm = float(total.sqrt())
         clip_gradients([p.grad for p in self._parameters], norm=norm, max_norm=max_norm)
         return norm
-
-    def drain(self) -> Programs | None:
-        """Nothing is under way between two batches."""
-        return None
-
-    def rest(self) -> list[Known]:
-        """Every `step` has returned its own batch."""
-        return []
-
-    def refuse_changes(self, what: str) -> None:
-        """Weights may change between two batches."""
-
-    def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The model's own tensors are all there are."""
-
-    def restart(self) -> None:
-        """Nothing is kept."""
 
     def timeline(self, records: Sequence[RankRecord]) -> Timeline:
         """One batch."""

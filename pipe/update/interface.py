@@ -14,23 +14,23 @@ within a program. Which of the two it is, is chosen once, when the pipeline is a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ...comm import Collectives, TensorSpec
-from ...partition.graph.units import Tensors
-from ...schedules import Message, Schedule, Timeline
-from ...schedules.program import GroupStep, RankProgram
+from ...comm import Collectives
+from ...schedules import Schedule, Timeline
+from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, Recorder
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
-from ..stages.stage import LossValue
 from ..stages.weights import WeightVersions
 from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
+from .rank_update import RankUpdate
 
 Programs = Mapping[int, RankProgram]  # by local rank
 
@@ -70,86 +70,48 @@ class UpdateParts:
     device: torch.device
 
 
-class Execution(Protocol):
-    """How the ranks run a schedule, known before any rank has made its update."""
+class Update(ABC):
+    """The updates of one process, between two batches at rest unless said otherwise.
 
-    @property
-    def programs(self) -> Sequence[RankProgram]:
-        """Every program that will ever run on any rank, up to the numbers of batches in it."""
+    Arguments:
+        schedule: as it runs.
+        ranks: by local rank.
+        stages: of all local ranks, in order; none without an optimizer.
+    """
 
-    def make_update(self, parts: UpdateParts) -> Update:
-        """The update of this process. Runs the user's code (optimizers), which may fail on one rank alone: nothing
-        that is collective comes behind it."""
-
-
-class RankUpdate(Protocol):
-    """One rank's update groups while programs run."""
-
-    @property
-    def batches(self) -> Mapping[int, Batch]:
-        """Batches under way, by number: microbatches number * M, number * M + 1, ..."""
-
-    def version(self, stage: int, index: int) -> int:
-        """Weight version of microbatch `index` on a stage."""
-
-    def note_loss(self, index: int, loss: LossValue) -> None:
-        """The loss of microbatch `index`, whose last forward ran here."""
-
-    def loss_gradient(self, index: int) -> torch.Tensor:
-        """Gradient of the update group's loss with respect to that of microbatch `index`."""
-
-    def specs(self, message: Message) -> list[TensorSpec]:
-        """Layouts of the tensors of a message about an update group."""
-
-    def put(self, message: Message, tensors: Tensors) -> None:
-        """Such a message arrived."""
-
-    def take(self, message: Message) -> Tensors:
-        """Such a message to send."""
-
-    def finish(self, step: GroupStep) -> None:
-        """The backwards of an update group are through on this rank."""
-
-    def step(self, stage: int, group: int) -> None:
-        """The optimizer step of a stage."""
-
-
-class Update(Protocol):
-    """The updates of one process."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """As it runs."""
-
-    @property
-    def ranks(self) -> Mapping[int, RankUpdate]:
-        """By local rank."""
-
-    @property
-    def stages(self) -> Sequence[StageState]:
-        """Stages of all local ranks, in order; without an optimizer none."""
+    def __init__(self, schedule: Schedule, ranks: Mapping[int, RankUpdate], stages: Sequence[StageState]) -> None:
+        self.schedule = schedule
+        self.ranks = ranks
+        self.stages = stages
 
     @property
     def is_lost(self) -> bool:
         """Whether an error has lost batches that were under way, and the weights stand at different updates."""
+        return False
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions | None:
-        """The weight versions of a stage on a local rank, if it has any."""
+        """Weight versions of a stage on a local rank; None: the module's own Parameters."""
+        return None
 
     # One batch, in this order
 
+    @abstractmethod
     def begin(self, batch: Batch) -> Programs:
         """A batch comes: what the engine runs for it. Raises ValueError where none may come now."""
 
     def losses_known(self) -> None:
         """The programs have run. Raises NonFiniteLossError on every rank alike."""
+        return
 
     def gradients_ready(self) -> None:
         """All gradients of the batch are scaled and summed over ranks. Collective over the processes."""
+        return
 
+    @abstractmethod
     def step(self) -> Known | None:
         """Clip and update. Returns what is newest known of any batch. Collective over the processes."""
 
+    @abstractmethod
     def abandon(self, error: BaseException) -> None:
         """The batch failed between `begin` and `gradients_ready`."""
 
@@ -157,10 +119,13 @@ class Update(Protocol):
 
     def refuse_accumulation(self) -> None:
         """ValueError unless gradients may be left to the user."""
+        return
 
+    @abstractmethod
     def accumulated(self) -> Known:
-        """Result of the batch whose gradients are ready."""
+        """Result of the batch whose gradients are ready and left to the user."""
 
+    @abstractmethod
     def clip(self, max_norm: float) -> float:
         """Clip the gradients that the user has; returns the global norm before. Collective over the processes."""
 
@@ -168,20 +133,26 @@ class Update(Protocol):
 
     def drain(self) -> Programs | None:
         """Programs that end all that is under way; None where nothing is. Raises ValueError where it was lost."""
+        return None
 
     def rest(self) -> list[Known]:
         """Results that became known and were not returned, oldest first; each once."""
+        return []
 
     # State and measurement
 
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
+        return
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The model's own tensors were loaded, with nothing under way."""
+        return
 
     def restart(self) -> None:
         """Everything was loaded, with nothing under way: an error before is forgotten."""
+        return
 
+    @abstractmethod
     def timeline(self, records: Sequence[RankRecord]) -> Timeline:
         """The measured Timeline of all ranks' records."""

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...schedules import Schedule, Timeline
+from ...schedules import Timeline
 from ...schedules.lowering.stream import Stream
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_stream
 from ..stages.weights import WeightVersions
-from .interface import Known, Programs, StageState
+from .interface import Known, Programs, StageState, Update
 from .stream_rank import StreamRank
 
 
-class StreamUpdate:
+class StreamUpdate(Update):
     """The stream of one process.
 
     Arguments:
@@ -30,22 +30,18 @@ class StreamUpdate:
     """
 
     def __init__(self, stream: Stream, ranks: Mapping[int, StreamRank]) -> None:
-        self.ranks = ranks
-        self.stages = tuple(
+        stages = [
             StageState(stage, one.optimizers[stage], one.weights[stage])
             for one in ranks.values()
             for stage in sorted(one.weights)
-        )
+        ]
+        super().__init__(stream.schedule, ranks, stages)
+        self._ranks = ranks
         self._stream = stream
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
         self._lost: str | None = None
         self._newest: Known | None = None
-
-    @property
-    def schedule(self) -> Schedule:
-        """The finite program that the stream was made from."""
-        return self._stream.schedule
 
     @property
     def is_lost(self) -> bool:
@@ -54,7 +50,7 @@ class StreamUpdate:
 
     def versions_of(self, rank: int, stage: int) -> WeightVersions:
         """The weights that the stage computes with."""
-        return self.ranks[rank].weights[stage]
+        return self._ranks[rank].weights[stage]
 
     def begin(self, batch: Batch) -> Programs:
         """One call. Parameters that the user changed are taken over when the pipeline is empty.
@@ -65,19 +61,13 @@ class StreamUpdate:
         self._take_changes()
         first = self._first = batch.step if self._first is None else self._first
         self._last = batch.step
-        for rank in self.ranks.values():
+        for rank in self._ranks.values():
             rank.enter(batch, first_batch=first)
-        return {r: self._stream.call(r, batch.step, first_batch=first) for r in self.ranks}
-
-    def losses_known(self) -> None:
-        """The program has seen to it."""
-
-    def gradients_ready(self) -> None:
-        """The program has seen to it."""
+        return {r: self._stream.call(r, batch.step, first_batch=first) for r in self._ranks}
 
     def step(self) -> Known | None:
         """The program has made the updates; batches are known a little later."""
-        *others, speaker = self.ranks.values()  # the last one knows first
+        *others, speaker = self._ranks.values()  # the last one knows first
         if speaker.known:
             self._newest = speaker.known.pop()
         for rank in others:
@@ -87,7 +77,7 @@ class StreamUpdate:
     def abandon(self, error: BaseException) -> None:
         """The stages stand at different updates, and the batches under way are gone."""
         self._lost = f"{type(error).__name__}: {error}"
-        for rank in self.ranks.values():
+        for rank in self._ranks.values():
             rank.drop()
 
     def refuse_accumulation(self) -> None:
@@ -108,13 +98,13 @@ class StreamUpdate:
         if self._first is None:
             return None
         first, self._first = self._first, None
-        return {r: self._stream.drain(r, self._last, first_batch=first) for r in self.ranks}
+        return {r: self._stream.drain(r, self._last, first_batch=first) for r in self._ranks}
 
     def rest(self) -> list[Known]:
         """The speaker's, each once."""
-        *_, speaker = self.ranks.values()
+        *_, speaker = self._ranks.values()
         known = list(speaker.known)
-        for rank in self.ranks.values():
+        for rank in self._ranks.values():
             rank.known.clear()
         if known:
             self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
@@ -136,7 +126,7 @@ class StreamUpdate:
 
     def restart(self) -> None:
         """With the next batch."""
-        for rank in self.ranks.values():
+        for rank in self._ranks.values():
             rank.drop()
             rank.known.clear()
         self._first, self._lost, self._newest = None, None, None
@@ -160,7 +150,7 @@ class StreamUpdate:
                 weights.adopt()
 
     def _weights(self) -> list[WeightVersions]:
-        return [weights for rank in self.ranks.values() for weights in rank.weights.values()]
+        return [weights for rank in self._ranks.values() for weights in rank.weights.values()]
 
     def _require_whole(self) -> None:
         if self._lost is not None:

@@ -21,12 +21,11 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.stream import Stream
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
-from ..stages.stage import LossValue
 from ..stages.weights import WeightVersions
 from .gradients import FlatGradients, clip_gradients, scale_gradients, squared_norm
 from .interface import Known
-from .losses import GroupLosses
 from .optimizers import StageOptimizer
+from .rank_update import RankUpdate
 
 
 class ParameterPlace(NamedTuple):
@@ -55,7 +54,7 @@ class _Group:
     updates: int = 0
 
 
-class StreamRank:
+class StreamRank(RankUpdate):
     """The update groups of one rank.
 
     Arguments:
@@ -79,10 +78,10 @@ class StreamRank:
         device: torch.device,
     ) -> None:
         schedule = stream.schedule
+        super().__init__(rank, schedule)
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
-        self._rank = rank
         self._stream = stream
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
@@ -91,7 +90,6 @@ class StreamRank:
         self._max_grad_norm = max_grad_norm
         self._device = device
         self._first_batch = 0
-        self._losses = GroupLosses(rank, schedule)
         self._groups: dict[int, _Group] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
         peers = {other for one in self._shared for other in one.ranks} - {rank}
@@ -103,27 +101,14 @@ class StreamRank:
             for peer, positions in self._with.items()
         }
 
-    @property
-    def batches(self) -> Mapping[int, Batch]:
-        """Those under way, by number; one goes when its last update is done."""
-        return self._losses.batches
-
-    def enter(self, batch: Batch, *, first_batch: int) -> None:
-        """A batch comes, in a stream that began with `first_batch`."""
-        self._losses.batches[batch.step] = batch
+    def enter(self, batch: Batch, *, first_batch: int = 0) -> None:
+        """A batch comes, in a stream that began with `first_batch`; it goes when its last update is done."""
+        self.batches[batch.step] = batch
         self._first_batch = first_batch
 
     def version(self, stage: int, index: int) -> int:
         """As the schedule's rule asks for."""
         return self._stream.version(stage, index, first_batch=self._first_batch)
-
-    def note_loss(self, index: int, loss: LossValue) -> None:
-        """The loss of microbatch `index`."""
-        self._losses.note_loss(index, loss)
-
-    def loss_gradient(self, index: int) -> torch.Tensor:
-        """Gradient of the group's loss with respect to that of microbatch `index`."""
-        return self._losses.loss_gradient(index)
 
     # Messages
 
@@ -131,7 +116,7 @@ class StreamRank:
         """Layouts of the tensors of a message."""
         match message.kind:
             case MessageKind.LOSS:
-                return self._losses.specs(message)
+                return super().specs(message)
             case MessageKind.SUM:
                 return self._flat[message.src if message.dst == self._rank else message.dst].specs()
             case _:
@@ -142,7 +127,7 @@ class StreamRank:
         group = self._group(message.index)
         match message.kind:
             case MessageKind.LOSS:
-                self._losses.put(message, tensors)
+                super().put(message, tensors)
             case MessageKind.SUM:
                 group.sums[message.src] = tensors
             case MessageKind.NORM:
@@ -155,7 +140,7 @@ class StreamRank:
         group = self._group(message.index)
         match message.kind:
             case MessageKind.LOSS:
-                return self._losses.take(message)
+                return super().take(message)
             case MessageKind.SUM:
                 places = [self._shared[position].at for position in self._with[message.dst]]
                 return self._flat[message.dst].pack([self._gradient(at, message.index) for at in places])
@@ -171,8 +156,8 @@ class StreamRank:
         if step.op is Op.GRAD_NORM:
             self._find_norm(step.index)
             return
-        loss, scale = self._losses.total(step.index)
-        self._losses.forget(step.index)
+        loss, scale = self.total(step.index)
+        self.forget(step.index)
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         scale_gradients(self._gradients(step.index), scale)
 
@@ -193,7 +178,7 @@ class StreamRank:
 
     def drop(self) -> None:
         """Forget all batches and groups under way (after an error)."""
-        self._losses.clear()
+        super().drop()
         self._groups.clear()
         self._known_losses.clear()
         for weights in self.weights.values():
@@ -208,7 +193,7 @@ class StreamRank:
             group.norm = float(torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum().sqrt())
 
     def _complete(self, batch: int, grad_norm: float | None) -> None:
-        step = self._losses.batches.pop(batch).step
+        step = self.batches.pop(batch).step
         parts = self._known_losses.pop(batch)
         shares = [part.num_samples if part.counts is None else part.counts for part in parts]
         loss = sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)

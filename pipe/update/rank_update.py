@@ -1,4 +1,4 @@
-"""Losses of the update groups under way on one rank.
+"""Update groups under way on one rank, as its worker meets them; of a flush and of evaluation, losses are all there is.
 
 last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
 """
@@ -10,13 +10,18 @@ import torch
 from ...comm import TensorSpec
 from ...partition.graph.units import Tensors
 from ...schedules import Message, Schedule
+from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
 from ..batch.checksum import UNKNOWN
 from ..stages.stage import LossValue
 
 
-class GroupLosses:
-    """Losses by update group: this rank's own by microbatch, and the summaries by rank of the last stage."""
+class RankUpdate:
+    """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage.
+
+    Attributes:
+        batches: under way, by number: microbatches number * M, number * M + 1, ...
+    """
 
     def __init__(self, rank: int, schedule: Schedule) -> None:
         self.batches: dict[int, Batch] = {}
@@ -31,6 +36,23 @@ class GroupLosses:
             sum(owners[k % len(owners)] == rank for k in range(begin, begin + size))
             for begin in range(0, schedule.num_microbatches, size)
         ]
+
+    def enter(self, batch: Batch) -> None:
+        """The one batch, whose program counts from microbatch 0."""
+        self.drop()
+        self.batches[0] = batch
+
+    def version(self, stage: int, index: int) -> int:
+        """Weight version of microbatch `index` on a stage."""
+        return 0
+
+    def finish(self, step: GroupStep) -> None:
+        """The backwards of an update group are through on this rank."""
+        raise AssertionError(f"{step} in a program without updates")
+
+    def step(self, stage: int, index: int) -> None:
+        """The optimizer step of a stage for update group `index`."""
+        raise AssertionError(f"an update of stage {stage} in a program without updates")
 
     def note_loss(self, index: int, loss: LossValue) -> None:
         """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
@@ -52,17 +74,17 @@ class GroupLosses:
         return torch.full_like(value, weight)
 
     def specs(self, message: Message) -> list[TensorSpec]:
-        """Layout of a LOSS message."""
+        """Layouts of the tensors of a message about an update group."""
         return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """A summary arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
+        """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
         batch = self.batches[message.index * self._group_size // self._num_microbatches]
         self._compare_batches(batch, message.src, tensors[0])
         self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
 
     def take(self, message: Message) -> Tensors:
-        """This rank's own summary."""
+        """Such a message to send."""
         return (self._summaries[message.index][self._rank],)
 
     def total(self, group: int) -> tuple[GroupLoss, float]:
@@ -78,7 +100,7 @@ class GroupLosses:
         return loss, loss.scale(batch.group_samples(within // self._group_size))
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
-        """What a rank of the last stage passed beside this rank's own; data replicas have batches of their own."""
+        """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""
         replica, num_replicas = batch.replica
         if self._last_owners.index(rank) % num_replicas != replica:
             return
@@ -97,8 +119,8 @@ class GroupLosses:
         self._own.pop(group, None)
         self._summaries.pop(group, None)
 
-    def clear(self) -> None:
-        """Forget all batches and groups."""
+    def drop(self) -> None:
+        """Forget all that is under way."""
         self.batches.clear()
         self._own.clear()
         self._summaries.clear()
