@@ -31,6 +31,7 @@ from typing import IO
 from .host import num_cores
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
+_HOST = "127.0.0.1"
 _TAIL_LINES = 30
 _POLL_S = 0.02
 
@@ -296,7 +297,7 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's env:// rendezvous then connects to our store
         _FOLDER_VARIABLE: folder,
@@ -314,7 +315,12 @@ def _rendezvous_store(num_ranks: int) -> Iterator[int]:
     """Host the store at which the ranks meet; yields its port. Unlike rank 0's own it outlives every rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+    # By itself the store listens on all interfaces, and whoever reaches its port may write into it.
+    listening = socket.create_server((_HOST, 0), backlog=128 + num_ranks)
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        _HOST, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     try:
         yield store.port
     finally:

@@ -44,6 +44,19 @@ with report_to_launcher():
     assert "1 of 2" not in out  # only rank 0 talks
 
 
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net here")
+def test_the_store_listens_on_loopback_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+from pathlib import Path
+with report_to_launcher():
+    port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    print({row[1] for row in rows if row[1].endswith(":" + port) and row[3] == listening} == {"0100007F:" + port})
+"""
+    assert run(program).status == 0
+    assert "True" in capfd.readouterr().out
+
+
 def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
