@@ -3,7 +3,7 @@
 from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard, make_guard
-from .groups import join_world, link_lanes
+from .groups import Groups, join_world, link_lanes
 from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
@@ -12,6 +12,7 @@ __all__ = [
     "Collectives",
     "Coordinates",
     "FailureBoard",
+    "Groups",
     "Guard",
     "InProcessTransport",
     "Mailbox",

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .groups import as_one, make_group
+from .groups import Groups, as_one
 from .mesh import MeshPlace
 from .process_group import break_group
 
@@ -19,7 +19,7 @@ class Collectives:
     """All-reduce, broadcast and gather over all processes, or over some of them. Alone, they do nothing.
 
     Ranks are those of the schedule. Making it is collective: it makes a group of its own, so that its time-out is
-    the run's. So is `subgroup`.
+    the run's. So is `subgroup`. `groups` makes those of the links, too.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
@@ -27,6 +27,7 @@ class Collectives:
         self._world = place.world
         self._device = device
         self._timeout = timeout
+        self.groups = Groups(self._world, device=device, timeout=timeout)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = tuple(range(self._world.size))
         self._make(self._everyone)
@@ -70,12 +71,17 @@ class Collectives:
             if self._world.rank in processes:
                 break_group(group, self._device)
 
+    def close(self) -> None:
+        """Destroy all groups, those of the links too. No process may wait for another in them any more."""
+        self._groups.clear()
+        self.groups.close()
+
     def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._place.process_of(rank) for rank in ranks)
 
     def _make(self, processes: tuple[int, ...]) -> None:
         if self._world.distributed and processes not in self._groups:
-            self._groups[processes] = make_group(processes, self._world, device=self._device, timeout=self._timeout)
+            (self._groups[processes],) = self.groups.make(processes)
 
     def _run(self, collective: Callable[[dist.ProcessGroup], object], processes: tuple[int, ...], what: str) -> None:
         group = self._groups[processes]

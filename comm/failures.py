@@ -121,6 +121,7 @@ class Guard:
         self._board = board
         self._let_go: list[Callable[[], None]] = []
         self._end: str | None = None
+        self.closed = False
 
     def on_failure(self, let_go: Callable[[], None]) -> None:
         """Register a call after which nobody waits for this rank any longer."""
@@ -130,6 +131,13 @@ class Guard:
     def ended(self) -> bool:
         """Whether an error has ended the run."""
         return self._end is not None
+
+    def close(self) -> None:
+        """End what several processes do together."""
+        if self._board is not None:
+            self.closed = True
+            self._end = self._end or "close()"
+            self._let_go.clear()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from .errors import PeerLost, PipelineTimeout, short_reason
+from .errors import PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace, World
 from .process_group import Lanes, Link
 
 T = TypeVar("T")
 
 GLOO_LANES = 4
+_LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
 def join_world(*, device: torch.device, timeout: float) -> World:
@@ -74,19 +79,99 @@ def as_one(run: Callable[[], T], *, what: str, world: World, ranks: Sequence[int
         raise kind(story, peers=[rank for rank in ranks if rank != world.rank]) from error
 
 
-def make_group(ranks: Sequence[int], world: World, *, device: torch.device, timeout: float) -> dist.ProcessGroup:
-    """A group of these ranks, whose time-out is the run's. Collective over all processes of the world."""
-    group: dist.ProcessGroup = as_one(
-        lambda: dist.new_group(list(ranks), backend=backend_for(device), timeout=timedelta(seconds=timeout)),
-        what="making the links of a PipelineModule",
-        world=world,
-        ranks=range(world.size),
-        timeout=timeout,
-    )
-    return group
+class Groups:
+    """Process groups of one pipeline, made in the same order by all processes, and destroyed together.
+
+    Before each one all processes meet at the rendezvous store: they connect at the same time, and one that does not
+    come is known by name. A group holds threads and descriptors until `close`.
+    """
+
+    def __init__(self, world: World, *, device: torch.device, timeout: float) -> None:
+        self.world = world
+        self.device = device
+        self._timeout = timeout
+        self._made: list[dist.ProcessGroup] = []
+        self._meetings = 0
+        if world.distributed:
+            self._store = dist.distributed_c10d._get_default_store()
+            self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
+
+    def make(self, *wanted: Sequence[int]) -> list[dist.ProcessGroup]:
+        """Groups of these processes, all within one time-out. Collective over all processes of the world.
+
+        Raises PipelineTimeout or PeerLost, which name the processes that are behind.
+        """
+        if not self.world.distributed:
+            return []
+        started = time.monotonic()
+        return [self._make(members, until=started + self._timeout) for members in wanted]
+
+    def close(self) -> None:
+        """Destroy all groups. Nobody may use them any more, here or elsewhere."""
+        for group in self._made:
+            with suppress(ValueError):  # the user has destroyed all groups of the process already
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _make(self, members: Sequence[int], *, until: float) -> dist.ProcessGroup:
+        self._meet(until)
+        left = max(until - time.monotonic(), _LEAST)
+        try:
+            group = self._within(left, list(members))
+        except RuntimeError as error:
+            behind = [one for one in self._others if not self._store.check([self._place(one, self._meetings + 1)])]
+            raise self._lost(behind, "have not connected", until=until, why=f" ({short_reason(error)})") from error
+        if self.world.rank in members:
+            self._made.append(group)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), group)  # of what is done in it
+        return group
+
+    def _within(self, seconds: float, members: list[int]) -> dist.ProcessGroup:
+        """A new group in so many seconds. gloo tries five times to connect, and takes as long each time."""
+        make = partial(dist.new_group, members, backend=backend_for(self.device), timeout=timedelta(seconds=seconds))
+        if self.device.type == "cuda":  # NCCL connects later, and a thread has a device of its own
+            return cast(dist.ProcessGroup, make())
+        answer: Future[dist.ProcessGroup] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(make())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="stagewright-groups").start()
+        try:
+            return answer.result(seconds + _LEAST)
+        except TimeoutError:
+            raise RuntimeError("connecting takes too long") from None
+
+    def _meet(self, until: float) -> None:
+        self._meetings += 1
+        places = {one: self._place(one, self._meetings) for one in range(self.world.size)}
+        self._store.set(places[self.world.rank], "")
+        try:
+            self._store.wait(list(places.values()), timedelta(seconds=max(until - time.monotonic(), _LEAST)))
+        except RuntimeError as error:
+            behind = [one for one in self._others if not self._store.check([places[one]])]
+            raise self._lost(behind, "have not come", until=until) from error
+
+    @property
+    def _others(self) -> list[int]:
+        return [one for one in range(self.world.size) if one != self.world.rank]
+
+    def _place(self, process: int, meeting: int) -> str:
+        return f"{self._name}/{meeting}/{process}"
+
+    def _lost(self, behind: Sequence[int], fate: str, *, until: float, why: str = "") -> PipelineError:
+        late = time.monotonic() > until - 0.1 * self._timeout
+        story = (
+            f"rank {self.world.rank}: making the links of a PipelineModule: the ranks {', '.join(map(str, behind))} "
+            f"{fate}{f' within {self._timeout:g} s' if late else ''}{why}: did all of them make this call?"
+        )
+        return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
-def link_lanes(links: Iterable[Link], place: MeshPlace, *, device: torch.device, timeout: float) -> dict[Link, Lanes]:
+def link_lanes(links: Iterable[Link], place: MeshPlace, groups: Groups) -> dict[Link, Lanes]:
     """The groups of each directed link that this process is part of. Collective: all processes give the same links.
 
     gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,
@@ -94,24 +179,20 @@ def link_lanes(links: Iterable[Link], place: MeshPlace, *, device: torch.device,
     scheduler slice. NCCL: a communicator a directed link, made in the same order everywhere.
     """
     lanes: dict[Link, Lanes] = {}
-    world, me = place.world, place.world.rank
-    if backend_for(device) == "gloo":
-        everyone = range(world.size)
-        up, down = (
-            tuple(make_group(everyone, world, device=device, timeout=timeout) for _ in range(GLOO_LANES))
-            for _ in range(2)
-        )
+    me = place.world.rank
+    if backend_for(groups.device) == "gloo":
+        both = groups.make(*[range(place.world.size)] * (2 * GLOO_LANES))
+        up, down = tuple(both[:GLOO_LANES]), tuple(both[GLOO_LANES:])
         for sender, receiver in links:
             ends = place.process_of(sender), place.process_of(receiver)
             if me in ends:
                 peer = ends[1] if me == ends[0] else ends[0]
                 lanes[sender, receiver] = Lanes(up if sender < receiver else down, peer, peer)
         return lanes
-    for sender, receiver in sorted(links):
-        ends = place.process_of(sender), place.process_of(receiver)
-        pair = sorted(ends)
-        group = make_group(pair, world, device=device, timeout=timeout)
+    ordered = sorted(links)
+    pairs = [sorted((place.process_of(sender), place.process_of(receiver))) for sender, receiver in ordered]
+    for link, pair, group in zip(ordered, pairs, groups.make(*pairs), strict=True):
         if me in pair:
-            peer = ends[1] if me == ends[0] else ends[0]
-            lanes[sender, receiver] = Lanes((group,), pair.index(peer), peer)
+            peer = pair[1] if me == pair[0] else pair[0]
+            lanes[link] = Lanes((group,), pair.index(peer), peer)
     return lanes

@@ -136,7 +136,7 @@ def measure_links(
     hosts = list(by_host.values())
     wanted = [("host", _inside(hosts)[:pairs_a_level]), ("network", _between(hosts)[:pairs_a_level])]
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
-    lanes = link_lanes(both, place, device=device, timeout=timeout)
+    lanes = link_lanes(both, place, together.groups)
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
     levels = []
     for name, pairs in wanted:
@@ -160,6 +160,9 @@ def measure_links(
             members = hosts[0] if name == "host" else [ranks[0] for ranks in hosts]
             seconds = _sum_seconds(together, members, world.rank, device=device)
             levels.append(_level(name, len(members), pairs, sizes, times, sum_seconds=seconds))
+    together.gather(None, what="measuring the links")
+    transport.close()
+    together.close()
     return _as_levels(levels, hosts, world.size)
 
 

@@ -147,6 +147,10 @@ class ProcessGroupTransport:
         self._sent.clear()
         self._leftover.clear()
 
+    def close(self) -> None:
+        """Drop the groups: whoever made them can destroy them then."""
+        self._lanes = {}
+
     def _free_leftover(self, timeout: float) -> None:
         while self._leftover:
             message, peer, _, works = self._leftover.popleft()

@@ -61,6 +61,9 @@ class Transport(Protocol):
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
 
+    def close(self) -> None:
+        """Let go of the links: nothing can be sent or received any more."""
+
 
 class Mailbox:
     """Messages under way between the ranks of one process."""
@@ -106,3 +109,6 @@ class InProcessTransport:
     def abort(self) -> None:
         """Drop what is under way: the next batch has messages of the same names."""
         self._mailbox.messages.clear()
+
+    def close(self) -> None:
+        """There are no links to let go of."""

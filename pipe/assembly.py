@@ -138,7 +138,7 @@ def assemble(
     execution = _execution(train.schedule, ownership, collectives, settings)
     evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
     links = _links_of([*execution.programs, *evaluation_programs])
-    transports = _make_transports(links, place, device=device, timeout=settings.timeout)
+    transports = _make_transports(links, place, collectives, device=device, timeout=settings.timeout)
     for transport in transports.values():
         guard.on_failure(transport.abort)
     update = execution.make_update(
@@ -300,13 +300,13 @@ def _links_of(programs: Sequence[RankProgram]) -> frozenset[Link]:
 
 
 def _make_transports(
-    links: frozenset[Link], place: MeshPlace, *, device: torch.device, timeout: float
+    links: frozenset[Link], place: MeshPlace, collectives: Collectives, *, device: torch.device, timeout: float
 ) -> dict[int, Transport]:
     """By local rank. Collective over the processes."""
     if not place.world.distributed:
         mailbox = Mailbox()
         return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
-    lanes = link_lanes(sorted(links), place, device=device, timeout=timeout)
+    lanes = link_lanes(sorted(links), place, collectives.groups)
     return {r: ProcessGroupTransport(r, lanes, device=device, timeout=timeout) for r in place.local_ranks}
 
 

@@ -61,7 +61,7 @@ class AutoLayout:
         return layout_of_plan(self.plan(inputs_and_target), self._world, num_microbatches=None)
 
     def plan(self, inputs_and_target: Sequence[Any], **restrictions: Any) -> Plan:
-        """The plan for batches like this one, the same on every rank. Collective over the processes.
+        """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
 
         Arguments:
             restrictions: of the planner's search, see `stagewright.partition.plan`.
@@ -82,6 +82,8 @@ class AutoLayout:
             return plan(profiles, cluster, global_batch=batch, **settings).to_json()
 
         found = Plan.from_json(self._together(search if self._world.rank == 0 else lambda: "", what="planning")[0])
+        self._collectives.gather(None, what="planning")
+        self._collectives.close()
         if self._world.rank == 0:
             _log.info("%s", found.explain())
         return found

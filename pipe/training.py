@@ -77,13 +77,19 @@ class Training:
 
     def close(self, timeout: float) -> None:
         """See PipelineModule.close."""
-        if self._guard.ended:
+        if self._guard.closed:
             return
-        if not self._update.is_lost:
-            self.drain()
-        with self._guard.together():
-            for local in self._engine.ranks:
-                local.transport.drain(timeout)
+        if not self._guard.ended:
+            if not self._update.is_lost:
+                self.drain()
+            with self._guard.together():
+                for local in self._engine.ranks:
+                    local.transport.drain(timeout)
+                self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more
+        for local in self._engine.ranks:
+            local.transport.close()
+        self._collectives.close()
+        self._guard.close()
 
     @contextmanager
     def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:

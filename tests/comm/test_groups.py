@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -11,7 +13,19 @@ import torch
 import torch.distributed as dist
 from support.pool import Pool
 
-from stagewright.comm import Collectives, MeshPlace, PeerLost, PipelineTimeout, World, join_world, read_mesh
+from stagewright.comm import (
+    Collectives,
+    FailureBoard,
+    Groups,
+    Guard,
+    MeshPlace,
+    PeerLost,
+    PipelineError,
+    PipelineTimeout,
+    World,
+    join_world,
+    read_mesh,
+)
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1)
@@ -176,3 +190,50 @@ def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
         assert peers == tuple({0, 1, 2} - {rank})
         assert seconds < 4.0
         assert kind == "PeerLost" or how == "silence"
+
+
+# --- making groups ---
+
+
+def not_all_come(stopped_after: float | None) -> tuple[str, str, float]:
+    """Group after group, until rank 2 comes no more (None: from the start) or stops, wherever it then is."""
+    world = World(rank=dist.get_rank(), size=3)
+    processes: list[Any] = [None] * 3
+    dist.all_gather_object(processes, os.getpid())
+    store = dist.distributed_c10d._get_default_store()
+    guard = Guard(FailureBoard(store, rank=world.rank, size=3))
+    groups = Groups(world, device=CPU, timeout=2.0)
+    if world.rank == 2:
+        if stopped_after is None:
+            time.sleep(30.0)
+        threading.Timer(stopped_after or 0.0, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+    try:
+        with guard.together():
+            while True:
+                started = time.monotonic()
+                groups.make([0, 1, 2])
+    except PipelineError as error:
+        seconds = time.monotonic() - started
+        if store.add("told", 1) == 2:
+            os.kill(processes[2], signal.SIGKILL)
+        return type(error).__name__, str(error), seconds
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stopped_after", [None, 0.10, 0.13, 0.17])
+def test_a_process_that_stops_while_groups_are_made_is_named_in_time(
+    request: pytest.FixtureRequest, stopped_after: float | None
+) -> None:
+    pool = Pool(filters=request.config.getini("filterwarnings"))
+    replies = pool.replies(not_all_come, ranks=3, args=(stopped_after,), timeout=40.0)
+    pool.close()
+    for rank, reply in enumerate(replies[:2]):
+        assert reply.kind == "ok", reply.text
+        kind, message, seconds = reply.value
+        assert kind == "PipelineTimeout", message
+        assert message.startswith(f"rank {rank}: making the links of a PipelineModule: the ranks ")
+        assert " 2 have not co" in message
+        assert "\ncause: rank 2, which rank " in message
+        assert "cause: rank 0" not in message
+        assert "cause: rank 1" not in message
+        assert 1.9 < seconds < 2.0 + 1.5 + 1.5  # the time-out, and what a rank waits for the reports of others

@@ -10,6 +10,7 @@ must not; `PATIENCE` is what an error may take beyond them on a busy machine (3 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -358,6 +359,48 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
 
 
 # --- what is kept while nothing goes wrong ---
+
+
+def open_and_close(count: int) -> list[tuple[int, int]]:
+    """(descriptors, threads) of this process after each of `count` modules, one after the other."""
+    found, kept = [], []
+    for _ in range(count):
+        pipe = pipeline(schedule="2bw")
+        step(pipe)()
+        pipe.close()
+        pipe.close()
+        kept.append(pipe)  # the user's own variables live on
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    closed = told(lambda: kept[-1].train_step(X, Y))
+    assert closed.kind == "PipelineError", closed
+    assert "this pipeline has ended: expected a new PipelineModule after close()" in closed.text
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
+def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
+    for found in gloo.run(open_and_close, ranks=2, args=(30,), timeout=100.0):
+        assert found[-1] == found[2], found
+
+
+def fail_and_close() -> list[tuple[int, int]]:
+    """The same after a step that fails on rank 1."""
+    found = []
+    for _ in range(4):
+        pipe = pipeline(trip={1: raise_key_error})
+        assert told(step(pipe)).kind != "none"
+        pipe.close()
+        del pipe
+        gc.collect()  # the error's traceback holds what it passed through
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
+def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
+    for found in gloo.run(fail_and_close, ranks=2, timeout=100.0):
+        assert found[-1] == found[1], found
 
 
 def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
