@@ -29,6 +29,11 @@ def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
     return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
 
 
+def memory_of(tensor: torch.Tensor) -> object:
+    """The same for tensors over the same memory; None where that cannot be told (sparse ones)."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
 def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
     """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
 
@@ -43,6 +48,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
         flat, structure = value, None
     else:
         flat, structure = flatten(value, end=piece.end)
+    buffers = {memory_of(buffer) for buffer in linked.module.buffers()} - {None}
     stage = StageModule(
         name=piece.name,
         end=piece.end,
@@ -51,6 +57,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
         num_outputs=len(flat),
         structure=structure,
         clone_inputs=bool(changed),
+        clone_outputs=frozenset(i for i, x in enumerate(flat) if memory_of(x) in buffers),
     )
     return stage, flat, changed
 

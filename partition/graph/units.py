@@ -71,6 +71,8 @@ class StageModule:
         structure: of what it returns; None: a tuple of tensors, as a graph does.
         clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
             before, or to the user.
+        clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
+            of them travel.
     """
 
     name: str
@@ -80,10 +82,16 @@ class StageModule:
     num_outputs: int
     structure: pytree.TreeSpec | None
     clone_inputs: bool
+    clone_outputs: frozenset[int]
 
     def run(self, inputs: Tensors) -> Tensors:
         """The flat outputs."""
         return self.flatten(self.module(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))
+
+    def detached(self, outputs: Tensors) -> Tensors:
+        """Outputs as they leave the stage: without a graph, and without the memory of buffers."""
+        copied = self.clone_outputs
+        return tuple(x.detach().clone() if i in copied else x.detach() for i, x in enumerate(outputs))
 
     def flatten(self, value: object) -> Tensors:
         """Flat outputs from what the module returned; OutputError where it is built otherwise than it was."""

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
-from ...partition.graph.first_run import first_run, run_and_watch, take
+from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule, Tensors
 from .randomness import Seeder
@@ -132,7 +132,7 @@ def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, changed: Collection[int]) -> None:
     """ValueError where a stage changes an input in place that is, in part, another input too: it gets copies."""
-    memory = [x.untyped_storage()._cdata for x in arguments]
+    memory = [memory_of(x) for x in arguments]
     for one in sorted(changed):
         other = next((i for i, each in enumerate(memory) if i != one and each == memory[one]), None)
         if other is not None:

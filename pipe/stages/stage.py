@@ -116,12 +116,12 @@ class Stage:
         if loss is not None:
             mean_or_sum, count = loss
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
-        return tuple(o.detach() for o in outputs), None
+        return train.detached(outputs), None
 
     def evaluate_forward(self, inputs: Sequence[torch.Tensor], target: object) -> tuple[Tensors, LossValue | None]:
         """Run a microbatch without a graph, in evaluation mode; the last stage returns outputs and loss."""
         with torch.no_grad():
-            outputs = self.evaluate.run(tuple(inputs))
+            outputs = self.evaluate.detached(self.evaluate.run(tuple(inputs)))
             loss = self._loss_of(outputs, target, False) if self._loss_of is not None else None
         return outputs, loss
 

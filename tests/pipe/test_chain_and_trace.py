@@ -449,6 +449,46 @@ def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None
     assert not [name for piece in others for name, _ in piece.module.named_buffers()]
 
 
+class CountsOn(Layers):
+    """A buffer that is changed in place is also a value, which a later layer takes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            self.calls += 1
+        return self.d(self.c(self.b(h)) * self.calls)
+
+
+class GivesItsBuffer(Counting):
+    """The same in a chain."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += self.training
+        return self.a(x), self.calls
+
+
+class Scales(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "point"),
+    [(CountsOn, 2, "b"), (CountsOn, 2, "c"), (lambda: chain(GivesItsBuffer(), Scales(), linear()), 2, "1")],
+)
+def test_a_buffer_on_its_way_is_what_it_was(make: Callable[[], nn.Module], ranks: int, point: str) -> None:
+    """The next stage saw what the following microbatches had made of it: the message was the buffer's own memory."""
+    agree_with_one_process(make, ranks=ranks, split_points=[point])
+    units = TracedUnits(CountsOn().double(), (X,), enter_unit=None)
+    assert [len(list(piece.module.buffers())) for piece in units.at(["b", "c", "d"]).pieces] == [1, 0, 0, 0]
+
+
 def test_a_buffer_that_stands_still_may_be_on_two_stages() -> None:
     agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH).eval()))
     agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), ranks=1)
