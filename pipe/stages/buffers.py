@@ -63,7 +63,7 @@ class MovingBuffers:
         return places
 
     def after_forward(self, before: Snapshot) -> Snapshot:
-        """What to put back for the second run.
+        """The values to put back for the second run.
 
         Raises ValueError for a large buffer that moves, and did not in the first forward.
         """

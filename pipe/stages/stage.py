@@ -71,7 +71,7 @@ class Stage:
         self.train = train
         self.evaluate = evaluate
         self.recompute = recompute
-        self.weights = weights
+        self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
         self._buffers = MovingBuffers(train.module, *([] if loss_module is None else [loss_module]))
@@ -96,7 +96,7 @@ class Stage:
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
-        weights, train = self.weights, self.train
+        weights, train = self._weights, self.train
         runs_again = self.recompute == "full"
         if weights is not None:
             weights.bind(version)
@@ -137,16 +137,16 @@ class Stage:
         Returns the gradient of each input that wants one, by slot (None for the others).
         """
         live = self._live.pop(key)
-        if self.weights is not None:
-            self.weights.begin_backward(live.version, group)
+        if self._weights is not None:
+            self._weights.begin_backward(live.version, group)
         try:
             outputs = live.outputs if live.outputs is not None else self._recomputed(live)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         finally:
-            if self.weights is not None:
-                self.weights.end_backward(live.version, group)
+            if self._weights is not None:
+                self._weights.end_backward(live.version, group)
         return [(torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves]
 
     def drop(self) -> None:

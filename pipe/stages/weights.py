@@ -105,7 +105,7 @@ class WeightVersions:
     # Gradients of an update group, in the order of the parameters
 
     def gradients(self, group: int) -> Gradients:
-        """What the backwards of the group have added up so far; None where nothing came."""
+        """Sums of what the backwards of the group made so far; None where nothing came."""
         return self._gradients.setdefault(group, [None] * len(self.own))
 
     # Updates

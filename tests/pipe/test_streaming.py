@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import nn
 
+from stagewright.partition.graph.chain import given_stages
+from stagewright.partition.graph.first_run import first_run
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
+from stagewright.pipe.stages.stage import Stage
+from stagewright.pipe.stages.weights import WeightVersions
 from stagewright.schedules import ScheduleError, build
 
 
@@ -333,3 +338,20 @@ def _different_number_of_steps(rank_steps: tuple[int, ...]) -> str:
 def test_ranks_that_make_different_calls_end_with_a_reason(gloo: Pool) -> None:
     answers = gloo.run(_different_number_of_steps, ranks=2, args=((3, 2),))
     assert any("PipelineTimeout" in answer or "PeerLost" in answer for answer in answers), answers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
+    """A version stands in for them while the module runs, and no longer, whatever the module does."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    (piece,) = given_stages([layer], enter_unit=None).pieces
+    module, _, _ = first_run(piece, piece.link(None, index=0, num_inputs=1), (X,))
+    weights = WeightVersions(name="stage 0", module=layer, parameters=list(layer.named_parameters()), count=2)
+    seen: list[nn.Parameter] = []
+    layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight))
+    stage = Stage(index=0, name="0", train=module, evaluate=module, loss_of=None, recompute="none", weights=weights)
+    own = layer.weight
+    with pytest.raises(RuntimeError, match="mat1 and mat2") if fails else nullcontext():
+        stage.forward(0, [X[:, :1] if fails else X], [False], None, version=0)
+    assert seen[0] is not own
+    assert layer.weight is own
