@@ -49,7 +49,8 @@ class Needs:
     (B or I) is looked up by microbatch.
 
     Attributes:
-        wires: activations of each edge, and gradients where the edge has them, in the order of the edges.
+        wires: activations of each edge, and gradients where the edge and the schedule have them, in the order of the
+            edges.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -61,11 +62,12 @@ class Needs:
         self._consumers: list[list[int]] = [[] for _ in stages]
         self._grads_to: list[list[int]] = [[] for _ in stages]
         self._grads_from: list[list[int]] = [[] for _ in stages]
+        has_backward = schedule.has_backward
         for src, dst, grad in schedule.stage_edges:
             self.wires.append(Wire(MessageKind.ACT, src, dst))
             self._producers[dst].append(src)
             self._consumers[src].append(dst)
-            if grad:
+            if grad and has_backward:
                 self.wires.append(Wire(MessageKind.GRAD, dst, src))
                 self._grads_to[dst].append(src)
                 self._grads_from[src].append(dst)

@@ -61,7 +61,7 @@ class _Ways:
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule, self.table, self.links = schedule, table, links
-        wires = [wire for wire in Needs(schedule).wires if schedule.has_backward or wire.kind is MessageKind.ACT]
+        wires = Needs(schedule).wires
         self.counts = [Counter((a.op, a.stage) for a in program) for program in schedule.programs]
         # The op that makes the gradient: the cheaper one where a stage has both.
         self.present = set().union(*self.counts)

@@ -244,6 +244,24 @@ def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
     assert timeline.makespan == 8.5
 
 
+def test_the_global_norm_waits_for_all_sums() -> None:
+    """Rank 0 ends its backward at 6 and rank 1 at 4; the sum of stage 1 is through at 9, then the norm."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    costs = Costs(forward=1.0, backward=2.0, update=0.5, norm=0.25)
+    links = Links(network=Way(), sums=(Sum(stage=1, seconds=5.0),))
+    timeline = simulate(schedule, costs, links)
+    assert [trace.compute[-1].start for trace in timeline.ranks] == [9.25, 9.25]
+    assert lower_bound(schedule, costs, links) == timeline.makespan == 9.75
+
+
+def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
+    """Microbatch 0 comes to rank 2 at once, microbatch 1 from another replica 9 later: one forward ends before that."""
+    schedule = by_hand("0F0", "0F1", "1F0 1F1", microbatches=2, placement=[[0], [0], [1]])
+    links = Links(network={(0, 2): Way(), (1, 2): Way(latency=9.0)})
+    assert lower_bound(schedule, Costs(forward=1.0), links) == 11.0
+    assert simulate(schedule, Costs(forward=1.0), links).makespan == 11.0
+
+
 def test_a_sum_in_a_stream_holds_up_the_update_alone() -> None:
     schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
     links = Links(network=Way(), sums=(Sum(stage=0, seconds=1.5),))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stagewright.schedules import Schedule, ScheduleError, build, check
 from stagewright.schedules.versions import derive_versions
+from stagewright.schedules.weight_rules import RULES
 
 from .random_schedules import by_hand, schedules, steady, with_updates
 
@@ -160,3 +161,16 @@ def test_batch_after_batch_is_a_flush(schedule: Schedule, batches: int) -> None:
 
 def test_built_schedules_have_one_version() -> None:
     assert check(build("1f1b", num_ranks=3, num_microbatches=4)).peak_versions == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "updates"),
+    [("flush", [1, 1], 1), ("2bw", [2, 2], 1), ("stashing", [1, 5], 2), ("vertical-sync", [1, 5], 2)],
+)
+def test_what_planners_and_runtimes_ask_of_a_rule(name: str, kept: list[int], updates: int) -> None:
+    rule = RULES[name]
+    assert rule.name == name
+    assert [rule.versions_kept(in_use) for in_use in (1, 5)] == kept
+    assert rule.updates_per_batch(12, (2, 3, 1)) == updates  # each replica adds to each update
+    assert rule.is_asynchronous == (name != "flush")
+    assert (rule.why_no_norm is None) == (rule.why_no_ties is None) == (name in ("flush", "2bw"))
