@@ -16,7 +16,7 @@ import torch
 from support.cases import Case, Layout, agree, difference
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case
 from support.models import make_batch, make_model, seeded_units
-from support.pipeline import clear, make_pipeline, run, users_model
+from support.pipeline import clear, make_pipeline, run
 from support.reference import Seeder, accumulate, gradients, reference, reference_model
 from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ def test_batchnorm_on_batches_of_other_sizes(task: str) -> None:
 def test_max_grad_norm(task: str) -> None:
     """Over all stages at once; a tied weight counts once. SGD does not amplify the rounding of the norm."""
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    case = make_case(task, layout, 5, max_grad_norm=0.05, optimizer="sgd")
+    case = make_case(task, layout, 5, max_grad_norm=0.05, optimizer="momentum")
     assert all(norm is not None and norm > 0.05 for norm in reference(case).grad_norms)
     check(case, layout)
 
@@ -133,7 +133,7 @@ def test_gradients_below_max_grad_norm_are_left_alone() -> None:
     assert all(difference(outcome.state[name], expected.state[name]) == 0.0 for name in expected.state)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_learning_rate_scheduler(optimizer: str) -> None:
     layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=3)
     check(make_case("mlp", layout, 4, decay=True, optimizer=optimizer), layout)
@@ -175,7 +175,7 @@ def batch_of(case: Case, call: int) -> tuple[Any, ...]:
 def test_several_forward_backward_calls_add_up(task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     case = make_case(task, layout, 5)
-    model = users_model(case)
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model, optimizer=None)
     for call in range(3):
         pipe.forward_backward(*batch_of(case, call))
@@ -190,7 +190,7 @@ def test_several_forward_backward_calls_add_up(task: str) -> None:
 def test_clip_grad_norm_over_all_stages(task: str) -> None:
     layout = Layout(num_ranks=3)
     case = make_case(task, layout, 5)
-    model = users_model(case)
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model, optimizer=None)
     pipe.forward_backward(*batch_of(case, 0))
     norm = pipe.clip_grad_norm_(0.1)
@@ -204,7 +204,7 @@ def test_clip_grad_norm_over_all_stages(task: str) -> None:
 def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
     layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=2)
     case = make_case("mlp", layout, 4)
-    model = users_model(case)
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model, optimizer=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     pipe.forward_backward(*batch_of(case, 0))  # the protocol's first call takes no step
@@ -221,7 +221,7 @@ def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
 def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     layouts = (Layout(num_ranks=4), Layout(schedule="interleaved", num_ranks=2, num_chunks=2))
     case = make_case(task, layouts[0], 5)
-    model = users_model(case)
+    model = reference_model(case)
     trained = make_pipeline(case, layouts[0], model)
     names = list(model.state_dict())
     trained.train_step(*batch_of(case, 0))
@@ -231,7 +231,7 @@ def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     evaluation = trained.eval_step(*batch_of(case, 1))
     trained.close()
 
-    model = users_model(case)
+    model = reference_model(case)
     fresh = make_pipeline(case, layouts[1], model)
     fresh.load_state_dict(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in fresh.full_state_dict().items())
@@ -245,7 +245,7 @@ def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
 def test_a_loaded_tied_weight_stays_tied() -> None:
     layout = Layout(num_ranks=3)
     case = make_case("tied-gpt", layout, 4)
-    model = users_model(case)
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model)
     pipe.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
     pipe.train_step(*batch_of(case, 0))
@@ -281,7 +281,7 @@ def _tuple(output: Any) -> tuple[Tensor, ...]:
 def test_without_example_inputs_the_first_call_builds(task: str) -> None:
     layout = Layout(num_ranks=3)
     case = make_case(task, layout, 5)
-    model = users_model(case)
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model, example_inputs=None)
     assert pipe.forward_backward(*batch_of(case, 0)).loss == pytest.approx(reference(case).losses[0], abs=1e-12)
     found, expected = gradients(model), reference(case).first_grads

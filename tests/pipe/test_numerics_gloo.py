@@ -8,7 +8,7 @@ from support.cases import Case, Layout, agree, difference
 from support.holdings import storage_bytes, take_stock
 from support.matrix import cover, make_case, sample
 from support.models import make_batch
-from support.pipeline import make_pipeline, run, users_model
+from support.pipeline import make_pipeline, run
 from support.pool import Pool
 from support.reference import copied, gradients, reference, reference_model
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout
 @pytest.mark.parametrize("task", ["batchnorm", "tied-gpt"])
 def test_max_grad_norm(gloo: Pool, task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    check(gloo, make_case(task, layout, 5, max_grad_norm=0.05, optimizer="sgd"), layout)
+    check(gloo, make_case(task, layout, 5, max_grad_norm=0.05, optimizer="momentum"), layout)
 
 
 @pytest.mark.parametrize("task", ["gpt", "unet"])
@@ -68,7 +68,7 @@ def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=3, num_chunks=2)
     case = make_case(task, layout, 4)
     holdings = gloo.run(take_stock, ranks=3, args=(case, layout))
-    model = users_model(case)
+    model = reference_model(case)
     owned = [name for rank in holdings for name in rank.names]
     assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
     for rank in holdings:
@@ -81,7 +81,7 @@ def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
 
 def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
     """Loads a full, then a local state dict; whether the weights are those of `state` after each."""
-    pipe = make_pipeline(case, layout, users_model(case))
+    pipe = make_pipeline(case, layout, reference_model(case))
     inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
     pipe.load_state_dict(state)
     local = copied(pipe.state_dict())
@@ -102,7 +102,7 @@ def test_state_dicts_load_whole_and_by_rank(gloo: Pool, task: str) -> None:
 
 def clip_by_hand(case: Case, layout: Layout) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """forward_backward, clip_grad_norm_ and the user's own optimizer over this rank's parameters."""
-    pipe = make_pipeline(case, layout, users_model(case), optimizer=None)
+    pipe = make_pipeline(case, layout, reference_model(case), optimizer=None)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
     pipe.forward_backward(*inputs, target)
@@ -135,7 +135,7 @@ def test_clip_grad_norm_and_the_users_own_optimizer(gloo: Pool, task: str) -> No
 def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]:
     """No process group, no mesh, no example inputs: all of it comes from outside and the first call."""
     inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
-    pipe = make_pipeline(case, layout, users_model(case), mesh=None, example_inputs=None)
+    pipe = make_pipeline(case, layout, reference_model(case), mesh=None, example_inputs=None)
     loss = pipe.forward_backward(*inputs, target).loss
     position = (pipe.rank, pipe.num_ranks, loss)
     pipe.close()

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
 from torch import nn
 
-from .async_reference import (
-    ASYNC_TASKS,
-    AsyncCase,
-    AsyncOutcome,
-    autocast,
-    case_bounds,
-    make_batch,
-    make_model,
-    make_optimizer,
-    optimizer_states,
-)
-from .models import Chain
-from .reference import copied, make_scheduler
+from .async_reference import AsyncCase, AsyncOutcome, autocast, case_bounds, make_batch, make_model, optimizer_states
+from .models import task_of
+from .pipeline import assembled, random_state
+from .reference import copied, make_optimizer, make_scheduler
 
 
 def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
     """The pipeline of a case over `make_model(case)`."""
-    from stagewright.pipe import PipelineModule
-
     inputs, _ = make_batch(case, 0, case.sizes[0])
     settings: dict[str, Any] = {
         "schedule": make_schedule(case),
-        "loss_fn": ASYNC_TASKS[case.task].loss,
+        "loss_fn": task_of(case.task).loss,
         "optimizer": make_optimizer(case.optimizer),
         "lr_scheduler": make_scheduler if case.decay else None,
         "max_grad_norm": case.max_grad_norm,
@@ -38,17 +26,12 @@ def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
         "mesh": {"pipe": case.num_ranks},
         "recompute": case.recompute,
         "seed": case.seed,
-        "timeout": 30.0,
     }
     if isinstance(settings["schedule"], str):
         settings["num_microbatches"] = case.num_microbatches
-    if isinstance(model, Chain):
-        settings["stages"] = list(model)
-    else:
-        settings["model"] = model
     if isinstance(model, nn.Sequential):
         settings["split_points"] = [str(child) for child in case_bounds(case, len(model))]
-    return PipelineModule(**(settings | options))
+    return assembled(model, **(settings | options))
 
 
 def make_schedule(case: AsyncCase) -> Any:
@@ -68,11 +51,11 @@ def make_schedule(case: AsyncCase) -> Any:
 def run(case: AsyncCase) -> AsyncOutcome:
     """Trains on all batches of the case; under several processes on every one of them."""
     torch.manual_seed(5)  # the user's random state, which no call may change
-    before = (torch.get_rng_state().numpy().tobytes(), random.getstate())
+    before = random_state()
     outcome = AsyncOutcome()
     with autocast(case):
         _train(case, outcome)
-    if (torch.get_rng_state().numpy().tobytes(), random.getstate()) != before:
+    if random_state() != before:
         outcome.complaints.append("the global random state was touched")
     return outcome
 

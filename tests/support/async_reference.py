@@ -17,17 +17,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .cases import difference
-from .layers import DROPOUT, VOCABULARY, Block, D, Embed
-from .models import TASKS, Chain, Task, masked_token_loss, masked_tokens, seeded_units, signals, token_loss, tokens
-from .reference import Seeder, copied, cut, make_scheduler
+from . import models
+from .cases import listed, same
+from .models import Chain, masked_token_loss, seeded_units, task_of
+from .reference import Seeder, copied, cut, make_optimizer, make_scheduler
 
 UNEVEN = (11, 13, 8, 10, 9, 7)
 
@@ -76,7 +76,7 @@ class AsyncCase:
     @property
     def tolerance(self) -> float:
         """0 where everything is added up in the reference's order."""
-        task = ASYNC_TASKS[self.task]
+        task = task_of(self.task)
         reordered = self.replicas or task.tied or task.kind == "traced" or task.loss is masked_token_loss
         if not reordered and self.max_grad_norm is None:
             return 0.0
@@ -112,89 +112,33 @@ def assert_exact(
     loss_tolerance = max(tolerance, loss_tolerance)
     for rank, outcome in enumerate(outcomes):
         assert not outcome.complaints, f"rank {rank}: {outcome.complaints}"
-        steps = sorted(outcome.losses)
-        assert steps == sorted(expected.losses), f"rank {rank}: losses of steps {steps}"
-        gaps = {f"step {t}": abs(outcome.losses[t] - loss) for t, loss in expected.losses.items()}
-        _within(f"rank {rank}, loss", gaps, loss_tolerance)
-        assert len(outcome.evals) == len(expected.evals), f"rank {rank}: {len(outcome.evals)} evaluations"
-        gaps = {str(k): abs(a - b) for k, (a, b) in enumerate(zip(outcome.evals, expected.evals, strict=True))}
-        _within(f"rank {rank}, eval loss", gaps, max(loss_tolerance, 1e-12))
+        same(f"rank {rank}, loss of step", outcome.losses, expected.losses, loss_tolerance)
+        same(f"rank {rank}, eval loss", listed(outcome.evals), listed(expected.evals), max(loss_tolerance, 1e-12))
         for norm in outcome.grad_norms:
             nearest = min(expected.grad_norms, key=lambda known: abs(known - norm), default=float("inf"))
             assert abs(norm - nearest) <= max(loss_tolerance, 1e-12), f"rank {rank}: gradient norm {norm}, {nearest=}"
-        assert outcome.state.keys() == expected.state.keys(), f"rank {rank}: {sorted(outcome.state)}"
-        gaps = {name: difference(tensor, expected.state[name]) for name, tensor in outcome.state.items()}
-        _within(f"rank {rank}, state", gaps, tolerance)
+        same(f"rank {rank}, state", outcome.state, expected.state, tolerance)
         unknown = outcome.optimizer_state.keys() - expected.optimizer_state.keys()
         assert not unknown, f"rank {rank}: optimizer states {sorted(unknown)}"
-        gaps = {key: difference(value, expected.optimizer_state[key]) for key, value in outcome.optimizer_state.items()}
-        _within(f"rank {rank}, optimizer state", gaps, tolerance)
+        of_rank = {key: expected.optimizer_state[key] for key in outcome.optimizer_state}
+        same(f"rank {rank}, optimizer state", outcome.optimizer_state, of_rank, tolerance)
     missing = expected.optimizer_state.keys() - {name for outcome in outcomes for name in outcome.optimizer_state}
     assert not missing, f"optimizer states of no rank: {sorted(missing)}"
 
 
-def _within(what: str, gaps: dict[str, float], tolerance: float) -> None:
-    bad = {name: gap for name, gap in gaps.items() if not gap <= tolerance}
-    worst = ", ".join(f"{name} by {bad[name]:.2e}" for name in sorted(bad, key=lambda name: -bad[name])[:4])
-    assert not bad, f"{what}: {len(bad)} of {len(gaps)} differ by more than {tolerance}: {worst}"
-
-
-# --- models: those of models.py, and smaller ones ---
-
-
-def conv_norm() -> nn.Module:
-    """Convolutions and LayerNorm, whose backwards show a swapped weight; no random numbers. [B, 8, 16] -> the same."""
-    body = [layer for _ in range(4) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(16), nn.Tanh())]
-    return nn.Sequential(*body, nn.Conv1d(8, 8, 1))
-
-
-def small_gpt() -> nn.Module:
-    blocks = [Block() for _ in range(3)]
-    return nn.Sequential(Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False))
-
-
-def small_tied() -> nn.Module:
-    """The head of the last stage is the embedding of the first."""
-    embedding, head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY, bias=False)
-    head.weight = embedding.weight
-    return nn.Sequential(embedding, nn.Dropout(DROPOUT), Block(), Block(), nn.LayerNorm(D), head)
-
-
-ASYNC_TASKS: dict[str, Task] = TASKS | {
-    "conv-norm": Task(kind="chain", make=conv_norm, batch=signals),
-    "small-gpt": Task(kind="chain", make=small_gpt, batch=tokens, loss=token_loss),
-    "small-masked": Task(kind="chain", make=small_gpt, batch=masked_tokens, loss=masked_token_loss),
-    "small-tied": Task(kind="chain", make=small_tied, batch=tokens, loss=token_loss, tied={"5.weight": "0.weight"}),
-}
-
-
 def make_model(case: AsyncCase) -> nn.Module:
     """The untrained model, the same at every call; stages that are given one by one as a `Chain`."""
-    task = ASYNC_TASKS[case.task]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = task.make(case.num_stages) if task.kind == "stages" else task.make()
-    if task.kind == "stages":
-        model = Chain(model)
-    elif case.as_stages:
-        children = list(model)
+    model = models.make_model(case.task, num_stages=case.num_stages, dtype=case.dtype)
+    if case.as_stages:
+        children = list(model.children())
         ends = [*case_bounds(case, len(children)), len(children)]
         model = Chain([nn.Sequential(*children[a:b]) for a, b in zip([0, *ends], ends, strict=False)])
-    return model.to(case.dtype).train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def make_batch(case: AsyncCase, t: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
     """Batch t with `size` samples, the same at every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3000 + t)
-        inputs, target = ASYNC_TASKS[case.task].batch(size)
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(convert, value))
-        return value.to(case.dtype) if value.is_floating_point() else value
-
-    return convert(inputs), convert(target)
+    return models.make_batch(case.task, index=t, size=size, dtype=case.dtype)
 
 
 def case_bounds(case: AsyncCase, num_children: int) -> tuple[int, ...]:
@@ -203,17 +147,6 @@ def case_bounds(case: AsyncCase, num_children: int) -> tuple[int, ...]:
 
 def autocast(case: AsyncCase) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
-
-
-def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-        "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
-        "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-        "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    }
-    return optimizers[name]
 
 
 def optimizer_states(named: Sequence[tuple[str, Tensor]], optimizers: Any) -> dict[str, Tensor]:
@@ -286,7 +219,7 @@ class _Replay:
 
     def __init__(self, case: AsyncCase, mistake: str) -> None:
         self.case, self.mistake = case, mistake
-        self.task = ASYNC_TASKS[case.task]
+        self.task = task_of(case.task)
         self.live = make_model(case)
         self.optimizer = make_optimizer(case.optimizer)(self.live.parameters())
         self.scheduler = make_scheduler(self.optimizer) if case.decay else None

@@ -13,7 +13,7 @@ Gradients are cleared before and after each forward_backward. `losses` has one e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,22 +101,22 @@ def agree(outcomes: Outcome | Sequence[Outcome], expected: Outcome, case: Case) 
     for rank, outcome in enumerate(outcomes):
         assert not outcome.complaints, f"rank {rank}: {outcome.complaints}"
         assert outcome.losses == outcomes[0].losses, "the loss differs from rank to rank"
-        _numbers("loss of call 0", outcome.losses[:1], expected.losses[:1], tolerance)
-        _numbers("losses", outcome.losses, expected.losses, late)
-        _numbers("grad_norm", outcome.grad_norms, expected.grad_norms, late)
+        same("loss of call 0", listed(outcome.losses[:1]), listed(expected.losses[:1]), tolerance)
+        same("losses", listed(outcome.losses), listed(expected.losses), late)
+        same("grad_norm", listed(outcome.grad_norms), listed(expected.grad_norms), late)
         # Before the first update nothing but the forward has run: running statistics have no excuse.
-        _tensors("state after call 0", outcome.first_state, expected.first_state, 0.0)
-        _tensors("state", outcome.state, expected.state, late)
-        _numbers("eval loss", [outcome.eval_loss], [expected.eval_loss], max(late, GRADIENT_TOLERANCE))
+        same("state after call 0", outcome.first_state, expected.first_state, 0.0)
+        same("state", outcome.state, expected.state, late)
+        same("eval loss", {0: outcome.eval_loss}, {0: expected.eval_loss}, max(late, GRADIENT_TOLERANCE))
     outputs = [outcome.eval_output for outcome in outcomes if outcome.eval_output is not None]
     assert len(outputs) == 1, f"{len(outputs)} ranks have the output of eval_step"
-    _tensors("eval output", _named(outputs[0]), _named(expected.eval_output), max(late, GRADIENT_TOLERANCE))
+    same("eval output", _named(outputs[0]), _named(expected.eval_output), max(late, GRADIENT_TOLERANCE))
     for name, limit in (("first_grads", tolerance), ("last_grads", late)):
         wanted = _first_names(getattr(expected, name), tied)
         found: dict[str, Tensor] = {}
         for outcome in outcomes:
             mine = _first_names(getattr(outcome, name), tied)
-            _tensors(name, mine, {key: wanted[key] for key in mine if key in wanted}, limit)
+            same(name, mine, {key: wanted[key] for key in mine if key in wanted}, limit)
             found |= mine
         one_sided = sorted(found.keys() ^ wanted.keys())
         assert not one_sided, f"{name}: on one side only: {one_sided}"
@@ -132,21 +132,26 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float("inf") if math.isnan(gap) else gap
 
 
-def _tensors(what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def same(what: str, actual: Mapping[Any, Any], expected: Mapping[Any, Any], tolerance: float) -> None:
+    """Asserts that two mappings to tensors or numbers have the same keys, and values within `tolerance`."""
     one_sided = sorted(actual.keys() ^ expected.keys())
     assert not one_sided, f"{what}: on one side only: {one_sided}"
-    gaps = {name: difference(actual[name], expected[name]) for name in expected}
-    bad = {name: gap for name, gap in gaps.items() if gap > tolerance}
-    worst = sorted(bad, key=lambda name: -bad[name])[:4]
-    listed = ", ".join(f"{name} by {bad[name]:.2e}" for name in worst)
-    assert not bad, f"{what}: {len(bad)} of {len(gaps)} tensors differ by more than {tolerance}: {listed}"
+    gaps = {key: _gap(actual[key], expected[key]) for key in expected}
+    bad = {key: gap for key, gap in gaps.items() if not gap <= tolerance}
+    worst = ", ".join(f"{key} by {bad[key]:.2e}" for key in sorted(bad, key=lambda key: -bad[key])[:4])
+    assert not bad, f"{what}: {len(bad)} of {len(gaps)} differ by more than {tolerance}: {worst}"
 
 
-def _numbers(what: str, actual: Sequence[Any], expected: Sequence[Any], tolerance: float) -> None:
-    assert len(actual) == len(expected), f"{what}: {len(actual)} values, expected {len(expected)}"
-    for k, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        same = a is b if a is None or b is None else abs(a - b) <= tolerance
-        assert same, f"{what}[{k}]: {a!r}, expected {b!r} within {tolerance}"
+def _gap(actual: Any, expected: Any) -> float:
+    if isinstance(expected, Tensor):
+        return difference(actual, expected)
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    return abs(float(actual) - float(expected))
+
+
+def listed(values: Sequence[Any]) -> dict[int, Any]:
+    return dict(enumerate(values))
 
 
 def _named(output: Any) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .cases import Case, Layout
 from .models import make_batch
-from .pipeline import make_pipeline, users_model
-from .reference import copied
+from .pipeline import make_pipeline
+from .reference import copied, reference_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Holdings:
 
 
 def take_stock(case: Case, layout: Layout) -> Holdings:
-    model = users_model(case)
+    model = reference_model(case)
     watched = [weakref.ref(parameter) for parameter in model.parameters()]
     pipe = make_pipeline(case, layout, model)
     inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])

@@ -4,7 +4,7 @@
     traced  any other module: the runtime sees it through torch.export
     stages  a list of modules, one a stage: the runtime gets `stages=`
 
-Each has at least 12 places to cut (P=4, V=3).
+Each of TASKS has at least 12 places to cut (P=4, V=3); SMALL_TASKS are for runs of many batches.
 """
 
 from __future__ import annotations
@@ -180,6 +180,24 @@ class BatchNormCNN(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def conv_norm() -> nn.Module:
+    """Convolutions and LayerNorm, whose backwards show a swapped weight; no random numbers. [B, 8, 16] -> the same."""
+    body = [layer for _ in range(4) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(16), nn.Tanh())]
+    return nn.Sequential(*body, nn.Conv1d(8, 8, 1))
+
+
+def small_gpt() -> nn.Module:
+    blocks = [Block() for _ in range(3)]
+    return nn.Sequential(Embed(), nn.Dropout(DROPOUT), *blocks, nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False))
+
+
+def small_tied() -> nn.Module:
+    """The head of the last stage is the embedding of the first."""
+    embedding, head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, nn.Dropout(DROPOUT), Block(), Block(), nn.LayerNorm(D), head)
+
+
 # --- batches: (inputs, target) of `size` samples ---
 
 
@@ -278,6 +296,14 @@ TASKS: dict[str, Task] = {
 }
 
 
+SMALL_TASKS: dict[str, Task] = {
+    "conv-norm": Task(kind="chain", make=conv_norm, batch=signals),
+    "small-gpt": Task(kind="chain", make=small_gpt, batch=tokens, loss=token_loss),
+    "small-masked": Task(kind="chain", make=small_gpt, batch=masked_tokens, loss=masked_token_loss),
+    "small-tied": Task(kind="chain", make=small_tied, batch=tokens, loss=token_loss, tied={"5.weight": "0.weight"}),
+}
+
+
 class Chain(nn.ModuleList):
     """The stages of a list, called one after the other; a tuple becomes the arguments of the next."""
 
@@ -288,29 +314,33 @@ class Chain(nn.ModuleList):
         return result
 
 
-def make_model(name: str, *, num_stages: int | None = None) -> Any:
-    """The model of `TASKS[name]` in float64, the same at every call: a module, or a list of modules."""
-    task = TASKS[name]
+def task_of(name: str) -> Task:
+    """The task of that name, a large or a small one."""
+    return TASKS[name] if name in TASKS else SMALL_TASKS[name]
+
+
+def make_model(name: str, *, num_stages: int | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The untrained model of a task, the same at every call; stages that are given one by one as a `Chain`."""
+    task = task_of(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = task.make() if num_stages is None else task.make(num_stages)
-    if isinstance(model, list):
-        return [stage.double() for stage in model]
-    return model.double()
+        model = Chain(task.make(num_stages)) if task.kind == "stages" else task.make()
+    made: nn.Module = model.to(dtype)
+    return made
 
 
-def make_batch(name: str, *, index: int, size: int) -> Batch:
-    """Batch `index` of `TASKS[name]` with `size` samples in float64, the same at every call."""
+def make_batch(name: str, *, index: int, size: int, dtype: torch.dtype = torch.float64) -> Batch:
+    """Batch `index` of a task with `size` samples, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 + index)
-        inputs, target = TASKS[name].batch(size)
-    return tuple(map(_widen, inputs)), _widen(target)
+        inputs, target = task_of(name).batch(size)
 
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        return value.to(dtype) if value.is_floating_point() else value
 
-def _widen(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_widen, value))
-    return value.double() if value.is_floating_point() else value
+    return convert(inputs), convert(target)
 
 
 def seeded_units(model: nn.Module) -> list[nn.Module]:

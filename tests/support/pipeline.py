@@ -9,22 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .cases import Case, Layout, Outcome
-from .models import TASKS, Chain, make_batch, make_model
-from .reference import copied, freeze, make_optimizer, make_scheduler
-
-
-def users_model(case: Case) -> nn.Module:
-    """What the user holds: the untrained model, or a `Chain` over the stages that are given one by one."""
-    made = make_model(case.task, num_stages=case.num_stages)
-    model = Chain(made) if isinstance(made, list) else made
-    freeze(model, case.frozen)
-    return model
+from .models import TASKS, Chain, make_batch
+from .reference import copied, make_optimizer, make_scheduler, reference_model
 
 
 def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) -> Any:
-    """The pipeline of a case over `users_model(case)`."""
-    from stagewright.pipe import PipelineModule
-
+    """The pipeline of a case over `reference_model(case)`."""
     inputs, _ = make_batch(case.task, index=0, size=case.batch_sizes[0])
     settings: dict[str, Any] = {
         "schedule": layout.schedule,
@@ -39,17 +29,23 @@ def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) 
         "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
         "split_points": None if layout.split_points is None else list(layout.split_points),
         "seed": case.seed,
-        "timeout": 30.0,
     }
-    settings |= {"stages": list(model)} if isinstance(model, Chain) else {"model": model}
-    return PipelineModule(**(settings | options))
+    return assembled(model, **(settings | options))
+
+
+def assembled(model: nn.Module, **settings: Any) -> Any:
+    """A PipelineModule over a model, or over the stages of a `Chain`."""
+    from stagewright.pipe import PipelineModule
+
+    what = {"stages": list(model)} if isinstance(model, Chain) else {"model": model}
+    return PipelineModule(**what, **({"timeout": 30.0} | settings))
 
 
 def run(case: Case, layout: Layout) -> Outcome:
     """Runs the protocol; under several processes on every one of them."""
     torch.manual_seed(5)  # the user's random state, which no call may change
-    before = _random_state()
-    model = users_model(case)
+    before = random_state()
+    model = reference_model(case)
     pipe = make_pipeline(case, layout, model)
     outcome = Outcome()
     sizes = case.batch_sizes
@@ -84,7 +80,7 @@ def run(case: Case, layout: Layout) -> Outcome:
         outcome.complaints.append(f"output of eval_step: {has_last=}, got {evaluation.output!r}")
     outcome.last_grads = forward_backward(len(sizes) - 1)
     outcome.state = copied(pipe.full_state_dict())
-    if _random_state() != before:
+    if random_state() != before:
         outcome.complaints.append("the global random state was touched")
     pipe.close()
     return outcome
@@ -106,5 +102,5 @@ def _in_process(layout: Layout) -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-def _random_state() -> tuple[bytes, Any]:
+def random_state() -> tuple[bytes, Any]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate()

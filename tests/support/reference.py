@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .cases import Case, Outcome
-from .models import TASKS, Chain, make_batch, make_model, seeded_units
+from .models import TASKS, make_batch, make_model, seeded_units
 
 _WORD = 2**64
 
@@ -98,9 +98,8 @@ def evaluate(model: nn.Module, inputs: tuple[Tensor, ...], target: Any, case: Ca
 
 
 def reference_model(case: Case) -> nn.Module:
-    """The untrained model as one module, with its frozen parameters; a list of stages becomes a `Chain`."""
-    made = make_model(case.task, num_stages=case.num_stages)
-    model = Chain(made) if isinstance(made, list) else made
+    """The untrained model as one module, with its frozen parameters."""
+    model = make_model(case.task, num_stages=case.num_stages)
     freeze(model, case.frozen)
     return model.train()
 
@@ -112,11 +111,14 @@ def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
 
 
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    if name == "adamw":
-        return functools.partial(torch.optim.AdamW, lr=1e-2)
-    if name == "sgd":
-        return functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    raise ValueError(f"optimizer {name!r}: expected 'adamw' or 'sgd'")
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+        "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+        "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+        "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    }
+    return optimizers[name]
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
