@@ -88,7 +88,7 @@ def check_rule(schedule: Schedule, versions: Versions) -> None:
     most = rule.most_versions
     for (stage, index), version in versions.used.items():
         newest = versions.newest[stage, index]
-        if version > newest or (most == 1 and version != newest):
+        if version > newest:
             raise ScheduleError(
                 f"{stage}F{index} stands behind {newest} updates of stage {stage}, so its newest weight version is "
                 f"{newest}, but the rule {rule.name!r} asks for version {version}: move an update (U) of stage "
