@@ -7,7 +7,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -144,21 +145,32 @@ class RunFolder:
             path.mkdir(parents=True)
         except OSError as error:
             raise ValueError(f"cannot make the run folder {path}: {error.strerror or error}") from error
-        (path / "manifest.json").write_text(_dumps(asdict(manifest)))
+        _write_whole(path / "manifest.json", _dumps(asdict(manifest)))
         return cls(path=path)
 
     def log(self, metrics: Metrics) -> None:
-        """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(metrics)) + "\n")
+        """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later.
+
+        Raises ValueError where the disk is full; what stands in the file then ends with a whole line.
+        """
+        path = self.path / "metrics.jsonl"
+        with _told(path), path.open("ab", buffering=0) as file:
+            line, size = (json.dumps(asdict(metrics)) + "\n").encode(), file.tell()
+            try:
+                written = file.write(line)
+                if written != len(line):
+                    file.write(line[written:])  # raises what there is to raise
+            except OSError:
+                file.truncate(size)
+                raise
 
     def write_plan(self, text: str) -> None:
         """Write plan.json."""
-        (self.path / "plan.json").write_text(text)
+        _write_whole(self.path / "plan.json", text)
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json."""
-        (self.path / "summary.json").write_text(_dumps(asdict(summary)))
+        _write_whole(self.path / "summary.json", _dumps(asdict(summary)))
 
 
 def find_run(path: Path, *, root: Path = RUNS) -> Path:
@@ -169,6 +181,29 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
     known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
     there = f"; there are {', '.join(known)}" if known else "; there are no runs yet, type `stagewright train`"
     raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole, or not there at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with _told(path):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Errors of the disk with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path}: {error.strerror or error}: expected room on the disk; what was written before is whole"
+        ) from error
 
 
 def _free_name(root: Path, name: str) -> str:

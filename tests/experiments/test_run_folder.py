@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stagewright.experiments.host import MemoryMeter
 from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder, Summary, find_run
+
+METRICS = Metrics(
+    step=0,
+    tokens=8,
+    loss=2.0,
+    bits_per_byte=2.9,
+    learning_rate=0.1,
+    grad_norm=None,
+    step_seconds=0.5,
+    tokens_per_s=16.0,
+)
 
 
 def manifest(name: str) -> Manifest:
@@ -18,18 +33,7 @@ def manifest(name: str) -> Manifest:
 def test_a_run_leaves_manifest_metrics_and_summary(tmp_path: Path) -> None:
     folder = RunFolder.create(manifest("one"), root=tmp_path)
     for step in range(2):
-        folder.log(
-            Metrics(
-                step=step,
-                tokens=8,
-                loss=2.0,
-                bits_per_byte=2.9,
-                learning_rate=0.1,
-                grad_norm=None,
-                step_seconds=0.5,
-                tokens_per_s=16.0,
-            )
-        )
+        folder.log(replace(METRICS, step=step))
     folder.write_summary(
         Summary(
             schedule="1f1b",
@@ -93,3 +97,35 @@ def test_peak_memory_counts_what_is_taken_after_the_start() -> None:
     assert 40e6 < meter.peak() < 400e6
     del taken
     assert meter.peak() > 40e6  # a peak stays
+
+
+@contextmanager
+def disk_with_room_for(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond `num_bytes`; the write that would is cut off there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_leaves_no_torn_line(tmp_path: Path) -> None:
+    folder = RunFolder.create(manifest("one"), root=tmp_path)
+    folder.log(METRICS)
+    path = folder.path / "metrics.jsonl"
+    line = path.read_text()
+    with disk_with_room_for(2 * len(line) + 7):
+        folder.log(METRICS)
+        with pytest.raises(ValueError, match=r"cannot write .*metrics\.jsonl: .*: expected room on the disk"):
+            folder.log(METRICS)
+    assert path.read_text() == 2 * line
+    folder.log(METRICS)
+    assert path.read_text() == 3 * line
+
+
+def test_a_full_disk_leaves_no_half_summary(tmp_path: Path) -> None:
+    folder = RunFolder.create(manifest("one"), root=tmp_path)
+    with disk_with_room_for(20), pytest.raises(ValueError, match=r"cannot write .*plan\.json: "):
+        folder.write_plan("x" * 100)
+    assert [path.name for path in folder.path.iterdir()] == ["manifest.json"]
