@@ -197,9 +197,17 @@ def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:
     if impatient and not reports[rank].gave_up:
         return Verdict(f"rank {impatient[0]} gave up: {reports[impatient[0]].text}", True)
     stories = "; ".join(reports[one].text for one in others)
+    broken = [(a, b) for a in order for b in reports[a].peers if a < b and a in reports[b].peers]
+    if broken and not any(reports[one].gave_up for one in order):
+        links = ", ".join(f"{a}-{b}" for a, b in broken)
+        return Verdict(
+            f"the connection between the ranks {links} broke while both ends were alive: look at the network between "
+            f"their hosts (interface, firewall, address) ({stories})",
+            True,
+        )
     return Verdict(
         f"the ranks {', '.join(map(str, order))} waited for each other: did all of them make the same calls, with "
-        f"batches of the same size? ({stories})",
+        f"batches of the same size, and does the network between them let all messages through? ({stories})",
         True,
     )
 

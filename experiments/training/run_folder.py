@@ -202,7 +202,8 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cannot write {path}: {error.strerror or error}: expected room on the disk; what was written before is whole"
+            f"cannot write {path}: {error.strerror or error}: expected room on the disk (what was written before is "
+            f"whole)"
         ) from error
 
 

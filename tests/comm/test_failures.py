@@ -85,10 +85,24 @@ OWN = Account((), False, "KeyError: 'x'")
         ),
         pytest.param(
             {0: Account((1,), True, "a"), 1: Account((0,), True, "b")},
-            "the ranks 0, 1 waited for each other: did all of them make the same calls, with batches of the same size? "
-            "(b)",
+            "the ranks 0, 1 waited for each other: did all of them make the same calls, with batches of the same size, "
+            "and does the network between them let all messages through? (b)",
             True,
             id="each other",
+        ),
+        pytest.param(
+            {0: Account((1,), False, "a"), 1: Account((0,), False, "b")},
+            "the connection between the ranks 0-1 broke while both ends were alive: look at the network between their "
+            "hosts (interface, firewall, address) (b)",
+            True,
+            id="a cut link",
+        ),
+        pytest.param(
+            {0: Account((1,), False, "a"), 1: Account((2,), False, "b"), 2: Account((1,), False, "c")},
+            "the connection between the ranks 1-2 broke while both ends were alive: look at the network between their "
+            "hosts (interface, firewall, address) (b; c)",
+            True,
+            id="a cut link further away",
         ),
         pytest.param(
             {

@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -356,6 +358,39 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
     assert lost.seconds < SHORT + PATIENCE
     assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
+def cut() -> None:
+    """Shut down every connection of this process between ranks, as a network does that goes away."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    ours = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if ours and store.port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def lose_a_link() -> tuple[Told, Told]:
+    warm = pipeline()
+    step(warm)()
+    pipe = pipeline(timeout=LONG, trip={1: cut})
+    return told(step(pipe)), told(pipe.close)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
+def test_a_link_that_is_cut_between_live_ranks_is_no_mistake_of_the_user(fragile: Pool) -> None:
+    for reply in fragile.replies(lose_a_link, ranks=2, timeout=50.0):
+        assert reply.kind == "ok", reply.text
+        lost, closed = reply.value
+        assert lost.kind == "PeerLost"
+        assert "\ncause: the connection between the ranks 0-1 broke while both ends were alive" in lost.text
+        assert "same calls" not in lost.text
+        assert lost.seconds < PATIENCE
+        assert closed.kind == "none"
 
 
 # --- what is kept while nothing goes wrong ---
