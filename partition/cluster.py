@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from .strict import Fields, count, number, parse_object, read_text
+from .strict import Fields, count, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
@@ -36,7 +36,7 @@ class DeviceKind:
     link_speed: float = 1.0
 
     def __post_init__(self) -> None:
-        where = f"device kind {self.name!r}"
+        where = f"device kind {printable('device kind', self.name)!r}"
         object.__setattr__(self, "speed", number(f"{where}: speed", self.speed, positive=True))
         object.__setattr__(self, "link_speed", number(f"{where}: link_speed", self.link_speed, positive=True))
         if self.memory_bytes is not None:
@@ -64,7 +64,7 @@ class Level:
     reduce_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        where = f"level {self.name!r}"
+        where = f"level {printable('level', self.name)!r}"
         object.__setattr__(self, "size", count(f"{where}: size", self.size))
         object.__setattr__(self, "bandwidth", number(f"{where}: bandwidth", self.bandwidth, positive=True))
         object.__setattr__(self, "latency", number(f"{where}: latency", self.latency))

@@ -18,6 +18,7 @@ from .plans.plan import Plan
 from .plans.record import PlanStage
 from .profile import Profile
 from .solver.antichains import MAX_CUTS, node_names, pipedream_cuts
+from .solver.orders import canonical_order
 from .solver.pipedream_model import LevelStage, PipeDreamModel
 from .solver.ranges import SCHEDULES
 from .stage_memory import MemoryRules
@@ -108,10 +109,11 @@ def partition(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: expected one of {', '.join((*SCHEDULES, *LOOPING))}")
     model = Model(profile, optimizer_ratio=ratio, max_cuts=max_cuts, compression=activation_compression_ratio or 1.0)
-    topology = Topology(cluster, memory_limit=memory_limit)
+    order = canonical_order(cluster)
+    topology = Topology(cluster.reordered(order), memory_limit=memory_limit)
     options = candidates(
         model,
-        cluster,
+        topology.cluster,
         schedule=schedule,
         microbatch_size=profile.microbatch_size or 1,
         num_microbatches=num_microbatches,
@@ -137,6 +139,7 @@ def partition(
     return as_plan(
         found,
         topology,
+        order=order,
         bound=model.seconds / topology.total_speed if by_work else options.bound,
         says_size=profile.microbatch_size is not None,
         num_runners_up=num_candidates - 1,

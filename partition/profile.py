@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .memory_use import MemoryUse
-from .strict import Fields, count, number, parse_object, read_text
+from .strict import Fields, count, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
@@ -69,6 +69,7 @@ class Node:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"node name {self.name!r}: expected text that is not empty")
+        printable("node name", self.name)
         for figure in _FIGURES:
             object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
 

@@ -15,8 +15,8 @@ for stages between any two cuts, elementwise, never less: with it the dynamic pr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,31 @@ class RankMemory:
         for use in self.uses[1:]:
             whole += use
         return whole.total
+
+
+class _Held(NamedTuple):
+    """[V] bytes of each stage of a rank."""
+
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    buffers: Floats
+    activations: Floats
+    workspace: Floats
+
+    @property
+    def total(self) -> float:
+        """Bytes of all stages; they do not need their workspace at once."""
+        kept = self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+        return float(kept.sum() + self.workspace.max())
+
+    def uses(self, messages: float) -> tuple[MemoryUse, ...]:
+        """[V] the same as records, messages with the first one."""
+        rows = zip(*(column.tolist() for column in self), strict=True)
+        return tuple(
+            MemoryUse(**dict(zip(self._fields, row, strict=True)), communication=0.0 if v else messages)
+            for v, row in enumerate(rows)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,22 +160,26 @@ class MemoryRules:
         if place.replicas > 1:
             messages += min(float(weights.sum()), BUCKET_BYTES)
         gain = most * (stash - before) / np.maximum(sums.forward[own], 1e-12)
-        nearest: RankMemory | None = None
+        best: tuple[float, Treatment, _Held] | None = None
         for treatment in self._treatments(sums.update[own], gain, place.replicas):
-            uses = self._uses(treatment, sums, own, in_flight, messages)
-            memory = RankMemory(treatment=treatment, uses=uses, in_flight=tuple(most.astype(int).tolist()))
-            excess = memory.total - place.limit
+            held = self._held(treatment, sums, own, in_flight)
+            excess = held.total + messages - place.limit
+            if best is None or excess < best[0]:
+                best = excess, treatment, held
             if excess <= place.limit * 1e-12:
-                return memory
-            if nearest is None or excess < nearest.too_many:
-                nearest = replace(memory, too_many=excess)
-        assert nearest is not None
-        return nearest
+                best = 0.0, treatment, held
+                break
+        assert best is not None
+        too_many, treatment, held = best
+        return RankMemory(
+            treatment=treatment,
+            uses=held.uses(messages),
+            in_flight=tuple(most.astype(int).tolist()),
+            too_many=too_many,
+        )
 
-    def _uses(
-        self, treatment: Treatment, sums: StageSums, own: slice, in_flight: InFlight, messages: float
-    ) -> tuple[MemoryUse, ...]:
-        """[V] at the rank's peak."""
+    def _held(self, treatment: Treatment, sums: StageSums, own: slice, in_flight: InFlight) -> _Held:
+        """What stands at the rank's peak, messages apart."""
         stash, before, weights = sums.stash[own], sums.before[own], sums.weights[own]
         recompute = np.array(treatment.recompute)
         again, kept = np.where(recompute, stash, 0.0), np.where(recompute, before, stash)
@@ -160,19 +189,13 @@ class MemoryRules:
         if float((gradients + activations).sum() + workspace.max()) < float(weights.sum()):
             # Behind the batch all gradients are there, and nothing else that comes and goes.
             gradients, activations, workspace = weights, np.zeros_like(stash), np.zeros_like(stash)
-        optimizer = weights * self.optimizer_ratio / np.array(treatment.shards)
-        parameters, buffers = weights * in_flight.versions, sums.buffers[own]
-        return tuple(
-            MemoryUse(
-                parameters=float(parameters[v]),
-                gradients=float(gradients[v]),
-                optimizer=float(optimizer[v]),
-                buffers=float(buffers[v]),
-                activations=float(activations[v]),
-                workspace=float(workspace[v]),
-                communication=messages if v == 0 else 0.0,
-            )
-            for v in range(len(weights))
+        return _Held(
+            parameters=weights * in_flight.versions,
+            gradients=gradients,
+            optimizer=weights * self.optimizer_ratio / np.array(treatment.shards),
+            buffers=sums.buffers[own],
+            activations=activations,
+            workspace=workspace,
         )
 
     def _treatments(self, update: Floats, gain: Floats, replicas: int) -> Iterator[Treatment]:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+MOST = 1e100  # of figures: their squares and sums are numbers, too
+MOST_COUNT = 10**15  # whole numbers that a float holds exactly
 _LONGEST = 80  # characters of a value that errors show
 
 
@@ -51,6 +53,8 @@ def number(where: str, value: object, *, positive: bool = False) -> float:
         fail(where, value, expected)
     if not math.isfinite(found) or found < 0 or (positive and found == 0):
         fail(where, value, expected)
+    if found > MOST:
+        fail(where, value, f"{expected} and at most {MOST}")
     return found
 
 
@@ -58,6 +62,15 @@ def count(where: str, value: object) -> int:
     """A whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fail(where, value, "a whole number of at least 1")
+    if value > MOST_COUNT:
+        fail(where, value, f"a whole number of at least 1 and at most {MOST_COUNT}")
+    return value
+
+
+def printable(where: str, value: object) -> str:
+    """Text without line breaks and other control characters."""
+    if not isinstance(value, str) or not value.isprintable():
+        fail(where, value, "printable text in one line")
     return value
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +76,14 @@ class Topology:
         self.total_speed = float(self.speeds.sum())
         self.largest_memory = float(self.memory_bytes.max())
 
+    def with_fast_cards(self) -> Topology:
+        """The same with the fastest network card on every node: no order of the nodes has faster links."""
+        if self.has_equal_links:
+            return self
+        other = copy(self)
+        other.link_speeds = np.full(len(self.link_speeds), self.link_speeds.max())
+        return other
+
     def speed(self, ranks: Sequence[int]) -> float:
         """Speed of the slowest of them, times that of the profile's device."""
         return float(self.speeds[0] if self.is_uniform else self.speeds[list(ranks)].min())
@@ -107,6 +116,13 @@ class Topology:
             counts.append((float(in_group[1].max()), float(in_group[1].min())))
         latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, self.rings, strict=True))
         return TransferTime(latency=latency, seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness)))
+
+    def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
+        """Sums over `size` ranks, `stride` apart, of each group of that width that has a place of its own."""
+        width = size * stride
+        inner = self.num_devices // self.level_sizes[-1]  # places repeat from one outermost group to the next
+        starts = {start % inner: start for start in range(0, self.num_devices - width + 1, width)}
+        return [self.ring(range(start, start + width, stride)) for start in starts.values()]
 
     def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:
         """Seconds a byte of sums over the devices first..last, elementwise; latency is left out.

@@ -41,7 +41,8 @@ def transformer_profile(
         microbatch_size: b [sequences].
         tensor: t; divides the heads.
         device: how fast it computes.
-        cluster: whose innermost levels the tensor ranks fill; None: one node of t devices, `device.link_bandwidth`.
+        cluster: whose groups of `tensor` neighbouring devices compute so, at the pace of the slowest; None: one
+            node of t devices, `device.link_bandwidth`.
 
     The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
     1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
@@ -77,9 +78,9 @@ class LayerFormulas:
         self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
         self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
         self.vocabulary = -(-model.vocabulary // tensor)
-        self.sum_seconds = (
-            Topology(cluster).ring(range(tensor)).seconds(VALUE_BYTES * self.wide / device.link_efficiency)
-        )
+        # Groups are T neighbouring devices; where T does not divide a node, the slowest one stands on two.
+        num_bytes = VALUE_BYTES * self.wide / device.link_efficiency
+        self.sum_seconds = max(each.seconds(num_bytes) for each in Topology(cluster).rings_of_groups(tensor))
 
     def nodes(self) -> tuple[Node, ...]:
         """All of them; equal layers differ by name only."""

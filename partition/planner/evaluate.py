@@ -27,6 +27,7 @@ from .placement import Placement, Placements
 from .space import Configuration
 
 Ends = tuple[int, ...]
+MAX_ACTIONS = 1_000_000  # of one simulation
 _KEPT_SCHEDULES = 8
 
 
@@ -150,6 +151,8 @@ class Evaluator:
         full = family(c.schedule).full_after
         if not exact and c.is_equal and full is not None and m > (full + 2) * c.pipeline:
             m = (full + 1) * c.pipeline + m % c.pipeline
+        if 2 * c.num_stages * m > MAX_ACTIONS:
+            raise RefusedError(f"{m:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions")
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m)
         if key not in self._flights:
             ranks = count_in_flight(self._schedule(c, m))

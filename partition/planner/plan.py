@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from ...schedules.registry import canonical_name, family
 from ..cluster import Cluster
@@ -12,12 +15,13 @@ from ..plans.plan import Plan
 from ..plans.record import RECOMPUTE
 from ..profile import Profile
 from ..solver.antichains import MAX_CUTS
+from ..solver.orders import canonical_order, node_orders, own_ranks
 from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
 from ..stage_memory import MemoryRules
 from ..strict import count, number
 from ..topology import Topology
 from .candidates import TooLargeError, candidates
-from .evaluate import Ends, Evaluator
+from .evaluate import MAX_ACTIONS, Ends, Evaluator
 from .model import Model
 from .result import Found, as_plan, label
 from .search import Progress, Search
@@ -27,8 +31,8 @@ from .space import Configuration, SearchSpace
 
 SCHEDULES = ("1f1b", "interleaved")
 CHUNK_SIZES = tuple(range(2, 9))
-MAX_DEVICES = 32  # up to which unequal replicas are tried
-CANDIDATES = 4  # of unequal replicas, by each way
+CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
+MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
 
@@ -73,9 +77,10 @@ def plan(
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
         progress: called with a `Tally` and the best seconds so far.
 
-    The best configuration is searched best first by lower bounds; see `search` for what that proves. Unequal
-    replicas are tried on up to 32 devices. Ties (to nine digits): fewest devices, then the least tensor, pipeline and
-    V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same input, same plan.
+    The best configuration is searched best first by lower bounds; see `search` for what that proves. What
+    `partition()` finds is among the candidates, so no plan is worse. Ties (to nine digits): fewest devices, then the
+    least tensor, pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest
+    cuts. Same input, same plan.
 
     Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
     are too many, and what would make it fit.
@@ -89,13 +94,15 @@ def plan(
     count("global_batch", global_batch)
     source = as_source(source)
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
+    _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     wanted = (schedules,) if isinstance(schedules, str) else schedules
     names = _names("schedules", [canonical_name(name) for name in wanted])
     recompute = _choices("recompute", recompute)
     sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding)
     ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
-    topology = Topology(cluster, memory_limit=limit)
+    order = canonical_order(cluster)
+    topology = Topology(cluster.reordered(order), memory_limit=limit)
     ratio = None if optimizer_bytes is None else number("optimizer_bytes", optimizer_bytes)
     models: dict[tuple[int, int], Model] = {}
 
@@ -122,7 +129,7 @@ def plan(
         chunk_sizes=_chunks(chunk_sizes),
     )
     fixed: list[tuple[Configuration, Ends]] = []
-    if data_sizes is None and pipeline_sizes is None and 1 in ways and cluster.num_devices <= MAX_DEVICES:
+    if data_sizes is None and pipeline_sizes is None and 1 in ways:
         for size in sizes:
             for name in filter(SCHEDULES_WITH_REPLICAS.__contains__, names):
                 fixed += _unequal(model_of(size, 1), topology, schedule=name, microbatch_size=size, batch=global_batch)
@@ -133,7 +140,9 @@ def plan(
         max_simulated=count("max_simulated", max_simulated),
         progress=progress,
     )
-    found = search.run(space.configurations(), fixed)
+    found = search.run(_in_all_orders(space, topology.cluster), fixed)
+    if not found:
+        found = search.run(_in_all_orders(replace(space, all_layouts=True), topology.cluster), [])
     if not found:
         raise ValueError(_why_nothing(search, space))
     says_size = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0]).microbatch_size is not None
@@ -141,11 +150,37 @@ def plan(
     return as_plan(
         found,
         topology,
+        order=order,
         bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
         says_size=says_size,
         num_runners_up=num_runners_up,
         notes=_notes(search, found, says_size=says_size),
     )
+
+
+def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
+    """ValueError for a batch that takes too many actions on whatever layout."""
+    most = MAX_ACTIONS // 2 * num_devices * largest
+    if global_batch > most:
+        raise ValueError(
+            f"global_batch={global_batch}: expected at most {most:,} on {num_devices} devices in microbatches of up to "
+            f"{largest}; a batch of more than {MAX_ACTIONS:,} actions is too long to simulate"
+        )
+
+
+def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
+    """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
+    size = cluster.levels[0].size
+    given = tuple(range(len(cluster.nodes or ())))
+    orders = node_orders(cluster)[0]
+    if len(orders) > MAX_ORDERS:
+        orders = [given, given[::-1]]
+    for configuration in space.configurations():
+        yield configuration
+        for order in orders:
+            if order != given:
+                ranks = tuple(own_ranks(order, size, each) for each in configuration.stage_ranks)
+                yield replace(configuration, ranks=ranks)
 
 
 def _unequal(
@@ -155,7 +190,8 @@ def _unequal(
 
     What has equal replicas with equal shares on a uniform cluster is left to the enumeration.
     """
-    for memory_limit in (topology.memory_limit, math.inf):
+    has_limit = bool(np.isfinite(topology.memory_bytes).any())
+    for memory_limit in (topology.memory_limit, math.inf) if has_limit else (None,):
         try:
             options = candidates(
                 model,
@@ -170,7 +206,8 @@ def _unequal(
             return
         for configuration, ends in options.found:
             has_work = max(configuration.counts) <= configuration.batch
-            if has_work and not (configuration.is_equal and topology.is_uniform):
+            is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
+            if has_work and is_short and not (configuration.is_equal and topology.is_uniform):
                 yield configuration, ends
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
+from ..solver.orders import own_ranks
 from ..topology import Topology
 from .evaluate import Evaluated, Simulated, stage_paces
 
@@ -29,6 +30,7 @@ def as_plan(
     found: Sequence[Found],
     topology: Topology,
     *,
+    order: Sequence[int],
     bound: float,
     says_size: bool,
     num_runners_up: int,
@@ -37,13 +39,14 @@ def as_plan(
     """The first of `found` as a plan, the next ones as its runners-up.
 
     Arguments:
+        order: of the cluster's nodes in `topology`.
         bound: of the bottleneck of any plan [s a microbatch].
         says_size: whether the profile says how many samples a microbatch has.
     """
     best = found[0]
     e, c = best.evaluated, best.evaluated.configuration
     return Plan(
-        stages=plan_stages(e),
+        stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,
         num_chunks=c.num_chunks,
         cost_model="default",
@@ -59,8 +62,8 @@ def as_plan(
     )
 
 
-def plan_stages(e: Evaluated) -> tuple[PlanStage, ...]:
-    """The stages in order, each on all its ranks."""
+def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
+    """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
     paces = stage_paces(c, seconds)
     stages = []
@@ -70,7 +73,7 @@ def plan_stages(e: Evaluated) -> tuple[PlanStage, ...]:
         stages.append(
             PlanStage(
                 nodes=e.model.names(first, last),
-                ranks=ranks[p],
+                ranks=own_ranks(order, node_size, ranks[p]),
                 tensor=c.tensor,
                 forward_seconds=float(seconds.forward[s]),
                 backward_seconds=float(seconds.backward[s]),

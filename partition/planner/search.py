@@ -8,22 +8,25 @@ Each step makes the bound of a configuration larger or leaves it; the next one t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import count
+from operator import itemgetter
+from typing import overload
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
 from ..solver.chunks import level_ranks, neighbours
 from ..stage_memory import MemoryRules
 from .cuts import candidate_ends, few_ways
-from .evaluate import Ends, Evaluated, Evaluator, MisfitError, RefusedError
+from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError
 from .model import Model
 from .result import Found
 from .space import Configuration
 
-MAX_ACTIONS = 1_000_000  # of one simulation
-_REFINED_ACTIONS = 600_000  # of all simulations that move cuts
+_REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
 _LEAST_FILL = 0.5
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
@@ -90,7 +93,8 @@ class Search:
         queue: list[tuple[float, int, tuple[object, ...], int, object]] = []
         for c in configurations:
             queue.append((self._least(c), 0, c.key, len(queue), c))
-        self.tally.considered = len(queue) + len(fixed)
+        self.tally.considered += len(queue) + len(fixed)
+        numbers = count(len(queue))
         heapify(queue)
         for number, (c, ends) in enumerate(fixed):
             fitting = self._fitting(c, [ends])
@@ -98,44 +102,53 @@ class Search:
             if fitting:
                 heappush(queue, (fitting[0].bound, 2, c.key, -1 - number, fitting))
         found: list[Found] = []
-        best: float | None = None
-        number = len(queue)
-        while queue:
-            bound, level, key, _, item = queue[0]
-            done = best is not None and bound >= best and len(found) >= self.wanted
-            if done or len(found) >= self.max_simulated:
-                self.least_left = bound
-                break
-            heappop(queue)
-            if level == 0:
-                assert isinstance(item, Configuration)
-                self.tally.cut += 1
-                fitting = self._candidates(item)
-                if fitting:
-                    number += 1
-                    heappush(queue, (max(bound, _if_level(fitting[0])), 1, key, number, fitting))
-            elif level == 1:
+        while queue and not self._is_done(queue[0][0], found):
+            bound, level, key, number, item = heappop(queue)
+            if level == 2:
                 assert isinstance(item, list)
-                fitting = self._levelled(item)
-                number += 1
-                heappush(queue, (max(bound, fitting[0].bound), 2, key, number, fitting))
+                self._run(item, found)
             else:
-                assert isinstance(item, list)
-                if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
-                    self.tally.too_long += 1
-                    continue
-                ran = self._simulated(item)
-                found += ran
-                self.tally.simulated += bool(ran)
-                self.tally.unfit += not ran
-                best = min(each.seconds for each in found) if found else None
+                fitting, bound = self._cut(item, bound)
+                if fitting:
+                    heappush(queue, (bound, level + 1, key, next(numbers), fitting))
             if self.progress is not None:
-                self.progress(self.tally, best)
+                self.progress(self.tally, _least_seconds(found))
+        self.least_left = queue[0][0] if queue else None
+        # Stopped or not, nothing that was brought along and may still win is left out.
+        for bound, *_, item in sorted((entry for entry in queue if entry[3] < 0), key=itemgetter(0, 3)):
+            if bound < _least_seconds(found, otherwise=math.inf):
+                assert isinstance(item, list)
+                self._run(item, found)
         self.tally.left = len(queue)
         if not found:
             self._find_miss()
         found.sort(key=_rank)
         return self._refined(found)
+
+    def _is_done(self, least: float, found: Sequence[Found]) -> bool:
+        """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
+        done = bool(found) and least >= _least_seconds(found, otherwise=math.inf) and len(found) >= self.wanted
+        return done or len(found) >= self.max_simulated
+
+    def _cut(self, item: object, bound: float) -> tuple[list[Evaluated], float]:
+        """A configuration's candidates that fit, or those with their ranks made level, and their least bound."""
+        if isinstance(item, Configuration):
+            self.tally.cut += 1
+            fitting = self._candidates(item)
+            return fitting, max(bound, _if_level(fitting[0])) if fitting else bound
+        assert isinstance(item, list)
+        fitting = self._levelled(item)
+        return fitting, max(bound, fitting[0].bound)
+
+    def _run(self, item: list[Evaluated], found: list[Found]) -> None:
+        """Simulate the candidates of one configuration; the best of them joins `found`."""
+        if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
+            self.tally.too_long += 1
+            return
+        ran = self._simulated(item)
+        found += ran
+        self.tally.simulated += bool(ran)
+        self.tally.unfit += not ran
 
     def _least(self, c: Configuration) -> float:
         """No cut of this configuration is faster, on devices that are all as fast as the fastest [s].
@@ -166,11 +179,8 @@ class Search:
 
     def _least_ring(self, data: int, tensor: int) -> float:
         """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""
-        topology, width = self.evaluator.topology, data * tensor
-        nodes = topology.num_devices // topology.level_sizes[-1]  # places repeat from one outermost group to the next
-        starts = {start % nodes: start for start in range(0, topology.num_devices - width + 1, width)}
-        rings = (topology.ring(range(start, start + width, tensor)) for start in starts.values())
-        return min(ring.seconds_a_byte for ring in rings)
+        fast = self.evaluator.topology.with_fast_cards()
+        return min(ring.seconds_a_byte for ring in fast.rings_of_groups(data, stride=tensor))
 
     def _candidates(self, c: Configuration) -> list[Evaluated]:
         if self._is_hopeless(c):
@@ -296,6 +306,18 @@ class Search:
                     best, moved = replace(best, evaluated=evaluated, simulated=simulated), True
                     break
         return best, budget
+
+
+@overload
+def _least_seconds(found: Sequence[Found]) -> float | None: ...
+
+
+@overload
+def _least_seconds(found: Sequence[Found], *, otherwise: float) -> float: ...
+
+
+def _least_seconds(found: Sequence[Found], *, otherwise: float | None = None) -> float | None:
+    return min((each.seconds for each in found), default=otherwise)
 
 
 def _if_level(e: Evaluated) -> float:

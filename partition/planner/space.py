@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are looked at, too
+ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,7 @@ class SearchSpace:
         pipeline_sizes, data_sizes: to try; None: all that fit.
         max_stages: S at most, by tensor size: the longest chain of nodes.
         chunk_sizes: V to try, where the schedule takes chunks.
+        all_layouts: those as well that leave more than an eighth of more than ALL_SIZES devices idle.
     """
 
     num_devices: int
@@ -121,6 +122,7 @@ class SearchSpace:
     data_sizes: Sequence[int] | None = None
     max_stages: int
     chunk_sizes: Sequence[int]
+    all_layouts: bool = False
 
     def configurations(self) -> Iterator[Configuration]:
         """Configurations with equal replicas: D T P devices, each replica with the same number of microbatches."""
@@ -140,7 +142,7 @@ class SearchSpace:
             longest = min(room // data, self.max_stages)
             for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
                 few = 8 * data * pipeline < 7 * room and self.num_devices > ALL_SIZES and self.pipeline_sizes is None
-                if pipeline <= longest and not few:
+                if pipeline <= longest and (self.all_layouts or not few):
                     yield data, pipeline
 
     def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:

@@ -22,8 +22,8 @@ def explain(plan: PlanRecord) -> str:
     slowest = "slowest rank" if plan.num_chunks > 1 else "slowest stage"
     lines = [
         *chosen,
-        f"{describe(plan)}: its {slowest} takes {_ms(plan.predicted_step_time)} a microbatch, at most {plan.gap:.2%} "
-        f"above the least possible",
+        f"{describe(plan)}: its {slowest} takes {_ms(plan.predicted_step_time)} a microbatch; the least bottleneck of "
+        f"any plan is at least {_ms(plan.bound)}",
     ]
     if plan.simulated_step_time is not None:
         lines.append(

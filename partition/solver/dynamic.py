@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..topology import Floats, Indices
+from .orders import own_ranks
 from .ranges import RangeCosts, Ranges
 
 MAX_STEPS = 6e7  # elementary ones; about 2 s
@@ -80,7 +81,7 @@ def stage_ranks(
     ranks = []
     for stage in solution.stages:
         begin = costs.num_devices - stage.devices - moved
-        ranks.append(tuple(order[at // size] * size + at % size for at in range(begin, begin + stage.replicas)))
+        ranks.append(own_ranks(order, size, range(begin, begin + stage.replicas)))
     return tuple(ranks)
 
 

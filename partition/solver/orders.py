@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..cluster import Cluster
 
@@ -15,6 +15,32 @@ def total_speed(cluster: Cluster) -> float:
     """Speed of all devices together, in devices of the profile."""
     speeds = {kind.name: kind.speed for kind in cluster.kinds}
     return cluster.levels[0].size * sum(speeds[name] for name in cluster.nodes or ())
+
+
+def canonical_order(cluster: Cluster) -> tuple[int, ...]:
+    """An order of the nodes that does not depend on how they are listed, and moves no link: slow kinds first.
+
+    Nodes are sorted within each group, groups within the larger group, and so on; equal ones stay as they are.
+    """
+    kinds = {kind.name: kind for kind in cluster.kinds}
+
+    def key(at: int) -> tuple[float, float, float]:
+        kind = kinds[(cluster.nodes or ())[at]]
+        return kind.speed, kind.link_speed, math.inf if kind.memory_bytes is None else kind.memory_bytes
+
+    groups: list[tuple[int, ...]] = [(at,) for at in range(len(cluster.nodes or ()))]
+    for level in cluster.levels[1:]:
+        joined = [groups[first : first + level.size] for first in range(0, len(groups), level.size)]
+        groups = [
+            tuple(at for group in sorted(each, key=lambda group: [key(at) for at in group]) for at in group)
+            for each in joined
+        ]
+    return groups[0]
+
+
+def own_ranks(order: Sequence[int], size: int, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Ranks of a cluster whose node i stands in place `order[i]`, as the ranks of that place; `size` ranks a node."""
+    return tuple(order[rank // size] * size + rank % size for rank in ranks)
 
 
 def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:

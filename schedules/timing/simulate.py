@@ -65,8 +65,8 @@ class _GroupSum:
         self.group_size = schedule.total_microbatches if schedule.has_epilogue else schedule.group_size
         self.lacking = Counter(
             index // self.group_size
-            for program in schedule.programs
-            for stage, op, index in program
+            for rank in set(schedule.owners[each.stage])
+            for stage, op, index in schedule.programs[rank]
             if stage == each.stage and op in LAST_USES
         )
         self.spans: dict[int, tuple[float, float]] = {}  # group -> (ready, through)

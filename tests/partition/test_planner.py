@@ -109,7 +109,7 @@ def test_slow_nodes_cost_what_their_slowest_device_costs() -> None:
         '"nodes": ["fast", "slow"]}'
     )
     found = plan(chain(6, parameter_bytes=1e12), cluster, global_batch=12, schedules=("1f1b",))
-    assert [len(stage.nodes) for stage in found.stages] == [4, 2]
+    assert {stage.ranks: len(stage.nodes) for stage in found.stages} == {(0,): 4, (1,): 2}
     assert found.predicted_step_time == pytest.approx(12.0)
 
 

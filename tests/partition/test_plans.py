@@ -46,8 +46,8 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices, default model: its slowest stage takes 2.000 ms a microbatch, at most 100.00% above the "
-        "least possible",
+        "3-1 on 5 devices, default model: its slowest stage takes 2.000 ms a microbatch; the least bottleneck of "
+        "any plan is at least 1.000 ms",
         "simulated, 1f1b, 8 microbatches: 30.000 ms a batch, bubble 25.0%",
         "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute",
         "    0      2  0-2            1.000      2.000      2.000          2     2.000 GB  none       a .. b",
