@@ -71,17 +71,18 @@ class _GroupSum:
         )
         self.spans: dict[int, tuple[float, float]] = {}  # group -> (ready, through)
 
-    def count(self, index: int, now: float, arrived: list[float]) -> range:
-        """A backward of microbatch `index` has ended; returns the slots of those who may go on, if it was the last."""
+    def count(self, index: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
+        """A backward of microbatch `index` has ended; returns the ranks that stood blocked on its group, if it was the
+        last."""
         group = index // self.group_size
         self.lacking[group] -= 1
         if self.lacking[group]:
-            return range(0)
+            return []
         self.spans[group] = (now, self.route.carry(now))
         slots = range(self.base + group * self.num_owners, self.base + (group + 1) * self.num_owners)
         for slot in slots:
             arrived[slot] = self.spans[group][1]
-        return slots
+        return [blocked.pop(slot) for slot in slots if slot in blocked]
 
 
 class _Simulation:
@@ -236,14 +237,14 @@ class _Simulation:
             free_at[rank] = now
             ready = [rank]
             for base, delays, routes in outputs[code]:
-                route = None if routes is None else routes[k]
-                arrived[base + k] = now + delays[k] if route is None else route.carry(now)
+                if routes is None or (route := routes[k]) is None:
+                    arrived[base + k] = now + delays[k]
+                else:
+                    arrived[base + k] = route.carry(now)
                 waiter = blocked.pop(base + k, None)
                 if waiter is not None:
                     ready.append(waiter)
-            if sum_behind and code in sum_behind:
-                slots = sum_behind[code].count(k, now, arrived)
-                ready += [blocked.pop(slot) for slot in slots if slot in blocked]
+            ready += sum_behind[code].count(k, now, arrived, blocked) if code in sum_behind else ()
         self._check_through(position)
         return starts
 
