@@ -14,6 +14,8 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .errors import PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace, World
@@ -28,25 +30,56 @@ _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 def join_world(*, device: torch.device, timeout: float) -> World:
     """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
 
-    Raises RuntimeError that names the address when the rendezvous fails within `timeout` [s].
+    Raises RuntimeError that names the address, and the ranks that are missing, when the rendezvous fails within
+    `timeout` [s].
     """
     if dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     size = _environment("WORLD_SIZE", default=1)
     if size <= 1:
         return World(rank=0, size=1)
-    rank = _environment("RANK")
-    address = (
-        f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR unset)')}:{os.environ.get('MASTER_PORT', '(MASTER_PORT unset)')}"
-    )
+    world = World(rank=_environment("RANK"), size=size)
+    limit = timedelta(seconds=timeout)
     try:
-        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
+        store = _meet(world, limit)
+        dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except Exception as error:
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         raise RuntimeError(
-            f"rank {rank} of {size} found no rendezvous at {address} within {timeout:g} s ({short_reason(error)}): "
-            f"expected all {size} ranks to be started with the same MASTER_ADDR and MASTER_PORT, each with its own RANK"
+            f"rank {world.rank} of {size} found no rendezvous at {address} within {timeout:g} s "
+            f"({short_reason(error)}): expected all {size} ranks to be started with the same MASTER_ADDR and "
+            f"MASTER_PORT, each with its own RANK"
         ) from error
-    return World(rank=dist.get_rank(), size=dist.get_world_size())
+    return world
+
+
+def _meet(world: World, limit: timedelta) -> Store:
+    """The store at MASTER_ADDR, which all ranks have reached: torch's env:// rendezvous, which names who is missing.
+
+    An agent that started the ranks hosts it, else rank 0.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(f"{name} is not set")
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        _environment("MASTER_PORT"),
+        world.size,
+        is_master=world.rank == 0 and not has_agent,
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=not has_agent,
+    )
+    visit = store.add(f"stagewright/visits of {world.rank}", 1)  # a process group may be made again
+    places = [f"stagewright/visit {visit}/{rank}" for rank in range(world.size)]
+    store.set(places[world.rank], "")
+    try:
+        store.wait(places, limit)
+    except RuntimeError:
+        missing = [str(rank) for rank, place in enumerate(places) if not store.check([place])]
+        raise RuntimeError(f"missing: rank {', '.join(missing)}") from None
+    return PrefixStore(f"default_pg/{visit}", store)
 
 
 def _environment(name: str, *, default: int | None = None) -> int:

@@ -106,11 +106,11 @@ def test_alone_collectives_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- over gloo ---
 
 
-def meet_nobody() -> list[tuple[str, float]]:
-    """(message, seconds) of a rendezvous as rank 0 that no rank comes to, and as rank 1 where nobody listens."""
+def meet_nobody(ranks: tuple[int, ...], size: int) -> list[tuple[str, float]]:
+    """(message, seconds) of a rendezvous as each of `ranks` of `size`, one after the other in this process."""
     found = []
-    for rank in ("0", "1"):
-        os.environ |= {"WORLD_SIZE": "2", "RANK": rank}
+    for rank in ranks:
+        os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank)}
         started = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             join_world(device=CPU, timeout=1.0)
@@ -119,15 +119,34 @@ def meet_nobody() -> list[tuple[str, float]]:
 
 
 @pytest.mark.gloo
-def test_a_rendezvous_that_fails(request: pytest.FixtureRequest) -> None:
+def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))  # torch counts groups, the failed ones too
-    (found,) = pool.run(meet_nobody, ranks=1, group=False)
+    (alone,) = pool.run(meet_nobody, ranks=1, args=((0, 1), 2), group=False)
     pool.close()
-    for rank, (message, seconds) in enumerate(found):
+    for rank, (message, seconds) in enumerate(alone):
         assert message.startswith(f"rank {rank} of 2 found no rendezvous at 127.0.0.1:")
-        assert " within 1 s (" in message
         assert message.endswith("the same MASTER_ADDR and MASTER_PORT, each with its own RANK")
         assert seconds < 4.0
+    assert " within 1 s (missing: rank 1): expected all 2 ranks" in alone[0][0]
+    assert "missing" not in alone[1][0]  # nobody listens: rank 1 cannot know
+
+
+def two_of_three() -> str:
+    """Ranks 0 and 1 of 3 come."""
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(RuntimeError) as error:
+        join_world(device=CPU, timeout=2.0)
+    time.sleep(0.5)  # rank 0 hosts the store, in which rank 1 still looks
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest) -> None:
+    pool = Pool(filters=request.config.getini("filterwarnings"))
+    for rank, message in enumerate(pool.run(two_of_three, ranks=2, group=False)):
+        assert message.startswith(f"rank {rank} of 3 found no rendezvous at 127.0.0.1:")
+        assert " within 2 s (missing: rank 2): expected all 3 ranks" in message
+    pool.close()
 
 
 TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64)
