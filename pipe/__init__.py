@@ -3,5 +3,6 @@
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .module import PipelineModule
+from .verify import Verification, VerificationError
 
-__all__ = ["EvalResult", "NonFiniteLossError", "PipelineModule", "StepResult"]
+__all__ = ["EvalResult", "NonFiniteLossError", "PipelineModule", "StepResult", "Verification", "VerificationError"]

@@ -52,6 +52,8 @@ from .update.flush import FlushExecution, batch_programs, make_flush_execution
 from .update.interface import UpdateParts
 from .update.rank_update import RankUpdate
 from .update.stream_parts import StreamExecution, make_stream_execution
+from .verify.plain import PlainModule
+from .verify.verification import Verifier
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
@@ -86,6 +88,7 @@ class Pipeline:
     evaluation: Evaluation
     state: State
     measurement: Measurement
+    verifier: Verifier
 
 
 def assemble(
@@ -96,11 +99,13 @@ def assemble(
     layout: Layout,
     settings: Settings,
     guard: Guard,
+    verify: bool,
 ) -> Pipeline:
     """The pipeline for inputs like these. Collective over the processes.
 
     Arguments:
         model, stages: one of them.
+        verify: whether to keep a copy of the model for `Verifier`.
         guard: is told how to let go of other ranks.
     """
     schedule, place, device = layout.schedule, layout.place, settings.device
@@ -108,6 +113,9 @@ def assemble(
     example = [split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs]
     microbatch = signature(example)
     seeder = Seeder(settings.seed, device)
+    root = nn.ModuleList(stages) if model is None else model
+    judge = place.process_of(schedule.owners[-1][0])
+    plain = PlainModule(root, given=model is None) if verify and judge == place.world.rank else None
     parts = cut_model(
         model,
         stages,
@@ -214,6 +222,22 @@ def assemble(
         guard=guard,
         has_loss=settings.loss_fn is not None,
     )
+    verifier = Verifier(
+        plain,
+        has_copy=verify,
+        given=model is None,
+        judge=judge,
+        training=training,
+        evaluation=evaluation,
+        update=update,
+        ownership=ownership,
+        parts=parts,
+        place=place,
+        seeder=seeder,
+        collectives=collectives,
+        guard=guard,
+        settings=settings,
+    )
     first_rank = place.local_ranks[0]
     specs = train.inference.outputs(microbatch)[0]
     return Pipeline(
@@ -240,6 +264,7 @@ def assemble(
             collectives=collectives,
             guard=guard,
         ),
+        verifier=verifier,
     )
 
 

@@ -31,6 +31,7 @@ from .run.engine import check_runnable
 from .settings import Settings
 from .training import Training
 from .update.optimizers import OptimizerFactory, SchedulerFactory
+from .verify.verification import Verification
 
 if TYPE_CHECKING:
     from .auto import AutoLayout
@@ -66,6 +67,8 @@ class PipelineModule:
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: "none", "full" (keep a stage's inputs only, run its forward again in the backward), or one a stage.
+        verify: the first batch to train on also runs through a copy of the plain model, and losses, gradients, buffers
+            and outputs are compared (`verify`); the copy stays in the process of the last stage.
         seed: of dropout and the like.
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
@@ -93,6 +96,7 @@ class PipelineModule:
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: str | Sequence[str] = "none",
+        verify: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
@@ -109,6 +113,10 @@ class PipelineModule:
             device=_device_of(root) if device is None else torch.device(device),
             timeout=timeout,
         )
+        if not isinstance(verify, bool):
+            raise ValueError(f"verify={verify!r}: expected True or False")
+        self._verifies = verify
+        self._is_verified = not verify
         if example_inputs is not None and not isinstance(example_inputs, list | tuple):
             shown = type(example_inputs).__name__
             raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")
@@ -184,6 +192,7 @@ class PipelineModule:
                 layout=layout,
                 settings=self._settings,
                 guard=self._guard,
+                verify=self._verifies,
             )
         if self.world.distributed and self._pipeline.parts.is_traced:
             gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
@@ -197,7 +206,11 @@ class PipelineModule:
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        return self._built_for(inputs_and_target).training
+        pipeline = self._built_for(inputs_and_target)
+        if not self._is_verified:
+            pipeline.verifier.verify(inputs_and_target)
+            self._is_verified = True
+        return pipeline.training
 
     def _decided(self) -> Layout:
         if self._layout is None:
@@ -281,6 +294,21 @@ class PipelineModule:
     def eval_step(self, *inputs_and_target: Any) -> EvalResult:
         """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`."""
         return self._built_for(inputs_and_target).evaluation.step(inputs_and_target)
+
+    def verify(self, *inputs_and_target: Any) -> Verification:
+        """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
+
+        Compared are the outputs of an evaluation, the loss, each parameter's gradient and, where a stage has no
+        replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state
+        and step count are as before; what the user's modules count in Python counts the batch, too. It takes about
+        the time of two steps, and one of the whole model in one process; that process holds the model, its gradients
+        and the activations of one microbatch. Over several processes it needs `PipelineModule(..., verify=True)`.
+        Collective over the processes.
+
+        Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
+        likely cause.
+        """
+        return self._built_for(inputs_and_target).verifier.verify(inputs_and_target)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.

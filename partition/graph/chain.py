@@ -101,9 +101,7 @@ def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -
     first = 0
     pieces = []
     for index, stage in enumerate(stages):
-        children = stage._modules if type(stage) is nn.Sequential else {}  # a subclass may have its own forward
-        named = {f"{index}.{name}": child for name, child in children.items() if child is not None}
-        named = named or {str(index): stage}
+        named = {f"{index}.{name}" if name else str(index): module for name, module in given_units(stage).items()}
         pieces.append(
             _ChainPiece(
                 names=tuple(named),
@@ -115,6 +113,12 @@ def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -
         )
         first += len(named)
     return _chain_cut(pieces)
+
+
+def given_units(stage: nn.Module) -> dict[str, nn.Module]:
+    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under ""."""
+    children = stage._modules if type(stage) is nn.Sequential else {}  # a subclass may have its own forward
+    return {name: child for name, child in children.items() if child is not None} or {"": stage}
 
 
 def _chain_cut(pieces: Sequence[_ChainPiece]) -> Cut:

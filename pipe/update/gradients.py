@@ -31,9 +31,14 @@ def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.devi
     return total
 
 
+def clip_factor(*, norm: float, max_norm: float) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
 def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max_norm: float) -> None:
-    """Scale by what torch.nn.utils.clip_grad_norm_ multiplies with, given the global norm."""
-    scale_gradients(gradients, min(1.0, max_norm / (norm + 1e-6)))
+    """Scale by the clip factor."""
+    scale_gradients(gradients, clip_factor(norm=norm, max_norm=max_norm))
 
 
 class FlatGradients:

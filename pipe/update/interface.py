@@ -139,6 +139,10 @@ class Update(ABC):
         """Results that became known and were not returned, oldest first; each once."""
         return []
 
+    def put_back(self, known: Sequence[Known]) -> None:
+        """`rest` returns these again."""
+        return
+
     # State and measurement
 
     def refuse_changes(self, what: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class StageOptimizer:
         scheduler: SchedulerFactory | None,
     ) -> None:
         self.stage = stage
+        self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
         self.names = {id(parameter): name for name, parameter in parameters}
         own = [parameter for _, parameter in parameters]
         self.optimizer = factory(own) if own else None
@@ -59,6 +61,15 @@ class StageOptimizer:
                         f"schedule such as schedule='1f1b'"
                     )
 
+    @contextmanager
+    def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
+        """Within: `take` gets each parameter's name and gradient instead of a step; weights and rates stay."""
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = None
+
     def tensors(self) -> list[torch.Tensor]:
         """The optimizer's state."""
         states = [] if self.optimizer is None else list(self.optimizer.state.values())
@@ -67,6 +78,12 @@ class StageOptimizer:
     def step(self) -> None:
         """Update, step the learning rate, drop the gradients."""
         if self.optimizer is None:
+            return
+        if self._take is not None:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._take(self.names[id(parameter)], parameter.grad)
+            self.optimizer.zero_grad(set_to_none=True)
             return
         self.optimizer.step()
         if self.scheduler is not None:

@@ -110,6 +110,11 @@ class StreamUpdate(Update):
             self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
         return known
 
+    def put_back(self, known: Sequence[Known]) -> None:
+        """To the speaker."""
+        *_, speaker = self._ranks.values()
+        speaker.known.extendleft(reversed(known))
+
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
         if self._first is not None:

@@ -1,0 +1,98 @@
+"""Where two outcomes of one batch depart from each other, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from .plain import Outcome
+
+# Relative to the largest element of a tensor. Sums in another order differ by some rounding errors; what this is to
+# find (a missing hook, a lost gradient, a buffer that moved twice) differs by far more.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_OF_SHORTER_TYPES = 5e-2
+_BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
+
+
+def first_difference(
+    plain: Outcome, piped: Outcome, *, stage_of: Mapping[str, str], suspects: Mapping[str, str]
+) -> str | None:
+    """The first place, from the loss backwards, with its likely cause; None where both agree.
+
+    Arguments:
+        stage_of: parameter or buffer name -> its stage, for people.
+        suspects: module name -> what it does that a cut may lose; "" for the whole model.
+    """
+    found = _find(plain, piped)
+    if found is None:
+        return None
+    name, what = found
+    near = [(module, does) for module, does in suspects.items() if module and f"{name}.".startswith(f"{module}.")]
+    others = [one for one in suspects.items() if one not in near]
+    listed = [f"module {module!r} {does}" if module else f"the model {does}" for module, does in (*near, *others)]
+    cause = (
+        f"Likely cause: {'; '.join(listed[:3])}, which the pipeline does not carry out as the plain module does"
+        if listed
+        else "The modules have no hooks and no state of their own that would explain it; look at a loss or a module "
+        "whose result depends on how a batch is cut, or that draws random numbers by itself"
+    )
+    where = f" ({stage_of[name]})" if name in stage_of else ""
+    return (
+        f"verify: {what.format(name=f'{name!r}{where}')}. {cause}. Expected the plain module's results: a model as "
+        f"nn.Sequential or stages=[...] runs your own modules as they are; verify=False trains in spite of it"
+    )
+
+
+def _find(plain: Outcome, piped: Outcome) -> tuple[str, str] | None:
+    """(parameter or buffer name or "", what is the matter with {name})."""
+    types = [g.dtype for g in plain.gradients.values() if g is not None]
+    allowed = max(map(_tolerance, types), default=1e-3) * max(abs(plain.loss), 1e-6)
+    if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
+        return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
+    for number, (theirs, ours) in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
+        what = _differs(theirs, ours, floor=0.0)
+        if what:
+            return "", f"output {number} of an evaluation {what}"
+    sizes = [_size(g) for g in plain.gradients.values() if g is not None]
+    floor = _BELOW_THE_LARGEST * max(sizes, default=0.0)
+    for name in reversed(list(plain.gradients)):
+        expected, given = plain.gradients[name], piped.gradients[name]
+        if expected is None and given is not None:
+            return name, "{name} has a gradient in the pipeline, and none in the plain module"
+        if expected is not None and given is None:
+            return name, "{name} has no gradient in the pipeline, and one in the plain module"
+        what = None if expected is None or given is None else _differs(expected, given, floor=floor)
+        if what:
+            return name, f"the gradient of {{name}} {what}"
+    for name, ours in piped.buffers.items():
+        what = _differs(plain.buffers[name], ours, floor=0.0)
+        if what:
+            return name, f"after the batch, buffer {{name}} {what}"
+    return None
+
+
+def _differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str | None:
+    """How far apart two tensors are, or None where they agree."""
+    if theirs.shape != ours.shape:
+        return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
+    one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))
+    if not (one.is_floating_point() or one.is_complex()):
+        return None if torch.equal(one, other) else "is not the plain module's"
+    if torch.allclose(
+        other, one.to(other.dtype), rtol=0.0, atol=_tolerance(one.dtype) * max(_size(one), floor), equal_nan=True
+    ):
+        return None
+    apart = _size(torch.where(one == other, torch.zeros_like(one), one - other))
+    return f"differs from the plain module's by up to {apart:.3g} (largest element there: {_size(one):.3g})"
+
+
+def _size(x: torch.Tensor) -> float:
+    """The largest finite element."""
+    values = x.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE.get(dtype, _OF_SHORTER_TYPES)

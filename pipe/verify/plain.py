@@ -1,0 +1,276 @@
+"""A batch through the plain module: microbatch by microbatch in one process, with the pipeline's random numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...partition.graph.chain import given_units, is_sequential
+from ..stages.randomness import Seeder
+from ..stages.stage import LossValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One microbatch.
+
+    Arguments:
+        inputs, target: as the model and the loss take them.
+        samples: n_k.
+        number: k, of the batch.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    target: object
+    samples: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Results of one batch.
+
+    Arguments:
+        loss: mean of the batch.
+        gradients: by parameter name, summed over the update groups; None where there is none.
+        buffers: by name, after the batch.
+        outputs: flat outputs of an evaluation before the batch; None where they are not at hand.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor]
+    outputs: Sequence[torch.Tensor] | None
+
+
+class PlainModule:
+    """A copy of the user's model, which nobody cuts.
+
+    Raises ValueError for a model that cannot be copied.
+    """
+
+    def __init__(self, root: nn.Module, *, given: bool) -> None:
+        try:
+            self.root = copy.deepcopy(root)
+        except Exception as error:
+            raise ValueError(
+                f"verify needs a copy of the model, and copy.deepcopy(model) fails: {error}. Expected a model that can "
+                f"be copied, or verify=False"
+            ) from error
+        self.root.zero_grad(set_to_none=True)
+        self._given = given
+        units: list[nn.Module] | None = None  # None: the random operations are the units, as in a traced graph
+        if given:
+            units = [module for stage in self.root.children() for module in given_units(stage).values()]
+        elif is_sequential(self.root):
+            units = [child for child in self.root._modules.values() if child is not None]
+        self._units = units
+
+    @property
+    def num_bytes(self) -> int:
+        """Parameters and buffers."""
+        return sum(t.numel() * t.element_size() for t in (*self.root.parameters(), *self.root.buffers()))
+
+    def __call__(self, *inputs: torch.Tensor) -> object:
+        """The model's output."""
+        if not self._given:
+            output: object = self.root(*inputs)
+            return output
+        arguments: tuple[Any, ...] = inputs
+        for index, stage in enumerate(self.root.children()):
+            value = stage(*arguments)
+            is_several = index < len(self.root._modules) - 1 and isinstance(value, tuple | list)
+            arguments = tuple(value) if is_several else (value,)
+        return arguments[0]
+
+    @contextmanager
+    def _entering(self, seeder: Seeder) -> Iterator[None]:
+        """Within: the seeder is told of each unit, as it is in the pipeline."""
+        if self._units is None:
+            with _DrawInOrder(seeder):
+                yield
+        else:
+            with _enter_in_order(self._units, seeder.enter):
+                yield
+
+    def run(
+        self,
+        shares: Sequence[Share],
+        loss_of: Callable[[object, object], LossValue],
+        seeder: Seeder,
+        *,
+        step: int,
+        group_size: int,
+        evaluated: Sequence[Share],
+    ) -> Outcome:
+        """Train on all shares; before that, the outputs of an evaluation of some."""
+        outputs = self._evaluate(evaluated)
+        total = weight = 0.0
+        gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
+        for begin in range(0, len(shares), group_size):
+            group = shares[begin : begin + group_size]
+            samples = sum(share.samples for share in group)
+            counts, mean = 0.0, 0.0
+            for share in group:
+                seeder.begin(step=step, microbatch=share.number)
+                try:
+                    with torch.enable_grad():
+                        with self._entering(seeder):
+                            output = self(*share.inputs)
+                        seeder.enter_loss()
+                        loss, count = loss_of(output, share.target)
+                        scaled = loss if count is not None else loss * (share.samples / samples)
+                        if scaled.requires_grad:
+                            torch.autograd.backward(scaled)
+                finally:
+                    seeder.end()
+                counts += 1.0 if count is None else float(count)
+                mean += float(scaled.detach())
+            divisor = 1.0 if count is None else counts
+            _add_up(gradients, self.root, divisor)
+            share_of_batch = float(samples) if count is None else counts
+            total += mean / divisor * share_of_batch
+            weight += share_of_batch
+        return Outcome(
+            loss=total / weight, gradients=gradients, buffers=dict(self.root.named_buffers()), outputs=outputs
+        )
+
+    def _evaluate(self, shares: Sequence[Share]) -> list[torch.Tensor]:
+        """Microbatches put together; nothing of the module changes."""
+        flags = [(module, module.training) for module in self.root.modules()]
+        buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
+        columns: list[list[torch.Tensor]] = []
+        self.root.eval()
+        with torch.no_grad():
+            for share in shares:
+                leaves = pytree.tree_leaves(self(*share.inputs))
+                columns.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            for name, buffer in self.root.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, training in flags:
+            module.training = training
+        return [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in zip(*columns, strict=True)]
+
+
+def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor: float) -> None:
+    for name, parameter in root.named_parameters():
+        if parameter.grad is None:
+            continue
+        grad, known = parameter.grad / divisor, gradients[name]
+        gradients[name] = grad if known is None else known + grad
+        parameter.grad = None
+
+
+@contextmanager
+def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) -> Iterator[None]:
+    """The j-th call of any unit within is that of unit j: they run one after the other."""
+    number = iter(range(len(units)))
+
+    def hook(module: nn.Module, arguments: object) -> None:
+        at = next(number, None)
+        if at is not None:
+            enter(at)
+
+    handles = [unit.register_forward_pre_hook(hook) for unit in {id(unit): unit for unit in units}.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _DrawInOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds before each random operation: the j-th is operation j of the traced graph."""
+
+    def __init__(self, seeder: Seeder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seeder = seeder
+        self._drawn = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._seeder.enter(self._drawn)
+            self._drawn += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """Notes what a module does, while it runs plainly, that is not in the tensors that flow through it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+        self._state = dict(_python_state(model))
+        self._python_random = random.getstate()
+        self._functions: set[str] = set()
+
+    def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
+        """The same loss, whose graph is looked at for custom autograd functions."""
+
+        def watched(output: object, target: object) -> LossValue:
+            value = loss_of(output, target)
+            self._look_at(value[0])
+            return value
+
+        return watched
+
+    def _look_at(self, loss: torch.Tensor) -> None:
+        pending = [loss.grad_fn]
+        seen = {loss.grad_fn, None}
+        while pending:
+            node = pending.pop()
+            if node is None:
+                continue
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self._functions.add(type(node).__name__.removesuffix("Backward"))
+            fresh = [after for after, _ in node.next_functions if after not in seen]
+            seen.update(fresh)
+            pending += fresh
+
+    def suspects(self) -> dict[str, str]:
+        """Module name ("" for the whole model) -> what it does."""
+        found: dict[str, str] = {}
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                found[name] = "has a backward hook"
+            elif hasattr(module, "_orig_mod"):
+                found[name] = "is compiled (torch.compile)"
+        for name, parameter in self._model.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                found.setdefault(_module_of(name), f"has a hook on its parameter {name!r}")
+        for name, buffer in self._model.named_buffers():
+            if self._buffers.get(name) != id(buffer):
+                found.setdefault(_module_of(name), f"assigns its buffer {name!r} anew in forward")
+        for name, value in _python_state(self._model):
+            if name in self._state and self._state[name] != value:
+                found.setdefault(_module_of(name), f"changes its attribute {name!r} in forward")
+        everywhere = []
+        if self._functions:
+            everywhere.append(f"uses the autograd.Function {', '.join(sorted(self._functions))}")
+        if random.getstate() != self._python_random:
+            everywhere.append("draws from Python's random module")
+        if everywhere:
+            found[""] = " and ".join(everywhere)
+        return found
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _python_state(model: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key != "training" and isinstance(value, bool | int | float | str | None):
+                yield (f"{name}.{key}" if name else key), value

@@ -1,0 +1,288 @@
+"""`pipe.verify`: one batch through the plain module and through the pipeline, compared on every rank alike.
+
+every rank   evaluates and trains on the batch as ever, but no optimizer steps
+the judge    (the process of the last stage) gets all weights before and all gradients after, runs the plain
+             module, compares
+every rank   is told the verdict; buffers, gradients, versions and the step count are as they were
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...comm import Collectives, Guard, MeshPlace
+from ...schedules import Schedule
+from ..batch.batches import read_loss, split_target, split_tensor, to_device
+from ..evaluation import Evaluation
+from ..settings import Settings
+from ..stages.build import CutModel
+from ..stages.ownership import Ownership
+from ..stages.randomness import Seeder
+from ..training import Training
+from ..update.gradients import clip_factor
+from ..update.interface import Update
+from .compare import first_difference
+from .plain import Outcome, PlainModule, Share, Watch
+
+
+class VerificationError(ValueError):
+    """The pipeline and the plain module disagree; the message names the first place and the likely cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was compared, and what it took.
+
+    Arguments:
+        num_gradients: parameters whose gradients agree.
+        seconds: of the whole comparison [s].
+        copy_bytes: parameters and buffers of the plain module's copy, in the judge's process; gradients and the
+            activations of one microbatch of the whole model come on top.
+    """
+
+    num_gradients: int
+    seconds: float
+    copy_bytes: int
+
+
+class Verifier:
+    """Verifies batches.
+
+    Arguments:
+        plain: the copy of the user's model; None where this process does not judge, and where nobody has one.
+        has_copy: whether the judge has one.
+        given: whether the model was given as stages.
+        judge: the process that judges.
+    """
+
+    def __init__(
+        self,
+        plain: PlainModule | None,
+        *,
+        has_copy: bool,
+        given: bool,
+        judge: int,
+        training: Training,
+        evaluation: Evaluation,
+        update: Update,
+        ownership: Ownership,
+        parts: CutModel,
+        place: MeshPlace,
+        seeder: Seeder,
+        collectives: Collectives,
+        guard: Guard,
+        settings: Settings,
+    ) -> None:
+        self._plain = plain
+        self._has_copy = has_copy
+        self._given = given
+        self._judge = judge
+        self._training = training
+        self._evaluation = evaluation
+        self._update = update
+        self._ownership = ownership
+        self._parts = parts
+        self._place = place
+        self._seeder = seeder
+        self._collectives = collectives
+        self._guard = guard
+        self._settings = settings
+
+    def verify(self, arguments: Sequence[Any]) -> Verification:
+        """See PipelineModule.verify. Collective over the processes."""
+        self._settings.require_loss()
+        if self._plain is None and not self._place.world.distributed:
+            self._plain = PlainModule(self._parts.root, given=self._given)
+        elif not self._has_copy:
+            raise ValueError(
+                "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
+                "Expected PipelineModule(..., verify=True), which keeps a copy where the last stage is"
+            )
+        started = time.perf_counter()
+        self._training.drain()
+        with self._guard.together():
+            weights = self._ownership.full_state_dict(self._collectives)
+        step = self._training.num_steps
+        with self._left_as_it_was():
+            evaluated = self._evaluation.step(arguments)
+            loss, own = self._train(arguments, step)
+            buffers = self._own_buffers()
+        with self._guard.together():
+            gradients = self._gather(own)
+            batches = self._gather_batches(arguments)
+            verdict: str | None = None
+            if self._plain is not None:
+                outputs = [x for x in pytree.tree_leaves(evaluated.output) if isinstance(x, torch.Tensor)]
+                piped = Outcome(loss=loss, gradients=gradients, buffers=buffers, outputs=outputs)
+                verdict = self._judge_it(self._plain, weights, batches, piped, step)
+            said = self._collectives.gather(
+                (verdict, 0 if self._plain is None else self._plain.num_bytes), what="telling what verify found"
+            )
+        verdict, num_bytes = said[self._judge if len(said) > 1 else 0]
+        if verdict is not None:
+            raise VerificationError(verdict)
+        return Verification(
+            num_gradients=sum(gradient is not None for gradient in gradients.values()),
+            seconds=time.perf_counter() - started,
+            copy_bytes=num_bytes,
+        )
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self._update.schedule
+
+    def _judge_it(
+        self,
+        plain: PlainModule,
+        weights: Mapping[str, torch.Tensor],
+        batches: Sequence[Sequence[Any]],
+        piped: Outcome,
+        step: int,
+    ) -> str | None:
+        loss_fn = self._settings.loss_fn
+        assert loss_fn is not None
+        plain.root.to(self._settings.device)
+        plain.root.load_state_dict(weights)
+        for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
+            module.training = own.training
+        shares = self._shares(batches)
+        mine, count = self._place.replica
+        watch = Watch(plain.root)
+        outcome = plain.run(
+            shares,
+            watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
+            self._seeder,
+            step=step,
+            group_size=self._schedule.group_size,
+            evaluated=[share for share in shares if share.number % count == mine],
+        )
+        names = self._parts.names
+        return first_difference(
+            outcome,
+            piped,
+            stage_of={
+                name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
+            },
+            suspects=watch.suspects(),
+        )
+
+    def _shares(self, batches: Sequence[Sequence[Any]]) -> list[Share]:
+        """All microbatches, in order: microbatch j of data replica q is number j D + q."""
+        own, device = self._schedule.num_microbatches // len(batches), self._settings.device
+        shares = []
+        for replica, (*inputs, target) in enumerate(batches):
+            columns = [split_tensor(to_device(x, device), own) for x in inputs]
+            targets = split_target(to_device(target, device), own, len(inputs[0]))
+            for j, microbatch in enumerate(zip(*columns, strict=True)):
+                number = j * len(batches) + replica
+                shares.append(Share(inputs=microbatch, target=targets[j], samples=len(microbatch[0]), number=number))
+        return sorted(shares, key=lambda share: share.number)
+
+    def _train(self, arguments: Sequence[Any], step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
+        """The batch's loss, and the gradients of this process's parameters, with no update made."""
+        taken: dict[str, torch.Tensor | None] = {}
+        giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
+
+        def take(position: int, name: str, gradient: torch.Tensor | None) -> None:
+            if giver.setdefault(name, position) != position:
+                return
+            known = taken.get(name)
+            added = gradient if known is None or gradient is None else known + gradient
+            taken[name] = known if added is None else added
+
+        if not self._schedule.is_asynchronous:
+            result = self._training.accumulate(arguments)
+            assert result.loss is not None
+            return result.loss, {name: p.grad for name, p in self._ownership.named_parameters()}
+        with ExitStack() as stack:
+            for position, one in enumerate(self._update.stages):
+                stack.enter_context(one.optimizer.held_back(partial(take, position)))
+            results = [self._training.step(arguments), *self._training.flush()]
+        result = next(result for result in reversed(results) if result.loss_step == step)
+        assert result.loss is not None
+        limit = self._settings.max_grad_norm
+        if limit is not None and result.grad_norm is not None:
+            factor = clip_factor(norm=result.grad_norm, max_norm=limit)
+            taken = {name: None if g is None else g / factor for name, g in taken.items()}
+        return result.loss, taken
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """What this process has of the buffers that every microbatch has passed: of replicas each has seen a part."""
+        owners = self._schedule.owners
+        return {
+            name: buffer.clone()
+            for name, buffer in self._parts.root.named_buffers()
+            if not buffer.is_meta
+            and all(len(owners[stage]) == 1 for stage in self._ownership.stages.get(name, (0,)))
+            and self._ownership.is_local(name)
+        }
+
+    def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Gradients of all parameters, in the judge's process; elsewhere which there are."""
+        present: set[str] = set()
+        for names in self._collectives.gather(
+            [name for name, gradient in own.items() if gradient is not None], what="gathering gradients for verify"
+        ):
+            present.update(names)
+        gathered: dict[str, torch.Tensor | None] = {}
+        for name, parameter in self._parts.root.named_parameters():
+            gathered[name] = None
+            if name in present:
+                source = self._place.process_of(self._schedule.owners[self._ownership.stages[name][0]][0])
+                mine = own.get(name)
+                tensor = parameter.detach() if mine is None else mine
+                tensor = tensor.to_dense() if tensor.is_sparse else tensor
+                value = self._collectives.broadcast(tensor, source, what=f"gathering the gradient of {name!r}")
+                gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
+        return gathered
+
+    def _gather_batches(self, arguments: Sequence[Any]) -> list[Sequence[Any]]:
+        """By data replica, what its last stage was passed."""
+        mine, count = self._place.replica
+        if count == 1:
+            return [arguments]
+        speaks = self._schedule.num_stages - 1 in {
+            stage for rank in self._place.local_ranks for stage in self._schedule.placement[rank]
+        }
+        spoken = self._collectives.gather((mine, arguments) if speaks else None, what="gathering batches for verify")
+        by_replica = dict(one for one in spoken if one is not None)
+        return [by_replica[replica] for replica in range(count)]
+
+    @contextmanager
+    def _left_as_it_was(self) -> Iterator[None]:
+        root, training, update = self._parts.root, self._training, self._update
+        buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
+        gradients = [(parameter, parameter.grad) for _, parameter in self._ownership.named_parameters()]
+        versions = [
+            (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
+        ]
+        known, step = update.rest(), training.num_steps
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for weights, newest, _ in versions:  # the plain module has the newest weights alone
+            weights.restore(newest, {})
+        try:
+            yield
+        finally:
+            training.num_steps = step
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            if not update.is_lost:
+                for weights, newest, older in versions:
+                    weights.restore(newest, older)
+                update.restart()
+                update.put_back(known)
+
+
+def _copies(older: Mapping[int, Mapping[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
+    return {number: {name: tensor.clone() for name, tensor in one.items()} for number, one in older.items()}

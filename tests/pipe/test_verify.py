@@ -1,0 +1,252 @@
+"""`verify`: the pipeline agrees with the plain module, or the first difference is named with its cause."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import TASKS, make_batch, make_model, task_of
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule, VerificationError
+
+SCHEDULES = ("1f1b", "interleaved", "2bw", "pipedream")
+
+
+def pipe_of(task: str, schedule: str, **options: Any) -> PipelineModule:
+    kind, loss = task_of(task).kind, task_of(task).loss
+    num_stages = 4 if schedule == "interleaved" else 2
+    model = make_model(task, num_stages=num_stages if kind == "stages" else None)
+    settings: dict[str, Any] = {
+        "schedule": schedule,
+        "mesh": {"pipe": 2},
+        "num_microbatches": 4,
+        "loss_fn": loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        "timeout": 30.0,
+    }
+    whole = {"stages": list(model.children())} if kind == "stages" else {"model": model}
+    return PipelineModule(**whole, **(settings | options))
+
+
+def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
+    inputs, target = make_batch(task, index=index, size=task_of(task).batch_size)
+    return (*inputs, target)
+
+
+# Weights tied over ranks are refused under pipedream.
+CASES = [*((task, "1f1b") for task in TASKS), *((t, s) for t in ("small-masked", "conv-norm") for s in SCHEDULES[1:])]
+
+
+@pytest.mark.parametrize(("task", "schedule"), [*CASES, ("small-tied", "2bw")])
+def test_the_first_batch_agrees_and_training_is_as_without(task: str, schedule: str) -> None:
+    with_net, without = pipe_of(task, schedule, verify=True), pipe_of(task, schedule)
+    for index in range(3):
+        torch.manual_seed(index)
+        results = [pipe.train_step(*batch_of(task, index)) for pipe in (with_net, without)]
+        assert results[0].loss == results[1].loss
+        assert results[0].loss_step == results[1].loss_step
+    late = [[one.loss for one in pipe.flush()] for pipe in (with_net, without)]
+    assert late[0] == late[1]
+    states = [pipe.full_state_dict() for pipe in (with_net, without)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_batch_amid_training_leaves_everything_as_it_was(schedule: str) -> None:
+    pipe, other = (pipe_of("conv-norm", schedule, max_grad_norm=0.01) for _ in range(2))
+    for index in range(4):
+        results = [one.train_step(*batch_of("conv-norm", index)).loss for one in (pipe, other)]
+        assert results[0] == results[1]
+        if index == 1:
+            late = [result.loss for result in other.flush()]
+            before = torch.get_rng_state()
+            found = pipe.verify(*batch_of("conv-norm", 9))
+            assert torch.equal(torch.get_rng_state(), before)
+            assert found.num_gradients == len(pipe.parameters())
+            assert found.copy_bytes > 0
+            assert [result.loss for result in pipe.flush()] == late
+    states = [one.full_state_dict() for one in (pipe, other)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_gradients_of_the_user_stay() -> None:
+    pipe = pipe_of("mlp", "1f1b", optimizer=None)
+    pipe.forward_backward(*batch_of("mlp"))
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    pipe.verify(*batch_of("mlp", 1))
+    after = [p.grad for p in pipe.parameters() if p.grad is not None]
+    assert len(before) == len(after) > 0
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal: the identity forwards, and -1 backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+class Net(nn.Module):
+    """Not an nn.Sequential: it is traced, and what is changed in `odd` may be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.odd, self.back = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = 1.0
+        self.register_buffer("seen", torch.zeros(4))
+        self.middle: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.middle(self.odd(self.front(x).tanh())))  # type: ignore[no-any-return]
+
+
+def with_backward_hook() -> Net:
+    net = Net()
+    net.odd.register_full_backward_hook(lambda module, grad_in, grad_out: (3 * grad_in[0],))
+    return net
+
+
+def with_custom_function() -> Net:
+    net = Net()
+    net.middle = Reverse.apply  # type: ignore[assignment]
+    return net
+
+
+def with_reassigned_buffer() -> Net:
+    net = Net()
+
+    def middle(x: Tensor) -> Tensor:
+        net_of_copy = middle.owner  # type: ignore[attr-defined]
+        net_of_copy.seen = net_of_copy.seen + x.detach().mean(0)
+        return x
+
+    middle.owner = net  # type: ignore[attr-defined]
+    net.middle = middle
+    return net
+
+
+def refused(net: nn.Module, **options: Any) -> str:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"schedule": "1f1b", "mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
+    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 30.0}
+    pipe = PipelineModule(net, **(settings | options))
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    pipe.build(x, x)
+    before = {name: p.clone() for name, p in pipe.named_parameters()}
+    try:
+        pipe.train_step(x, x.flip(0))
+    except VerificationError as error:
+        assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())  # nothing was trained
+        return str(error)
+    except PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_lost_backward_hook_is_named() -> None:
+    told = refused(with_backward_hook())
+    assert "verify: the gradient of 'front.bias' (stage 0" in told
+    assert "Likely cause: module 'odd' has a backward hook" in told
+
+
+def test_a_lost_custom_backward_is_named() -> None:
+    told = refused(with_custom_function())
+    assert "the gradient of 'odd.bias'" in told
+    assert "the model uses the autograd.Function Reverse" in told
+
+
+def test_a_dropped_python_random_number_is_named() -> None:
+    net = Net()
+    net.middle = lambda x: x * random.random()
+    told = refused(net)
+    assert "the loss is" in told
+    assert "draws from Python's random module" in told
+
+
+def test_without_it_the_difference_trains_in_silence() -> None:
+    assert refused(with_backward_hook(), verify=False) == "nothing"
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    class Uncopied(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise RuntimeError("only one of me")
+
+    with pytest.raises(ValueError, match=r"copy.deepcopy\(model\) fails: only one of me"):
+        refused(nn.Sequential(Uncopied(4, 4), nn.Linear(4, 4)))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="verify='yes': expected True or False"):
+        pipe_of("mlp", "1f1b", verify="yes")
+    with pytest.raises(ValueError, match="training needs a loss"):
+        pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
+
+
+def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float]:
+    pipe = pipe_of(task, schedule, mesh=mesh, verify=True)
+    batch = batch_of(task)
+    if mesh.get("data", 1) > 1:  # each replica its own samples, and another number of them
+        cut = 5 + torch.distributed.get_rank() % 2
+        batch = tuple(x[:cut] if torch.distributed.get_rank() % 2 else x[-cut:] for x in batch)
+    found = pipe.verify(*batch)
+    loss = pipe.train_step(*batch).loss
+    pipe.flush()
+    pipe.close()
+    return found.num_gradients, loss or 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("task", "schedule", "mesh"),
+    [
+        ("tied-gpt", "1f1b", {"pipe": 2}),
+        ("batchnorm-cnn", "interleaved", {"pipe": 2}),
+        ("gpt-masked", "2bw", {"pipe": 2}),
+        ("mlp", "1f1b", {"pipe": 2, "data": 2}),
+    ],
+    ids=str,
+)
+def test_over_processes(gloo: Pool, task: str, schedule: str, mesh: dict[str, int]) -> None:
+    ranks = mesh["pipe"] * mesh.get("data", 1)
+    found = gloo.run(verified, ranks=ranks, args=(task, schedule, mesh))
+    assert len({count for count, _ in found}) == 1
+    assert found[0][0] > 0
+
+
+def refused_over_processes() -> str:
+    return refused(with_backward_hook(), mesh={"pipe": 2})
+
+
+@pytest.mark.gloo
+def test_every_process_is_told(gloo: Pool) -> None:
+    for told in gloo.run(refused_over_processes, ranks=2):
+        assert "verify: the gradient of 'front.bias' (stage 0" in told
+        assert "module 'odd' has a backward hook" in told
+
+
+def verify_without_a_copy() -> str:
+    pipe = pipe_of("mlp", "1f1b")
+    try:
+        pipe.verify(*batch_of("mlp"))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_without_a_copy_it_says_what_to_type(gloo: Pool) -> None:
+    for told in gloo.run(verify_without_a_copy, ranks=2):
+        assert "Expected PipelineModule(..., verify=True)" in told
