@@ -41,6 +41,7 @@ from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .stages.build import CutModel, cut_model
+from .stages.loss import UntrainedLeaves
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
 from .stages.shapes import InferredStages, Signature, signature
@@ -49,7 +50,7 @@ from .stages.wiring import Wiring
 from .state import State
 from .training import Training
 from .update.flush import FlushExecution, batch_programs, make_flush_execution
-from .update.interface import UpdateParts
+from .update.interface import Update, UpdateParts
 from .update.rank_update import RankUpdate
 from .update.stream_parts import StreamExecution, make_stream_execution
 from .verify.plain import PlainModule
@@ -123,6 +124,7 @@ def assemble(
         num_stages=schedule.num_stages,
         split_points=layout.split_points,
         plan=layout.plan,
+        loss_fn=settings.loss_fn,
         seeder=seeder,
         device=device,
     )
@@ -162,7 +164,7 @@ def assemble(
         )
     )
 
-    loss_of = _loss_of(parts, settings, seeder)
+    loss_of = _loss_of(parts, settings, seeder, update)
 
     def make_stage(rank: int, s: int) -> Stage:
         is_last = s == schedule.num_stages - 1
@@ -172,7 +174,6 @@ def assemble(
             train=parts.train.stages[s],
             evaluate=parts.evaluate.stages[s],
             loss_of=loss_of if is_last else None,
-            loss_module=settings.loss_fn if is_last and isinstance(settings.loss_fn, nn.Module) else None,
             recompute=layout.recompute[s],
             weights=update.versions_of(rank, s),
         )
@@ -336,15 +337,23 @@ def _make_transports(
 
 
 def _loss_of(
-    parts: CutModel, settings: Settings, seeder: Seeder
+    parts: CutModel, settings: Settings, seeder: Seeder, update: Update
 ) -> Callable[[Tensors, object, bool], LossValue] | None:
     loss_fn = settings.loss_fn
     if loss_fn is None:
         return None
 
+    def is_trained(leaf: torch.Tensor) -> bool:
+        return settings.optimizer is None or any(one.optimizer.holds(leaf) for one in update.stages)
+
+    untrained = UntrainedLeaves(parts.train.stages[-1].module, is_trained)
+
     def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
         seeder.enter_loss()
-        return read_loss(loss_fn(parts.output(flat, training=training), target))
+        ends = untrained.before(flat)
+        loss = read_loss(loss_fn(parts.output(flat, training=training), target))
+        untrained.check(loss[0], ends)
+        return loss
 
     return loss_of
 

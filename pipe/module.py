@@ -56,7 +56,8 @@ class PipelineModule:
             All ranks pass the same batch.
         num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
-        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count).
+        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count). An nn.Module belongs to
+            the last stage, which trains its parameters; its tensors are named `loss_fn.` and their names in it.
         optimizer: parameters -> torch optimizer; called once a stage. Needed by `train_step`.
         lr_scheduler: optimizer -> learning-rate scheduler; called once a stage, stepped by `train_step`.
         max_grad_norm: `train_step` clips the global gradient norm to it.

@@ -12,6 +12,7 @@ from ...partition.graph.chain import given_stages
 from ...partition.graph.model_units import model_units
 from ...partition.graph.units import Cut
 from ...partition.plans.plan import Plan
+from .loss import add_loss
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
 from .shapes import InferredStages, signature
@@ -22,7 +23,8 @@ class CutModel:
     """A model cut into stages.
 
     Arguments:
-        root: the user's model (or a ModuleList of the user's stages): its names are the original names.
+        root: the user's model (or a ModuleList of the user's stages): its names are the original names. Beside it,
+            under `loss_fn.`, stands a loss that is a module with tensors of its own.
         names: [S] the units of each stage, for people.
         train, evaluate: the stages in both modes.
         is_traced: whether the stages are graphs of their own, not the user's modules.
@@ -47,10 +49,11 @@ def cut_model(
     num_stages: int,
     split_points: Sequence[str] | None,
     plan: Plan | None,
+    loss_fn: object,
     seeder: Seeder,
     device: torch.device,
 ) -> CutModel:
-    """Cut a model, or take the user's stages as they are.
+    """Cut a model, or take the user's stages as they are; a loss that is a module goes to the last one.
 
     Raises ValueError for a model that cannot be traced or cut into so many stages, for wrong split points, and for a
     plan for another model.
@@ -80,7 +83,7 @@ def cut_model(
     if plan is not None:
         check_parameters(plan, [stage.module for stage in train.stages])
     return CutModel(
-        root=root,
+        root=add_loss(loss_fn, root, [train.stages[-1], evaluate.stages[-1]]),
         names=tuple(piece.name for piece in cut.pieces),
         train=train,
         evaluate=evaluate,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...partition.graph.units import StageModule, Tensors
@@ -49,7 +48,6 @@ class Stage:
         name: the units in it, for people.
         train, evaluate: what it runs in both modes.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
-        loss_module: whose buffers it may change.
         recompute: "none" or "full".
         weights: the versions of its parameters, under an asynchronous schedule.
     """
@@ -62,7 +60,6 @@ class Stage:
         train: StageModule,
         evaluate: StageModule,
         loss_of: LossOf | None,
-        loss_module: nn.Module | None = None,
         recompute: str,
         weights: WeightVersions | None = None,
     ) -> None:
@@ -74,7 +71,7 @@ class Stage:
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
-        self._buffers = MovingBuffers(train.module, *([] if loss_module is None else [loss_module]))
+        self._buffers = MovingBuffers(train.module)
 
     def forward(
         self,

@@ -70,6 +70,11 @@ class StageOptimizer:
         finally:
             self._take = None
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it updates this very tensor."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return any(parameter is tensor for group in groups for parameter in group["params"])
+
     def tensors(self) -> list[torch.Tensor]:
         """The optimizer's state."""
         states = [] if self.optimizer is None else list(self.optimizer.state.values())

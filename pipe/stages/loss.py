@@ -1,0 +1,104 @@
+"""A loss that learns: a module given as `loss_fn` belongs to the last stage, and what it learns has to be an optimizer's.
+
+The module hangs below the one that the last stage runs, so that its parameters and buffers are that stage's: moved to
+the device, trained, clipped, summed over replicas, kept in versions, recomputed and saved as all others are. Among the
+names of the model its own ones begin with `loss_fn.`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ...partition.graph.units import StageModule
+
+PREFIX = "loss_fn"
+_CHILD = "<loss_fn>"  # no attribute of a stage's module can have this name
+
+
+class ModelWithLoss(nn.Module):
+    """Names of a model and of the loss beside it: the model's own ones, and `loss_fn.` in front of the loss's.
+
+    Raises ValueError where the model has such a name itself.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        taken = sorted(name for name in model.state_dict() if name.startswith(f"{PREFIX}."))
+        if taken:
+            raise ValueError(
+                f"loss_fn= is a module of its own and the model has {taken[0]!r}, which would be the loss's name: "
+                f"expected another name in the model, or loss_fn=model.{PREFIX}"
+            )
+        self._modules[""] = model  # an empty name adds nothing to those below it
+        self._modules[PREFIX] = loss
+
+    def state_dict(self, *args: object, keep_vars: bool = False, **options: object) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of both."""
+        model, loss = self._modules.values()
+        assert model is not None and loss is not None
+        return {**model.state_dict(keep_vars=keep_vars), **loss.state_dict(prefix=f"{PREFIX}.", keep_vars=keep_vars)}
+
+
+def add_loss(loss_fn: object, root: nn.Module, last: Sequence[StageModule]) -> nn.Module:
+    """Give a loss that is a module to the last stage; returns the root of all names.
+
+    Arguments:
+        root: the user's model.
+        last: the last stage, in each mode.
+    """
+    if not isinstance(loss_fn, nn.Module):
+        return root
+    for stage in last:
+        stage.module._modules[_CHILD] = loss_fn
+    has_tensors = next(iter(loss_fn.state_dict()), None) is not None
+    is_part = any(module is loss_fn for module in root.modules())
+    return ModelWithLoss(root, loss_fn) if has_tensors and not is_part else root
+
+
+class UntrainedLeaves:
+    """Looks once, at the first loss with a graph, for tensors that would learn from it and that no optimizer holds.
+
+    Arguments:
+        module: of the last stage.
+        is_trained: whether an optimizer holds the tensor.
+    """
+
+    def __init__(self, module: nn.Module, is_trained: Callable[[torch.Tensor], bool]) -> None:
+        self._module = module
+        self._is_trained = is_trained
+        self._looked = False
+
+    def before(self, outputs: Sequence[torch.Tensor]) -> set[object]:
+        """Where the loss's own graph ends, before the loss runs."""
+        return set() if self._looked else {x.grad_fn or id(x) for x in outputs}
+
+    def check(self, loss: torch.Tensor, ends: set[object]) -> None:
+        """ValueError for such a tensor between these ends and the loss."""
+        if self._looked or not loss.requires_grad:
+            return
+        self._looked = True
+        own = {id(p) for p in self._module.parameters()}
+        for leaf in _leaves(loss, ends):
+            if id(leaf) not in own and not self._is_trained(leaf):
+                raise ValueError(
+                    f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that wants a gradient and that no "
+                    f"optimizer of the pipeline holds, so it would never learn: expected the module that owns it as "
+                    f"loss_fn= itself (an nn.Module, whose parameters the last stage trains), or requires_grad=False"
+                )
+
+
+def _leaves(loss: torch.Tensor, ends: set[object]) -> Iterator[torch.Tensor]:
+    """Leaves of the loss's graph that are not behind `ends`."""
+    pending, seen = [loss.grad_fn], set(ends)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if leaf is not None and id(leaf) not in ends:
+            yield leaf
+        pending += [after for after, _ in node.next_functions]

@@ -1,0 +1,180 @@
+"""A loss with parameters and buffers of its own: they are the last stage's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make, sgd, stream
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+
+class Scaled(nn.Module):
+    """Learns a scale, and counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(output)
+        return output * self.scale
+
+
+class ScaledLoss(Scaled):
+    """The same in front of a loss."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return F.mse_loss(super().forward(output), target)
+
+
+class Net(nn.Module):
+    """No chain: traced."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.more = nn.ModuleList(more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.two(self.one(x).relu()) + x
+        for module in self.more:
+            x = module(x)
+        return x
+
+
+def pair(options: dict[str, Any]) -> tuple[PipelineModule, PipelineModule]:
+    """The scale in the loss, and the same scale in front of the loss."""
+    torch.manual_seed(0)
+    one = layers()
+    torch.manual_seed(0)
+    other = nn.Sequential(*layers(), Scaled())
+    points = {} if options.get("mesh") == {"pipe": 1} else {"split_points": ["3"]}
+    return (
+        make(model=one, loss_fn=ScaledLoss(), **options, **points),
+        make(model=other, loss_fn=F.mse_loss, **options, **points),
+    )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "1f1b": {"max_grad_norm": 0.05},
+    "2bw": {"schedule": "2bw", "max_grad_norm": 0.05},
+    "pipedream": {"schedule": "pipedream"},
+    "recompute": {"recompute": "full"},
+    "2bw, recompute": {"schedule": "2bw", "recompute": "full"},
+    "one rank": {"mesh": {"pipe": 1}},
+    "replicas": {"mesh": {"pipe": 2, "data": 2}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_loss_learns_as_a_layer_in_front_of_it_would(options: dict[str, Any]) -> None:
+    one, other = pair(options)
+    for _ in range(4):
+        one.train_step(X, Y)
+        other.train_step(X, Y)
+    one.eval_step(X, Y)
+    found, expected = one.full_state_dict(), other.full_state_dict()
+    assert not torch.equal(found["loss_fn.scale"], torch.full((WIDTH,), 0.7))
+    for name in ("scale", "seen"):
+        assert torch.equal(found[f"loss_fn.{name}"], expected[f"6.{name}"]), name
+    for name in found.keys() & expected.keys():
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_the_loss_of_a_traced_model_and_of_given_stages() -> None:
+    for options in ({"model": Net()}, {"stages": [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]}):
+        loss = ScaledLoss()
+        pipe = make(loss_fn=loss, **options)
+        pipe.train_step(X, Y)
+        assert not torch.equal(loss.scale, torch.full((WIDTH,), 0.7))
+        assert {name for name, _ in pipe.named_parameters()} >= {"loss_fn.scale"}
+        assert float(pipe.state_dict()["loss_fn.seen"]) == len(X)
+
+
+def test_a_loss_stands_in_checkpoints_and_state_dicts(tmp_path: Path) -> None:
+    one = make(loss_fn=ScaledLoss(), optimizer=torch.optim.AdamW)
+    one.train_step(X, Y)
+    one.save(tmp_path)
+    again = make(loss_fn=ScaledLoss(), optimizer=torch.optim.AdamW, mesh={"pipe": 3})
+    again.load(tmp_path)
+    third = make(loss_fn=ScaledLoss())
+    third.load_state_dict(one.full_state_dict())
+    assert torch.equal(third.full_state_dict()["loss_fn.scale"], one.full_state_dict()["loss_fn.scale"])
+    for pipe in (one, again):
+        pipe.train_step(X, Y)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"missing \['loss_fn.scale', 'loss_fn.seen'\]"):
+        third.load_state_dict({k: v for k, v in one.full_state_dict().items() if not k.startswith("loss_fn")})
+
+
+def test_a_loss_without_tensors_has_no_names() -> None:
+    pipe = make(loss_fn=nn.MSELoss())
+    assert pipe.full_state_dict().keys() == layers().state_dict().keys()
+
+
+def test_a_loss_that_the_model_has_keeps_its_name() -> None:
+    model = Net()
+    model.loss_fn = ScaledLoss()
+    pipe = make(model=model, loss_fn=model.loss_fn)
+    pipe.train_step(X, Y)
+    assert pipe.full_state_dict().keys() == model.state_dict().keys()
+    assert not torch.equal(model.loss_fn.scale, torch.full((WIDTH,), 0.7))
+    with pytest.raises(ValueError, match=r"the model has 'loss_fn.scale', .* or loss_fn=model.loss_fn"):
+        make(model=model, loss_fn=ScaledLoss())
+
+
+@pytest.mark.parametrize("begin", [make, stream])
+def test_a_parameter_that_no_optimizer_holds_is_refused(begin: Any) -> None:
+    loss = ScaledLoss()
+    pipe = begin(loss_fn=lambda output, target: loss(output, target))
+    with pytest.raises(
+        ValueError, match=r"loss_fn computes with a tensor of shape \(6,\) .*module that owns it as loss"
+    ):
+        pipe.train_step(X, Y)
+    loss.requires_grad_(False)
+    begin(loss_fn=lambda output, target: loss(output, target)).train_step(X, Y)
+
+
+def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
+    scale = nn.Parameter(torch.ones(()))
+    pipe = make(loss_fn=lambda output, target: scale * F.mse_loss(output, target), optimizer=None)
+    pipe.forward_backward(X, Y)
+    assert scale.grad is not None
+    held = make(
+        loss_fn=lambda output, target: scale * F.mse_loss(output, target),
+        optimizer=lambda parameters: sgd([*parameters, scale]),
+    )
+    held.train_step(X, Y)
+
+
+def _train() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    pipe = make(model=layers(), loss_fn=ScaledLoss(), max_grad_norm=0.05)
+    for _ in range(3):
+        pipe.train_step(x, y)
+    state = pipe.full_state_dict()
+    pipe.close()
+    return state
+
+
+@pytest.mark.gloo
+def test_a_loss_learns_over_processes(gloo: Pool) -> None:
+    one, other = gloo.run(_train, ranks=2)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    pipe = make(model=layers(), loss_fn=ScaledLoss(), max_grad_norm=0.05)
+    for _ in range(3):
+        pipe.train_step(x, y)
+    for name, value in pipe.full_state_dict().items():
+        assert torch.equal(one[name], value), name
+        assert torch.equal(other[name], value), name
