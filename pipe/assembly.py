@@ -116,7 +116,7 @@ def assemble(
     seeder = Seeder(settings.seed, device)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
-    plain = PlainModule(root, given=model is None) if verify and judge == place.world.rank else None
+    plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
     parts = cut_model(
         model,
         stages,

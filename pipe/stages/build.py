@@ -12,7 +12,7 @@ from ...partition.graph.chain import given_stages
 from ...partition.graph.model_units import model_units
 from ...partition.graph.units import Cut
 from ...partition.plans.plan import Plan
-from .loss import add_loss
+from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
 from .shapes import InferredStages, signature
@@ -23,13 +23,14 @@ class CutModel:
     """A model cut into stages.
 
     Arguments:
-        root: the user's model (or a ModuleList of the user's stages): its names are the original names. Beside it,
-            under `loss_fn.`, stands a loss that is a module with tensors of its own.
+        model: the user's (or a ModuleList of the user's stages).
+        root: of all names: the model, and beside it, under `loss_fn.`, a loss with tensors of its own.
         names: [S] the units of each stage, for people.
         train, evaluate: the stages in both modes.
         is_traced: whether the stages are graphs of their own, not the user's modules.
     """
 
+    model: nn.Module
     root: nn.Module
     names: tuple[str, ...]
     train: InferredStages
@@ -82,8 +83,10 @@ def cut_model(
         _refuse_shared_writes(root, mode)
     if plan is not None:
         check_parameters(plan, [stage.module for stage in train.stages])
+    give_loss(loss_fn, [train.stages[-1], evaluate.stages[-1]])
     return CutModel(
-        root=add_loss(loss_fn, root, [train.stages[-1], evaluate.stages[-1]]),
+        model=root,
+        root=with_loss(root, loss_fn),
         names=tuple(piece.name for piece in cut.pieces),
         train=train,
         evaluate=evaluate,

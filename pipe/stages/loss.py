@@ -1,4 +1,4 @@
-"""A loss that learns: a module given as `loss_fn` belongs to the last stage, and what it learns has to be an optimizer's.
+"""A loss that learns: a module given as `loss_fn` belongs to the last stage; what learns has to be an optimizer's.
 
 The module hangs below the one that the last stage runs, so that its parameters and buffers are that stage's: moved to
 the device, trained, clipped, summed over replicas, kept in versions, recomputed and saved as all others are. Among the
@@ -7,7 +7,8 @@ names of the model its own ones begin with `loss_fn.`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,27 +36,33 @@ class ModelWithLoss(nn.Module):
         self._modules[""] = model  # an empty name adds nothing to those below it
         self._modules[PREFIX] = loss
 
-    def state_dict(self, *args: object, keep_vars: bool = False, **options: object) -> dict[str, torch.Tensor]:
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # no destination, no prefix
         """Parameters and buffers of both."""
-        model, loss = self._modules.values()
-        assert model is not None and loss is not None
-        return {**model.state_dict(keep_vars=keep_vars), **loss.state_dict(prefix=f"{PREFIX}.", keep_vars=keep_vars)}
+        model, loss = self.children()
+        return {**model.state_dict(**options), **loss.state_dict(prefix=f"{PREFIX}.", **options)}
+
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> None:  # type: ignore[override]
+        """Into both."""
+        start = f"{PREFIX}."
+        model, loss = self.children()
+        model.load_state_dict({name: value for name, value in state.items() if not name.startswith(start)}, **options)
+        loss.load_state_dict(
+            {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}, **options
+        )
 
 
-def add_loss(loss_fn: object, root: nn.Module, last: Sequence[StageModule]) -> nn.Module:
-    """Give a loss that is a module to the last stage; returns the root of all names.
+def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
+    """The root of all names: the model, with a loss beside it that has tensors of its own."""
+    if not isinstance(loss_fn, nn.Module) or any(module is loss_fn for module in model.modules()):
+        return model
+    return ModelWithLoss(model, loss_fn) if loss_fn.state_dict() or any(True for _ in loss_fn.buffers()) else model
 
-    Arguments:
-        root: the user's model.
-        last: the last stage, in each mode.
-    """
-    if not isinstance(loss_fn, nn.Module):
-        return root
-    for stage in last:
-        stage.module._modules[_CHILD] = loss_fn
-    has_tensors = next(iter(loss_fn.state_dict()), None) is not None
-    is_part = any(module is loss_fn for module in root.modules())
-    return ModelWithLoss(root, loss_fn) if has_tensors and not is_part else root
+
+def give_loss(loss_fn: object, stages: Iterable[StageModule]) -> None:
+    """A loss that is a module goes to these: the last stage in each mode."""
+    for stage in stages:
+        if isinstance(loss_fn, nn.Module):
+            stage.module._modules[_CHILD] = loss_fn
 
 
 class UntrainedLeaves:

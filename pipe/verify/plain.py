@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...partition.graph.chain import given_units, is_sequential
+from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue
 
@@ -53,26 +54,31 @@ class Outcome:
 
 
 class PlainModule:
-    """A copy of the user's model, which nobody cuts.
+    """A copy of the user's model and of a loss that is a module, which nobody cuts.
 
     Raises ValueError for a model that cannot be copied.
+
+    Attributes:
+        root: of the names of both.
     """
 
-    def __init__(self, root: nn.Module, *, given: bool) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object, *, given: bool) -> None:
         try:
-            self.root = copy.deepcopy(root)
+            self._model, loss = copy.deepcopy((model, loss_fn if isinstance(loss_fn, nn.Module) else None))
         except Exception as error:
             raise ValueError(
                 f"verify needs a copy of the model, and copy.deepcopy(model) fails: {error}. Expected a model that can "
                 f"be copied, or verify=False"
             ) from error
+        self.loss_fn = loss_fn if loss is None else loss
+        self.root = with_loss(self._model, loss)
         self.root.zero_grad(set_to_none=True)
         self._given = given
         units: list[nn.Module] | None = None  # None: the random operations are the units, as in a traced graph
         if given:
-            units = [module for stage in self.root.children() for module in given_units(stage).values()]
-        elif is_sequential(self.root):
-            units = [child for child in self.root._modules.values() if child is not None]
+            units = [module for stage in self._model.children() for module in given_units(stage).values()]
+        elif is_sequential(self._model):
+            units = [child for child in self._model._modules.values() if child is not None]
         self._units = units
 
     @property
@@ -83,12 +89,12 @@ class PlainModule:
     def __call__(self, *inputs: torch.Tensor) -> object:
         """The model's output."""
         if not self._given:
-            output: object = self.root(*inputs)
+            output: object = self._model(*inputs)
             return output
         arguments: tuple[Any, ...] = inputs
-        for index, stage in enumerate(self.root.children()):
+        for index, stage in enumerate(self._model.children()):
             value = stage(*arguments)
-            is_several = index < len(self.root._modules) - 1 and isinstance(value, tuple | list)
+            is_several = index < len(self._model._modules) - 1 and isinstance(value, tuple | list)
             arguments = tuple(value) if is_several else (value,)
         return arguments[0]
 

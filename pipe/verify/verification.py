@@ -100,7 +100,7 @@ class Verifier:
         """See PipelineModule.verify. Collective over the processes."""
         self._settings.require_loss()
         if self._plain is None and not self._place.world.distributed:
-            self._plain = PlainModule(self._parts.root, given=self._given)
+            self._plain = PlainModule(self._parts.model, self._settings.loss_fn, given=self._given)
         elif not self._has_copy:
             raise ValueError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
@@ -147,8 +147,8 @@ class Verifier:
         piped: Outcome,
         step: int,
     ) -> str | None:
-        loss_fn = self._settings.loss_fn
-        assert loss_fn is not None
+        loss_fn = plain.loss_fn
+        assert callable(loss_fn)
         plain.root.to(self._settings.device)
         plain.root.load_state_dict(weights)
         for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):

@@ -116,6 +116,16 @@ def test_a_loss_stands_in_checkpoints_and_state_dicts(tmp_path: Path) -> None:
         third.load_state_dict({k: v for k, v in one.full_state_dict().items() if not k.startswith("loss_fn")})
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_verify_runs_a_loss_of_its_own(schedule: str) -> None:
+    loss = ScaledLoss()
+    pipe = make(schedule=schedule, loss_fn=loss)
+    found = pipe.verify(X, Y)
+    assert found.num_gradients == 13
+    assert loss.scale.grad is None
+    assert float(loss.seen) == 0
+
+
 def test_a_loss_without_tensors_has_no_names() -> None:
     pipe = make(loss_fn=nn.MSELoss())
     assert pipe.full_state_dict().keys() == layers().state_dict().keys()
@@ -135,13 +145,13 @@ def test_a_loss_that_the_model_has_keeps_its_name() -> None:
 @pytest.mark.parametrize("begin", [make, stream])
 def test_a_parameter_that_no_optimizer_holds_is_refused(begin: Any) -> None:
     loss = ScaledLoss()
-    pipe = begin(loss_fn=lambda output, target: loss(output, target))
+    pipe = begin(loss_fn=lambda output, target: 2 * loss(output, target))
     with pytest.raises(
         ValueError, match=r"loss_fn computes with a tensor of shape \(6,\) .*module that owns it as loss"
     ):
         pipe.train_step(X, Y)
     loss.requires_grad_(False)
-    begin(loss_fn=lambda output, target: loss(output, target)).train_step(X, Y)
+    begin(loss_fn=lambda output, target: 2 * loss(output, target)).train_step(X, Y)
 
 
 def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
