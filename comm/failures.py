@@ -12,11 +12,14 @@ at once, too), and follows the reports to their end. The board is the rendezvous
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -139,6 +142,14 @@ class Guard:
             self._end = self._end or "close()"
             self._let_go.clear()
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error in between, such as in a data loader; it ends the run on all."""
+        if self._board is not None and self._end is None:
+            self._end = f"{type(error).__name__}: {error}"
+            self._board.write(error)
+            self._release()
+            self._board.linger()
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Context whose errors are told to the other ranks, and raised with their cause."""
@@ -165,10 +176,28 @@ class Guard:
 
 
 def make_guard(world: World) -> Guard:
-    """Guard of a run. All processes must make theirs in the same order."""
+    """Guard of a run; an exception that nobody catches is told to the other ranks, too.
+
+    All processes must make theirs in the same order.
+    """
     if not world.distributed:
         return Guard(None)
-    return Guard(FailureBoard(_get_default_store(), rank=world.rank, size=world.size))
+    guard = Guard(FailureBoard(_get_default_store(), rank=world.rank, size=world.size))
+    sys.excepthook = partial(_tell_uncaught, weakref.ref(guard), sys.excepthook)
+    return guard
+
+
+def _tell_uncaught(
+    known: weakref.ref[Guard],
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    before(kind, error, traceback)
+    guard = known()
+    if guard is not None:
+        guard.fail(error)
 
 
 def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:

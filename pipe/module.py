@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -414,8 +415,19 @@ class PipelineModule:
         if self._pipeline is not None:
             self._pipeline.measurement.forget()
 
+    def __enter__(self) -> PipelineModule:
+        """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._guard.fail(error)
+        self.close()
+
     def close(self) -> None:
-        """Wait until all messages are through. Call it before the process group is destroyed."""
+        """Wait until all messages are through, and give links back. Call it before the process group is destroyed."""
         if self._pipeline is not None:
             self._pipeline.training.close(self._settings.timeout)
 

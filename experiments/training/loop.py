@@ -113,6 +113,13 @@ class _Training:
         self.record = _Record()
 
     def run(self) -> None:
+        with self.pipe:
+            val_bits, resident, tensors, weights = self._run()
+        if self.folder is not None:
+            self._leave_behind(self.folder, val_bits=val_bits, resident=resident, tensors=tensors, weights=weights)
+
+    def _run(self) -> tuple[float, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
+        """Validation bits a byte, peak bytes of processes and of tensors, and the weights."""
         with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
             if self.pipe.plan is not None:
@@ -121,9 +128,7 @@ class _Training:
         val_bits = bits_per_byte(self._validate())
         weights = self.pipe.full_state_dict()
         resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
-        self.pipe.close()
-        if self.folder is not None:
-            self._leave_behind(self.folder, val_bits=val_bits, resident=resident, tensors=tensors, weights=weights)
+        return val_bits, resident, tensors, weights
 
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         options = self.options

@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,6 +30,7 @@ from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
 
 from stagewright.comm import ProcessGroupTransport
+from stagewright.experiments.launcher import launch
 from stagewright.pipe import PipelineModule
 
 pytestmark = pytest.mark.gloo
@@ -358,6 +360,38 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
     assert lost.seconds < SHORT + PATIENCE
     assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
+BETWEEN = """
+import os, torch
+import stagewright as sw
+from stagewright.experiments.launcher import report_to_launcher
+from torch import nn
+
+def samples():
+    yield torch.ones(8, 4)
+    if os.environ["RANK"] == "1":
+        raise OSError("sample 7 is unreadable")
+    yield torch.ones(8, 4)
+
+with report_to_launcher():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    settings = dict(loss_fn=nn.functional.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = sw.PipelineModule(model, num_microbatches=2, timeout=20.0, **settings)
+    LOOP
+        for x in samples():
+            pipe.train_step(x, x)
+"""
+
+
+@pytest.mark.parametrize("loop", ["if True:", "with pipe:"])
+def test_an_error_between_the_calls_is_the_cause_on_the_others(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    result = launch([sys.executable, "-c", BETWEEN.replace("LOOP", loop)], num_ranks=2, timeout=40.0)
+    assert result.status == 1
+    assert "cause: rank 1 failed: OSError: sample 7 is unreadable" in capfd.readouterr().err
+    assert "OSError: sample 7 is unreadable" in result.report
+    assert time.monotonic() - started < 20.0 + PATIENCE
 
 
 def cut() -> None:
