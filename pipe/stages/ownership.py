@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ class Ownership:
 
     def __init__(self, cut: CutModel, *, owners: Sequence[Sequence[int]], local_stages: Collection[int]) -> None:
         self._root = cut.root
+        self._let_go = _LetGo()
         self._owners = owners
         self._owner_of = [ranks[0] for ranks in owners]
         self._local = frozenset(local_stages)
@@ -133,7 +136,8 @@ class Ownership:
                 tensors[name].copy_(state[name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        state = self._root.state_dict(keep_vars=True)
+        with self._let_go.passing():
+            state = self._root.state_dict(keep_vars=True)
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
@@ -146,7 +150,10 @@ class Ownership:
         for mode in (cut.train, cut.evaluate):
             for stage in mode.stages:
                 modules += stage.module.modules()
-        for module in modules:
+        for module in dict.fromkeys(modules):
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            if any(id(value) in gone for value in tensors):
+                module.register_state_dict_pre_hook(self._let_go)  # type: ignore[no-untyped-call]
             for table in (module._parameters, module._buffers):
                 for name, value in list(table.items()):
                     if value is None or id(value) not in gone:
@@ -159,3 +166,40 @@ class Ownership:
                             else meta
                         )
                     setattr(module, name, metas[id(value)])
+
+
+class _LetGo:
+    """Stands on modules whose tensors another process holds: their state would be meta tensors, which save as nothing.
+
+    A hook in front of `state_dict`; it raises ValueError when the module is pickled whole, too.
+    """
+
+    def __init__(self) -> None:
+        self._passes = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within: the state is for the pipeline, which knows."""
+        self._passes = True
+        try:
+            yield
+        finally:
+            self._passes = False
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before the module's state is read."""
+        if not self._passes:
+            raise self._error(f"state_dict() of {type(module).__name__} {prefix.rstrip('.')!r}")
+
+    def __deepcopy__(self, memo: object) -> _LetGo:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
+        raise self._error("pickling a module")
+
+    @staticmethod
+    def _error(what: str) -> ValueError:
+        return ValueError(
+            f"{what}, whose weights another process holds: they would be meta tensors, which have no values. Expected "
+            f"pipe.full_state_dict() for all weights, pipe.state_dict() for this process's, or pipe.save(folder)"
+        )

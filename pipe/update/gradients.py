@@ -32,8 +32,9 @@ def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.devi
 
 
 def clip_factor(*, norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    """What torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm: NaN for NaN."""
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
 
 
 def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max_norm: float) -> None:
