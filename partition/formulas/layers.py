@@ -22,6 +22,7 @@ is held of a parameter once. Nothing overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cluster import Cluster, Level
@@ -90,15 +91,25 @@ class LayerFormulas:
 
     def _layer(self) -> Node:
         model, t, mlp = self.model, self.tensor, self.tokens * self.model.mlp_width / self.tensor
-        weights, scores = model.weight_flops(self.tokens) / t, model.score_flops(self.tokens) / t
+        heads = self.wide / t
+        # Each product with its outputs, forward and of I: Q K V, behind the attention, up, down.
+        weights = model.weight_flops(self.tokens) / t / (4 * model.hidden + 2 * model.mlp_width)
+        sizes = (3 * model.hidden, model.hidden, model.mlp_width, model.mlp_width)
+        flops = [weights * size for size in sizes]
+        forward = list(zip(flops, (3 * heads, self.wide, mlp, self.wide), strict=True))
+        inward = list(zip(flops, (self.wide, heads, self.wide, mlp), strict=True))
+        every_score = self.tokens * model.heads * model.length / t
+        scores = model.score_flops(self.tokens) / t
         again = scores / 2 if model.attention == "flash" else 0.0
         return self._node(
             "layer",
-            forward=self._seconds(weights + scores, 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2),
-            input_grad=self._seconds(
-                weights + 2 * scores + again, 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
+            forward=self._seconds(
+                [*forward, (scores, every_score)], 22 * self.whole + 4 * mlp + 13 * self.scores, sums=2
             ),
-            weight_grad=self._seconds(weights, 0),
+            input_grad=self._seconds(
+                [*inward, (2 * scores + again, every_score)], 34 * self.whole + 6 * mlp + 19 * self.scores, sums=2
+            ),
+            weight_grad=self._seconds(forward, 0),  # split along the tokens, where their own outputs are few
             parameters=model.layer_parameters(t),
             stash=10 * self.whole + 8 * self.wide / t + 4 * mlp + 5 * self.scores,
             workspace=max(4 * mlp, 4 * self.scores),  # gradients in front of and behind GeLU or softmax
@@ -109,9 +120,9 @@ class LayerFormulas:
         """Row, position and dropout; the vocabulary is divided, so the rows of all devices are added. No I."""
         return self._node(
             "embedding",
-            forward=self._seconds(0, 15 * self.whole, sums=1),
+            forward=self._seconds([], 15 * self.whole, sums=1),
             input_grad=0.0,
-            weight_grad=self._seconds(0, 13 * self.whole),
+            weight_grad=self._seconds([], 13 * self.whole),
             parameters=(self.vocabulary + self.model.length) * self.model.hidden,
             stash=self.whole,  # the dropout's mask
             workspace=VALUE_BYTES * self.whole,
@@ -123,19 +134,19 @@ class LayerFormulas:
         flops, logits = self.model.head_flops(self.tokens) / self.tensor, self.tokens * self.vocabulary
         return self._node(
             "head",
-            forward=self._seconds(flops, 4 * self.whole + 18 * logits),
-            input_grad=self._seconds(flops, 6 * self.whole + 14 * logits, sums=1),
-            weight_grad=self._seconds(flops, 0),
+            forward=self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
+            input_grad=self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
+            weight_grad=self._seconds([(flops, logits)], 0),
             parameters=(self.vocabulary + 2) * self.model.hidden,
             stash=4 * self.whole + 4 * logits,
             workspace=6 * logits,  # their gradient in float32 and in 16 bits
             output=0.0,
         )
 
-    def _seconds(self, flops: float, num_bytes: float, *, sums: int = 0) -> float:
-        """Products, then memory traffic, then sums over the tensor ranks: nothing overlaps."""
+    def _seconds(self, products: Sequence[tuple[float, float]], num_bytes: float, *, sums: int = 0) -> float:
+        """Products (FLOPs and outputs), then memory traffic, then sums over the tensor ranks: nothing overlaps."""
         return (
-            self.device.matrix_seconds(flops, hidden=self.model.hidden)
+            sum(self.device.matrix_seconds(flops, outputs=outputs) for flops, outputs in products)
             + self.device.memory_seconds(num_bytes)
             + sums * self.sum_seconds
         )

@@ -24,7 +24,7 @@ from stagewright.schedules import Costs, Schedule, build, simulate
 
 TABLE = Path(__file__).parents[1] / "data" / "megatron" / "table1.json"
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
-ALL_CONSTANTS = ("matrix_efficiency", "half_hidden", "link_efficiency")
+ALL_CONSTANTS = ("matrix_efficiency", "wave_outputs", "link_efficiency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def test_the_preset_is_the_fit_to_all_runs() -> None:
         DeviceModel.preset("A100-80GB").matrix_efficiency, abs=0.005
     )
     off = errors(simulated, range(10), DeviceModel.preset("A100-80GB"))
-    assert [round(100 * each) for each in off] == [-1, -1, 1, -1, 1, -6, -1, -2, 0, 6]
+    assert [round(100 * each) for each in off] == [-3, -2, 2, 0, 2, -5, 0, -1, 0, 6]
 
 
 def test_the_model_says_more_than_one_rate_for_all() -> None:
@@ -155,7 +155,7 @@ def test_the_model_says_more_than_one_rate_for_all() -> None:
         return (sum(each * each for each in numbers) / len(numbers)) ** 0.5
 
     assert max(naive) > 0.1
-    assert max(map(abs, modelled)) < 0.07
+    assert max(map(abs, modelled)) < 0.06
     assert root_mean_square(modelled) < root_mean_square(naive) / 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.partition import Cluster, Profile
+from stagewright.partition import Cluster, Profile, plan
 from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
 from stagewright.partition.formulas.layers import transformer_profile
 from stagewright.partition.formulas.source import TransformerSource
@@ -124,10 +124,38 @@ def test_flash_attention_multiplies_the_scores_again() -> None:
     assert total(flash, "forward_seconds") == total(stored, "forward_seconds")
 
 
-def test_efficiency_grows_with_the_hidden_size() -> None:
-    device = replace(A100, matrix_efficiency=0.8, half_hidden=1000.0)
+def test_efficiency_grows_with_the_outputs_of_a_product() -> None:
+    device = replace(A100, matrix_efficiency=0.8, wave_outputs=2000.0)
     assert device.efficiency(1000) == pytest.approx(0.4)
     assert device.efficiency(1e9) == pytest.approx(0.8, rel=1e-5)
+
+
+def test_small_microbatches_and_narrow_slices_cost_more_a_flop() -> None:
+    """Outputs of the products with Q K V, behind the attention, up and down, and of the scores, over t."""
+    model = Transformer(layers=1, hidden=1024, heads=16, vocabulary=100, length=512)
+    device = replace(COUNTER, wave_outputs=2e6)
+
+    def forward(b: int, t: int) -> float:
+        n, h = 512 * b, 1024
+        outputs = (3 * n * h / t, n * h, 4 * n * h / t, n * h, n * 16 * 512 / t)
+        flops = (6 * n * h * h / t, 2 * n * h * h / t, 8 * n * h * h / t, 8 * n * h * h / t, 4 * n * 512 * h / t)
+        return sum(f * (o + 1e6) / o for f, o in zip(flops, outputs, strict=True))
+
+    for b, t in ((1, 1), (4, 1), (1, 4), (4, 4)):
+        layer = profile_of(model, b=b, t=t, device=device).nodes[1]
+        assert layer.forward_seconds == pytest.approx(forward(b, t))
+    assert forward(4, 1) < 4 * forward(1, 1)
+    assert forward(1, 4) > forward(1, 1) / 4
+
+
+def test_the_planner_takes_larger_microbatches_where_they_pay() -> None:
+    """A small model on one node of eight: replicas alone, with room for more than one sequence at a time."""
+    model = Transformer(layers=12, hidden=1024, heads=16, vocabulary=50000, length=1024)
+    cluster = Cluster.parse("8:nvlink=300GB/s@2us:80GB")
+    source = TransformerSource(transformer=model, device=A100, cluster=cluster)
+    found = plan(source, cluster, global_batch=64, schedules=("1f1b",))
+    assert found.microbatch_size is not None
+    assert found.microbatch_size > 1
 
 
 def test_what_the_profile_says_of_itself() -> None:
@@ -175,7 +203,8 @@ def test_a_larger_tensor_size_leaves_each_device_less(model: Transformer, b: int
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(model=shapes(), b=st.integers(1, 4), t=st.sampled_from([1, 4]))
 def test_a_larger_microbatch_costs_in_proportion(model: Transformer, b: int, t: int) -> None:
-    one, several = profile_of(model, t=t), profile_of(model, b=b, t=t)
+    device = replace(A100, wave_outputs=0.0)
+    one, several = profile_of(model, t=t, device=device), profile_of(model, b=b, t=t, device=device)
     for single, each in zip(one.nodes, several.nodes, strict=True):
         for figure in ("forward_seconds", "backward_seconds", "activation_bytes", "stash_bytes", "workspace_bytes"):
             assert getattr(each, figure) == pytest.approx(b * getattr(single, figure))
@@ -238,19 +267,19 @@ def test_tensor_sizes(heads: int, cluster: Cluster | None, limit: int | None, si
 
 
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    true = replace(A100, matrix_efficiency=0.7, half_hidden=300.0, link_efficiency=0.6)
+    true = replace(A100, matrix_efficiency=0.7, wave_outputs=3e6, link_efficiency=0.6)
     sizes = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 8)]
 
     def seconds(device: DeviceModel) -> list[float]:
         models = [Transformer(layers=1, hidden=h, heads=8, vocabulary=1000, length=512) for h, _ in sizes]
         return [profile_of(m, t=t, device=device).parts_seconds for m, (_, t) in zip(models, sizes, strict=True)]
 
-    found = A100.fit(seconds(true), seconds, constants=("matrix_efficiency", "half_hidden", "link_efficiency"))
+    found = A100.fit(seconds(true), seconds, constants=("matrix_efficiency", "wave_outputs", "link_efficiency"))
     assert found.matrix_efficiency == pytest.approx(0.7, rel=1e-4)
-    assert found.half_hidden == pytest.approx(300.0, rel=1e-3)
+    assert found.wave_outputs == pytest.approx(3e6, rel=1e-3)
     assert found.link_efficiency == pytest.approx(0.6, rel=1e-3)
-    assert replace(found, matrix_efficiency=0.5, half_hidden=0.0, link_efficiency=1.0) == replace(
-        A100, matrix_efficiency=0.5
+    assert replace(found, matrix_efficiency=0.5, wave_outputs=0.0, link_efficiency=1.0) == replace(
+        A100, matrix_efficiency=0.5, wave_outputs=0.0, link_efficiency=1.0
     )
 
 
@@ -316,7 +345,7 @@ def test_a_tensor_size_that_does_not_divide_the_mlp() -> None:
     [
         ({"peak_flops": 0}, r"device 'A100-80GB': peak_flops: 0: expected a finite number above 0"),
         ({"memory_bandwidth": -1.0}, r"memory_bandwidth: -1\.0: expected a finite number above 0"),
-        ({"half_hidden": -1}, r"half_hidden: -1: expected a finite number of at least 0"),
+        ({"wave_outputs": -1}, r"wave_outputs: -1: expected a finite number of at least 0"),
         ({"matrix_efficiency": 64}, r"matrix_efficiency: 64\.0: expected a number above 0 and at most 1"),
         ({"link_efficiency": 0}, r"link_efficiency: 0: expected a finite number above 0"),
     ],
@@ -327,10 +356,10 @@ def test_bad_devices(changes: dict[str, object], message: str) -> None:
 
 
 def test_bad_fits() -> None:
-    with pytest.raises(ValueError, match=r"constants: \('speed',\): expected some of matrix_efficiency, half_hidden"):
+    with pytest.raises(ValueError, match=r"constants: \('speed',\): expected some of matrix_efficiency, wave_outputs"):
         A100.fit([1.0], lambda _: [1.0], constants=("speed",))
     with pytest.raises(ValueError, match=r"measured: \(1\.0,\): expected at least 2 runs for 2 constants"):
-        A100.fit([1.0], lambda _: [1.0], constants=("matrix_efficiency", "half_hidden"))
+        A100.fit([1.0], lambda _: [1.0], constants=("matrix_efficiency", "wave_outputs"))
     with pytest.raises(ValueError, match=r"measured\[0\]: 0: expected a finite number above 0"):
         A100.fit([0], lambda _: [1.0])
     with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
