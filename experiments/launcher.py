@@ -12,28 +12,28 @@ decides, not its exit status: a process may still abort while it is torn down, a
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from .host import num_cores
+from .rank_process import WHERE, RankProcess
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
-_TAIL_LINES = 30
 _POLL_S = 0.02
+_ANSWER_S = 0.5  # that ranks have to say where they stand
+_STILL = 0.01  # of a core, for all ranks together: less is standing still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ def launch(
     num_ranks: int,
     grace: float = 10.0,
     timeout: float | None = None,
+    stall: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LaunchResult:
     """Run `command` once a rank on this host, and wait for all of them.
@@ -70,6 +71,8 @@ def launch(
         num_ranks: N >= 1.
         grace: [s] from the first failure to the end of the others, and from the last result to the last exit.
         timeout: [s] for the whole; None: no limit.
+        stall: [s] for which all ranks may stand still; then they are ended, and the report says where each one stood.
+            None: no limit.
         environment: variables on top of this process's own.
 
     Ctrl-C (or SIGTERM) ends all ranks and raises KeyboardInterrupt. Raises ValueError for num_ranks < 1.
@@ -81,21 +84,23 @@ def launch(
         _rendezvous_store(num_ranks) as port,
         _sigterm_as_interrupt(),
     ):
-        ranks: list[_Rank] = []
+        ranks: list[RankProcess] = []
         try:
             for rank in range(num_ranks):
                 variables = _variables(rank=rank, num_ranks=num_ranks, port=port, folder=folder)
-                ranks.append(_Rank.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder))
-            return _see_through(ranks, grace=grace, timeout=timeout)
+                ranks.append(
+                    RankProcess.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
+                )
+            return _see_through(ranks, grace=grace, timeout=timeout, stall=stall)
         finally:
             _end(ranks)
             _restore_terminal()
 
 
-def launch_command(words: Sequence[str], *, num_ranks: int) -> int:
+def launch_command(words: Sequence[str], *, num_ranks: int, stall: float | None = None) -> int:
     """Run `stagewright WORDS` once a rank, say how it ended if not well, and return the exit status."""
     # -P: the folder that the user stands in may hold modules with any name.
-    result = launch([sys.executable, "-P", "-m", "stagewright", *words], num_ranks=num_ranks)
+    result = launch([sys.executable, "-P", "-m", "stagewright", *words], num_ranks=num_ranks, stall=stall)
     if result.report:
         print(result.report, file=sys.stderr)
     return result.status
@@ -105,7 +110,8 @@ def launch_command(words: Sequence[str], *, num_ranks: int) -> int:
 def report_to_launcher() -> Iterator[None]:
     """Wrap a rank's work: tells the launcher that it is done, or the moment at which it failed.
 
-    Also ends this process when its launcher is gone. Does nothing in a process that `launch` did not start.
+    Within it a rank writes down where it stands when the launcher asks. Also ends this process when its launcher is
+    gone. Does nothing in a process that `launch` did not start.
     """
     folder = os.environ.get(_FOLDER_VARIABLE)
     if folder is None:
@@ -113,12 +119,17 @@ def report_to_launcher() -> Iterator[None]:
         return
     rank = os.environ["RANK"]
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
-    try:
-        yield
-    except BaseException as error:
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            Path(folder, f"{rank}.failed").write_text(repr(time.time()))
-        raise
+    with Path(folder, f"{rank}.stack").open("w") as stack:
+        signal.signal(WHERE, signal.SIG_IGN)  # what it is again after this
+        faulthandler.register(WHERE, file=stack, all_threads=True)
+        try:
+            yield
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                Path(folder, f"{rank}.failed").write_text(repr(time.time()))
+            raise
+        finally:
+            faulthandler.unregister(WHERE)
     Path(folder, f"{rank}.done").touch()
 
 
@@ -128,80 +139,41 @@ def _exit_with_launcher() -> None:
     os._exit(1)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Rank:
-    """One started process and its state."""
+class _Watchdog:
+    """Notices when all ranks stand still: none of them computes, and none has ended.
 
-    number: int
-    process: subprocess.Popen[bytes]
-    folder: Path
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
-    pump: threading.Thread | None = None
-    ended_at: float = 0.0
+    Arguments:
+        patience: [s] that they may; None: for ever.
+    """
 
-    @classmethod
-    def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> _Rank:
-        process = subprocess.Popen(
-            list(command),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=None if number == 0 else subprocess.PIPE,
-            stderr=subprocess.PIPE if number == 0 else subprocess.STDOUT,
-            start_new_session=True,
-        )
-        rank = cls(number=number, process=process, folder=Path(folder))
-        stream = process.stderr if number == 0 else process.stdout
-        assert stream is not None
-        echo = _echo_stderr if number == 0 else None
-        rank.pump = threading.Thread(target=_pump, args=(stream, rank.tail, echo), daemon=True)
-        rank.pump.start()
-        return rank
+    def __init__(self, ranks: list[RankProcess], patience: float | None) -> None:
+        self._ranks = ranks
+        self._patience = patience
+        self._since = time.monotonic()
+        self._seen = 0.0
 
-    @property
-    def done(self) -> bool:
-        """Whether its results are out."""
-        return (self.folder / f"{self.number}.done").exists()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
-        said_so = (self.folder / f"{self.number}.failed").exists()
-        return said_so or (self.process.returncode not in (None, 0) and not self.done)
-
-    @property
-    def failed_at(self) -> float:
-        """Time of failure by its own account, else when its end was noticed [s, wall clock]."""
-        with suppress(OSError, ValueError):
-            return float((self.folder / f"{self.number}.failed").read_text())
-        return self.ended_at
-
-    @property
-    def how_it_ended(self) -> str:
-        code = self.process.returncode
-        if code is None:
-            return "stopped before it had ended"
-        return f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
-
-    def poll(self) -> bool:
-        """Whether the process has ended."""
-        if self.process.poll() is None:
+    def barks(self) -> bool:
+        """Whether they have stood still for too long."""
+        if self._patience is None:
             return False
-        self.ended_at = self.ended_at or time.time()
-        return True
+        now, taken = time.monotonic(), sum(rank.cpu_seconds() for rank in self._ranks)
+        if taken == 0.0 or taken - self._seen > _STILL * (now - self._since):
+            self._since, self._seen = now, taken
+        return now - self._since > self._patience
 
-    def last_lines(self) -> list[str]:
-        """Its last lines, after waiting a moment for its stream to drain."""
-        assert self.pump is not None
-        self.pump.join(timeout=1.0)
-        return list(self.tail)
+    def report(self) -> str:
+        """Where each rank stands."""
+        running = [rank for rank in self._ranks if not rank.poll()]
+        for rank in running:
+            rank.ask_where()
+        time.sleep(_ANSWER_S)
+        lines = [f"all ranks stand still: none has computed for {self._patience:g} s; stopped"]
+        return "\n".join([*lines, *(f"rank {rank.number} stood at {rank.where()}" for rank in running)])
 
-    def kill(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
-
-def _see_through(ranks: list[_Rank], *, grace: float, timeout: float | None) -> LaunchResult:
+def _see_through(ranks: list[RankProcess], *, grace: float, timeout: float | None, stall: float | None) -> LaunchResult:
     """Poll until all have ended, or until the grace after a failure or after the last result is over."""
+    watchdog = _Watchdog(ranks, stall)
     started = time.monotonic()
     overdue_at = None if timeout is None else started + timeout
     grace_until: float | None = None
@@ -212,6 +184,8 @@ def _see_through(ranks: list[_Rank], *, grace: float, timeout: float | None) -> 
             return LaunchResult(
                 status=1, first_failed=None, report=f"rank {late}: not done after {timeout:g} s; stopped"
             )
+        if grace_until is None and watchdog.barks():
+            return LaunchResult(status=1, first_failed=None, report=watchdog.report())
         if grace_until is None and (any(rank.failed for rank in ranks) or all(_over(rank) for rank in ranks)):
             grace_until = now + grace
         if grace_until is not None and now > grace_until:
@@ -220,16 +194,16 @@ def _see_through(ranks: list[_Rank], *, grace: float, timeout: float | None) -> 
     return _judge(ranks)
 
 
-def _all_ended(ranks: list[_Rank]) -> bool:
+def _all_ended(ranks: list[RankProcess]) -> bool:
     ended = [rank.poll() for rank in ranks]  # each one, so that the first to end is noted first
     return all(ended)
 
 
-def _over(rank: _Rank) -> bool:
+def _over(rank: RankProcess) -> bool:
     return rank.done or rank.poll()
 
 
-def _judge(ranks: list[_Rank]) -> LaunchResult:
+def _judge(ranks: list[RankProcess]) -> LaunchResult:
     failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed_at)
     if not failed:
         odd = [rank for rank in ranks if rank.process.returncode != 0]
@@ -243,7 +217,7 @@ def _judge(ranks: list[_Rank]) -> LaunchResult:
     )
 
 
-def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
+def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
     """The first rank that failed and its last lines; rank 0's lines went to the terminal already."""
     last_line = {rank.number: _last_line(rank) for rank in failed}
     if len(failed) == len(ranks) > 1 and len(set(last_line.values())) == 1:
@@ -263,12 +237,12 @@ def _failure_report(ranks: list[_Rank], failed: list[_Rank]) -> str:
     return "\n".join(story)
 
 
-def _last_line(rank: _Rank) -> str:
+def _last_line(rank: RankProcess) -> str:
     line = next(reversed(rank.last_lines()), "nothing")
     return line.removeprefix(f"[rank{rank.number}]: ")  # torch puts it there, in front of tracebacks
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end(ranks: list[RankProcess]) -> None:
     """End what still runs: asked first, then not."""
     for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
         running = [rank for rank in ranks if not rank.poll()]
@@ -342,23 +316,3 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _pump(stream: IO[bytes], tail: deque[str], echo: Callable[[bytes], None] | None) -> None:
-    for line in stream:
-        if echo is not None:
-            echo(line)
-        tail.append(line.decode(errors="replace").rstrip())
-
-
-def _echo_stderr(line: bytes) -> None:
-    with suppress(OSError, ValueError):
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

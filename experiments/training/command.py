@@ -37,7 +37,8 @@ def run(argv: Sequence[str]) -> int:
     _check_before_launch(options)
     assert options.ranks is not None
     named = argv if "--name" in argv else [*argv, "--name", str(options.name)]
-    return launch_command(["train", *named], num_ranks=options.ranks)
+    # a rank that waits gives up by itself after the time-out: when all stand still for longer, none of them will
+    return launch_command(["train", *named], num_ranks=options.ranks, stall=options.timeout + 60.0)
 
 
 def _check_before_launch(options: TrainOptions) -> None:

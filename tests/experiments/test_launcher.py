@@ -121,6 +121,40 @@ def test_the_whole_has_a_time_limit() -> None:
     assert result.report == "rank 1: not done after 2 s; stopped"
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_ranks_that_all_stand_still_are_ended_and_the_report_says_where() -> None:
+    program = """
+import threading
+def wait_for_a_lock_that_nobody_gives_back():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+def read_for_ever():
+    os.read(os.pipe()[0], 1)
+with report_to_launcher():
+    (wait_for_a_lock_that_nobody_gives_back if rank else read_for_ever)()
+"""
+    result = launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=40.0, stall=2.0)
+    assert result.status == 1
+    first, *stories = result.report.splitlines()
+    assert first == "all ranks stand still: none has computed for 2 s; stopped"
+    assert stories[0].startswith("rank 0 stood at <string>:")
+    assert " in read_for_ever, called from <string>:" in stories[0]
+    assert " in wait_for_a_lock_that_nobody_gives_back" in stories[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_ranks_of_which_one_computes_are_left_alone() -> None:
+    program = """
+with report_to_launcher():
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        if rank == 0:
+            time.sleep(3.0)
+"""
+    assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=40.0, stall=1.0).status == 0
+
+
 def test_ending_the_launcher_politely_ends_the_ranks(tmp_path: Path) -> None:
     _end_launcher(tmp_path, signal.SIGTERM)
 

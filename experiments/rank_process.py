@@ -1,0 +1,137 @@
+"""One process that the launcher started: what it said, how it ended, where it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+WHERE = signal.SIGUSR1  # asks a rank where it stands
+_TAIL_LINES = 30
+_FRAMES = 4  # of a stack, in a report
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankProcess:
+    """One started process and its state."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    pump: threading.Thread | None = None
+    ended_at: float = 0.0
+
+    @classmethod
+    def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> RankProcess:
+        process = subprocess.Popen(
+            list(command),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=None if number == 0 else subprocess.PIPE,
+            stderr=subprocess.PIPE if number == 0 else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        rank = cls(number=number, process=process, folder=Path(folder))
+        stream = process.stderr if number == 0 else process.stdout
+        assert stream is not None
+        echo = _echo_stderr if number == 0 else None
+        rank.pump = threading.Thread(target=_pump, args=(stream, rank.tail, echo), daemon=True)
+        rank.pump.start()
+        return rank
+
+    @property
+    def done(self) -> bool:
+        """Whether its results are out."""
+        return (self.folder / f"{self.number}.done").exists()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
+        said_so = (self.folder / f"{self.number}.failed").exists()
+        return said_so or (self.process.returncode not in (None, 0) and not self.done)
+
+    @property
+    def failed_at(self) -> float:
+        """Time of failure by its own account, else when its end was noticed [s, wall clock]."""
+        with suppress(OSError, ValueError):
+            return float((self.folder / f"{self.number}.failed").read_text())
+        return self.ended_at
+
+    @property
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        if code is None:
+            return "stopped before it had ended"
+        return f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
+
+    def poll(self) -> bool:
+        """Whether the process has ended."""
+        if self.process.poll() is None:
+            return False
+        self.ended_at = self.ended_at or time.time()
+        return True
+
+    def cpu_seconds(self) -> float:
+        """Seconds of a core that it has taken so far; 0 where the system does not tell."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+
+    def ask_where(self) -> None:
+        """Ask it to write down where it stands, if it has said that it will."""
+        if (self.folder / f"{self.number}.stack").exists():
+            self.process.send_signal(WHERE)
+
+    def where(self) -> str:
+        """What the main thread was doing when it was asked, the innermost call first."""
+        with suppress(OSError):
+            *_, main = (self.folder / f"{self.number}.stack").read_text().split("most recent call first")
+            calls = re.findall(r'File "(.*)", line (\d+) in (.*)', main)[:_FRAMES]
+            if calls:
+                return ", called from ".join(
+                    f"{'/'.join(Path(f).parts[-2:])}:{line} in {name}" for f, line, name in calls
+                )
+        return "it does not say where"
+
+    def last_lines(self) -> list[str]:
+        """Its last lines, after waiting a moment for its stream to drain."""
+        assert self.pump is not None
+        self.pump.join(timeout=1.0)
+        return list(self.tail)
+
+    def kill(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def _pump(stream: IO[bytes], tail: deque[str], echo: Callable[[bytes], None] | None) -> None:
+    for line in stream:
+        if echo is not None:
+            echo(line)
+        tail.append(line.decode(errors="replace").rstrip())
+
+
+def _echo_stderr(line: bytes) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
