@@ -16,7 +16,8 @@ from stagewright.experiments.cli import COMMANDS, main
 
 ROOT = Path(stagewright.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-SLOW = re.compile(r"layers=100|schedule=\"auto\"")  # a plan for 1,024 devices; a model profiled
+SLOW = re.compile(r"schedule=\"auto\"")  # a model profiled
+SMALLER = {"layers=100": "layers=4", "128x8": "1x8", "1536": "16"}  # a plan for 1,024 devices is made nightly
 QUICK = ("schedule", "simulate", "plan")  # commands that need no run before them
 NEEDS_FILES = re.compile(r"--profile|--cluster \S+\.json")
 OPTIONS = {"train": "training.options.TrainOptions", "profile": "commands.profile.ProfileOptions"}
@@ -49,8 +50,18 @@ def test_examples(page: Path) -> None:
     assert result.failed == 0
 
 
+def daily_and_nightly(words: list[str]) -> list[Any]:
+    """A command as it stands; a large one nightly, and on smaller sizes each time."""
+    line = " ".join(words)
+    if "layers=100" not in line:
+        return [words]
+    for large, small in SMALLER.items():
+        line = line.replace(large, small)
+    return [pytest.param(words, marks=pytest.mark.nightly), line.split()]
+
+
 @pytest.mark.parametrize(
-    "words", [slowly(words, " ".join(words)) for page in PAGES for words in commands(page)], ids=" ".join
+    "words", [each for page in PAGES for words in commands(page) for each in daily_and_nightly(words)], ids=" ".join
 )
 def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, line = words[0], " ".join(words)
