@@ -18,6 +18,11 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def physical_bytes() -> int:
+    """Memory of this machine [bytes]."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def processor() -> str:
     """The processor's name."""
     with suppress(OSError):
@@ -52,9 +57,13 @@ class MemoryMeter:
     """
 
     def __init__(self) -> None:
-        with suppress(OSError):  # where it may not be reset, the peak counts what came before as well
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch and reading the corpus
+        self.forget_peak()  # that of importing torch and reading the corpus
         self.at_start = _status_bytes("VmRSS")
+
+    def forget_peak(self) -> None:
+        """Count from now on; where that may not be, the peak counts what came before as well."""
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
         """The peak so far."""

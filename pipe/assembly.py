@@ -139,7 +139,7 @@ def assemble(
         parts.evaluate.stages[index].module.to(device)
     collectives = Collectives(place, device=device, timeout=settings.timeout)
     guard.on_failure(collectives.abort)
-    _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank)
+    _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank, verify=verify)
     ownership.spread_from_first_owners(collectives)
 
     clock = clock_for(device)
@@ -227,7 +227,6 @@ def assemble(
         plain,
         has_copy=verify,
         given=model is None,
-        judge=judge,
         training=training,
         evaluation=evaluation,
         update=update,
@@ -285,6 +284,7 @@ def _check_agreement(
     collectives: Collectives,
     *,
     rank: int,
+    verify: bool,
 ) -> None:
     mine = describe(
         schedule,
@@ -293,6 +293,7 @@ def _check_agreement(
         seed=settings.seed,
         max_grad_norm=settings.max_grad_norm,
         loss_fn="none" if settings.loss_fn is None else "given",
+        verify=verify,
     )
     check_agreement(mine, collectives, rank=rank)
 

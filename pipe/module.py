@@ -69,8 +69,8 @@ class PipelineModule:
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: "none", "full" (keep a stage's inputs only, run its forward again in the backward), or one a stage.
-        verify: the first batch to train on also runs through a copy of the plain model, and losses, gradients, buffers
-            and outputs are compared (`verify`); the copy stays in the process of the last stage.
+        verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
+            stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
@@ -208,11 +208,9 @@ class PipelineModule:
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        pipeline = self._built_for(inputs_and_target)
         if not self._is_verified:
-            pipeline.verifier.verify(inputs_and_target)
-            self._is_verified = True
-        return pipeline.training
+            self.verify(*inputs_and_target)
+        return self._built_for(inputs_and_target).training
 
     def _decided(self) -> Layout:
         if self._layout is None:
@@ -303,14 +301,16 @@ class PipelineModule:
         Compared are the outputs of an evaluation, the loss, each parameter's gradient and, where a stage has no
         replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state
         and step count are as before; what the user's modules count in Python counts the batch, too. It takes about
-        the time of two steps, and one of the whole model in one process; that process holds the model, its gradients
+        the time of two steps, and one of the whole model in one process, which meanwhile holds the model, its gradients
         and the activations of one microbatch. Over several processes it needs `PipelineModule(..., verify=True)`.
         Collective over the processes.
 
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.
         """
-        return self._built_for(inputs_and_target).verifier.verify(inputs_and_target)
+        found = self._built_for(inputs_and_target).verifier.verify(inputs_and_target)
+        self._is_verified = True
+        return found
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.

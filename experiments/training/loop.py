@@ -24,7 +24,7 @@ from .corpus import Corpus, bits_per_byte, load_corpus
 from .gpt import GPT, sample
 from .options import TrainOptions
 from .progress import Progress, make_progress
-from .recipe import learning_rate_curve, make_model, make_pipe
+from .recipe import learning_rate_curve, make_model, make_pipe, may_verify
 from .run_folder import Manifest, Metrics, RunFolder, Summary
 from .traces import Traces
 
@@ -105,6 +105,7 @@ class _Training:
         self.config = model.config
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         first = self._batch(0)
+        self.verifies = may_verify(model)  # before the stages of others are let go
         self.pipe = make_pipe(options, what, model, first[0])
         if what is None:
             if self.pipe.rank == 0 and not options.json:
@@ -124,6 +125,7 @@ class _Training:
             progress.note(self._title())
             if self.pipe.plan is not None:
                 progress.note(self.pipe.plan.explain())
+            self._verify(progress)
             self._train(progress)
         val_bits = bits_per_byte(self._validate())
         weights = self.pipe.full_state_dict()
@@ -133,6 +135,21 @@ class _Training:
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         options = self.options
         return self.corpus.batch(seed=options.seed, step=step, batch_size=options.batch, length=options.length)
+
+    def _verify(self, progress: Progress) -> None:
+        """The first batch against the plain model, before the clock and the memory meter count."""
+        if not self.options.verify:
+            return
+        if not self.verifies:
+            progress.note("not verified: a plain copy of the model would take more than an eighth of the memory")
+            return
+        found = self.pipe.verify(*self._batch(0))
+        self.pipe.forget_measurements()
+        self.meter.forget_peak()
+        progress.note(
+            f"verified against the plain model: loss, {found.num_gradients} gradients, outputs "
+            f"({found.seconds:.1f} s, a copy of {found.copy_bytes / 1e6:.0f} MB)"
+        )
 
     def _train(self, progress: Progress) -> None:
         started = time.perf_counter()

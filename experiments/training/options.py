@@ -65,6 +65,8 @@ class TrainOptions:
     """Name of the run and its folder (default: the time of day)."""
     recompute: Literal["none", "full"] = "none"
     """full: keep no activations but the stage inputs; compute the rest again in the backward."""
+    verify: bool = True
+    """Run the first batch through the plain model as well and compare every gradient, where memory allows."""
     timeout: float = 300.0
     """Seconds that a rank waits for another before it gives up and says for what."""
     dry_run: bool = False

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ...partition.plans.plan import Plan
 from ...pipe import PipelineModule
 from ...schedules import Schedule
+from ..host import physical_bytes
 from .corpus import loss_fn
 from .gpt import GPT
 from .options import DEFAULT_MICROBATCHES, TrainOptions, model_config
@@ -44,9 +45,15 @@ def make_pipe(
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
         max_grad_norm=MAX_GRAD_NORM,
         example_inputs=(tokens,),
+        verify=options.verify and may_verify(model),
         seed=options.seed,
         timeout=options.timeout,
     )
+
+
+def may_verify(model: nn.Module) -> bool:
+    """Whether a plain copy with its gradients takes little of the machine's memory."""
+    return 2 * sum(p.numel() * p.element_size() for p in model.parameters()) < physical_bytes() / 8
 
 
 def make_model(options: TrainOptions) -> GPT:

@@ -102,7 +102,7 @@ class RankUpdate:
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
         """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""
         replica, num_replicas = batch.replica
-        if self._last_owners.index(rank) % num_replicas != replica:
+        if batch.checksums == (UNKNOWN, UNKNOWN) or self._last_owners.index(rank) % num_replicas != replica:
             return
         for what, own, theirs in zip(("inputs", "targets"), batch.checksums, summary[-2:].tolist(), strict=True):
             if own != theirs and UNKNOWN not in (own, theirs):

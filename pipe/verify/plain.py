@@ -54,7 +54,7 @@ class Outcome:
 
 
 class PlainModule:
-    """A copy of the user's model and of a loss that is a module, which nobody cuts.
+    """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
 
     Raises ValueError for a model that cannot be copied.
 
@@ -72,7 +72,11 @@ class PlainModule:
             ) from error
         self.loss_fn = loss_fn if loss is None else loss
         self.root = with_loss(self._model, loss)
-        self.root.zero_grad(set_to_none=True)
+        originals = with_loss(model, loss_fn if isinstance(loss_fn, nn.Module) else None).parameters()
+        for own, parameter in zip(self.root.parameters(), originals, strict=True):
+            own.grad = None
+            for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
+                own.register_hook(hook)  # type: ignore[no-untyped-call]
         self._given = given
         units: list[nn.Module] | None = None  # None: the random operations are the units, as in a traced graph
         if given:
@@ -80,11 +84,23 @@ class PlainModule:
         elif is_sequential(self._model):
             units = [child for child in self._model._modules.values() if child is not None]
         self._units = units
+        self.unload()
 
-    @property
-    def num_bytes(self) -> int:
-        """Parameters and buffers."""
-        return sum(t.numel() * t.element_size() for t in (*self.root.parameters(), *self.root.buffers()))
+    def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Hold these parameters and persistent buffers, named as in `state_dict()`."""
+        for name, tensor in self._state().items():
+            tensor.data = weights[name].detach().to(device, copy=True)
+        for buffer in self.root.buffers():
+            buffer.data = buffer.data.to(device)
+
+    def unload(self) -> None:
+        """Let go of them."""
+        for tensor in self._state().values():
+            tensor.data = tensor.data.new_empty(0)
+            tensor.grad = None
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return dict(self.root.state_dict(keep_vars=True))
 
     def __call__(self, *inputs: torch.Tensor) -> object:
         """The model's output."""

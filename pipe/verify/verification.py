@@ -44,8 +44,8 @@ class Verification:
     Arguments:
         num_gradients: parameters whose gradients agree.
         seconds: of the whole comparison [s].
-        copy_bytes: parameters and buffers of the plain module's copy, in the judge's process; gradients and the
-            activations of one microbatch of the whole model come on top.
+        copy_bytes: parameters and buffers that the judge's process held for the plain module meanwhile; their
+            gradients and the activations of one microbatch of the whole model came on top.
     """
 
     num_gradients: int
@@ -60,7 +60,6 @@ class Verifier:
         plain: the copy of the user's model; None where this process does not judge, and where nobody has one.
         has_copy: whether the judge has one.
         given: whether the model was given as stages.
-        judge: the process that judges.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Verifier:
         *,
         has_copy: bool,
         given: bool,
-        judge: int,
         training: Training,
         evaluation: Evaluation,
         update: Update,
@@ -84,7 +82,6 @@ class Verifier:
         self._plain = plain
         self._has_copy = has_copy
         self._given = given
-        self._judge = judge
         self._training = training
         self._evaluation = evaluation
         self._update = update
@@ -99,12 +96,12 @@ class Verifier:
     def verify(self, arguments: Sequence[Any]) -> Verification:
         """See PipelineModule.verify. Collective over the processes."""
         self._settings.require_loss()
-        if self._plain is None and not self._place.world.distributed:
+        if not self._place.world.distributed:
             self._plain = PlainModule(self._parts.model, self._settings.loss_fn, given=self._given)
         elif not self._has_copy:
             raise ValueError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
-                "Expected PipelineModule(..., verify=True), which keeps a copy where the last stage is"
+                "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         started = time.perf_counter()
         self._training.drain()
@@ -123,16 +120,14 @@ class Verifier:
                 outputs = [x for x in pytree.tree_leaves(evaluated.output) if isinstance(x, torch.Tensor)]
                 piped = Outcome(loss=loss, gradients=gradients, buffers=buffers, outputs=outputs)
                 verdict = self._judge_it(self._plain, weights, batches, piped, step)
-            said = self._collectives.gather(
-                (verdict, 0 if self._plain is None else self._plain.num_bytes), what="telling what verify found"
-            )
-        verdict, num_bytes = said[self._judge if len(said) > 1 else 0]
+            said = self._collectives.gather(verdict, what="telling what verify found")
+        verdict = next((one for one in said if one is not None), None)
         if verdict is not None:
             raise VerificationError(verdict)
         return Verification(
             num_gradients=sum(gradient is not None for gradient in gradients.values()),
             seconds=time.perf_counter() - started,
-            copy_bytes=num_bytes,
+            copy_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
         )
 
     @property
@@ -149,8 +144,7 @@ class Verifier:
     ) -> str | None:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
-        plain.root.to(self._settings.device)
-        plain.root.load_state_dict(weights)
+        plain.load(weights, self._settings.device)
         for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
             module.training = own.training
         shares = self._shares(batches)
@@ -165,7 +159,7 @@ class Verifier:
             evaluated=[share for share in shares if share.number % count == mine],
         )
         names = self._parts.names
-        return first_difference(
+        difference = first_difference(
             outcome,
             piped,
             stage_of={
@@ -173,6 +167,8 @@ class Verifier:
             },
             suspects=watch.suspects(),
         )
+        plain.unload()
+        return difference
 
     def _shares(self, batches: Sequence[Sequence[Any]]) -> list[Share]:
         """All microbatches, in order: microbatch j of data replica q is number j D + q."""

@@ -188,6 +188,26 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         refused(nn.Sequential(Uncopied(4, 4), nn.Linear(4, 4)))
 
 
+def test_hooks_on_parameters_count_on_both_sides() -> None:
+    pipe = pipe_of("mlp", "1f1b")
+    pipe.build(*batch_of("mlp"))
+    pipe.parameters()[0].register_hook(lambda gradient: 2 * gradient)
+    for _ in range(2):
+        assert pipe.verify(*batch_of("mlp")).num_gradients == len(pipe.parameters())
+
+
+def test_a_gradient_that_is_lost_or_too_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipe_of("mlp", "1f1b")
+    pipe.build(*batch_of("mlp"))
+    named = dict(pipe.named_parameters())
+    handle = named["0.weight"].register_hook(lambda gradient: gradient * 1.01)
+    monkeypatch.setattr("torch.Tensor.register_hook", lambda self, hook: None)  # the copy's
+    with pytest.raises(VerificationError, match=r"the gradient of '0.weight' \(stage 0: 0 \.\. "):
+        pipe.verify(*batch_of("mlp"))
+    handle.remove()
+    pipe.verify(*batch_of("mlp"))
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="verify='yes': expected True or False"):
         pipe_of("mlp", "1f1b", verify="yes")
