@@ -8,7 +8,7 @@
     workspace      of the node that needs most, and the gradients of the stage's output and input
     communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed
 
-`MemoryRules.fit` counts one rank exactly, from what is in flight in its own program. `stage_bytes` is the closed form
+`MemoryRules.fit` counts one rank exactly, from what is in flight in its own program. `stage_parts` is the closed form
 for stages between any two cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
 
@@ -99,40 +99,33 @@ class RankPlace:
     limit: float
 
 
-def stage_bytes(
+def stage_parts(
     sums: StageSums,
     *,
-    in_flight: Figures,
     versions: Figures,
     optimizer: float,
     has_replicas: Figures = False,
-    recompute: Figures = False,
+    recompute: bool = False,
     tensor: int = 1,
     num_chunks: int = 1,
-) -> Floats:
-    """Bytes on a device of each stage, elementwise, and of a V-th of what the V stages of a rank share.
+) -> tuple[Floats, Floats]:
+    """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight.
+
+    What the V stages of a rank share counts with a V-th.
 
     Arguments:
-        in_flight: microbatches between F and B.
         versions: of the weights.
         optimizer: bytes of its state a byte of parameters, on one rank.
         has_replicas: whether gradients are summed over replicas.
     """
-    fixed, each = stage_parts(sums, versions=versions, optimizer=optimizer, tensor=tensor, num_chunks=num_chunks)
-    bucket = np.where(has_replicas, np.minimum(sums.weights, BUCKET_BYTES / num_chunks), 0.0)
-    kept = np.where(recompute, in_flight * sums.before + sums.stash, in_flight * sums.stash)
-    return np.asarray(fixed + bucket + kept + in_flight * each, dtype=np.float64)
-
-
-def stage_parts(
-    sums: StageSums, *, versions: Figures, optimizer: float, tensor: int = 1, num_chunks: int = 1
-) -> tuple[Floats, Floats]:
-    """Bytes held in any case, and messages for each microbatch in flight; without what F keeps for B, and buckets."""
     share = tensor * num_chunks
     sent = sums.before * (RECEIVES_AHEAD + GRADIENTS_SENT) + sums.behind * RECEIVES_AHEAD
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
-    fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share
-    return fixed, sums.behind / share
+    bucket = np.where(has_replicas, np.minimum(sums.weights, BUCKET_BYTES / num_chunks), 0.0)
+    fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share + bucket
+    if recompute:
+        return fixed + sums.stash, sums.behind / share + sums.before
+    return fixed, sums.behind / share + sums.stash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 from ..in_flight import InFlight
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from ..stage_cost import pace
-from ..stage_memory import MemoryRules, stage_bytes
+from ..stage_memory import MemoryRules, stage_parts
 from ..topology import Floats
 from .evaluate import Ends, Evaluator
 from .model import Model
@@ -64,6 +64,7 @@ class _EvenCosts:
         self.sums = model.cuts.stages(at[:, None], at)
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
+        self._parts: dict[object, tuple[Floats, Floats]] = {}
 
     def whatever(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
@@ -85,8 +86,8 @@ class _EvenCosts:
         must = "none" not in self.rules.recompute
         if not math.isfinite(limit) and not must:
             return plain
-        held = flight.held[int(flight.held.sum(axis=1).argmax())][chunk]
-        key = (id(plain), float(held), flight.versions, limit, speed)
+        held = float(flight.held[int(flight.held.sum(axis=1).argmax())][chunk])
+        key = (id(plain), held, flight.versions, limit, speed)
         if key in self._made:
             return self._made[key]
         small = self._bytes(p, held, recompute=False)
@@ -99,15 +100,18 @@ class _EvenCosts:
         self._made[key] = made
         return made
 
-    def _bytes(self, p: int, held: Floats, *, recompute: bool) -> Floats:
-        shards = self.c.counts[p] if "full" in self.rules.sharding else 1
-        return stage_bytes(
-            self.sums,
-            in_flight=held,
-            versions=self.flights[p].versions,
-            optimizer=self.rules.optimizer_ratio / shards,
-            has_replicas=self.c.counts[p] > 1,
-            recompute=recompute,
-            tensor=self.c.tensor,
-            num_chunks=self.c.num_chunks,
-        )
+    def _bytes(self, p: int, held: float, *, recompute: bool) -> Floats:
+        counts, versions = self.c.counts[p], self.flights[p].versions
+        key = (counts, versions, recompute)
+        if key not in self._parts:
+            self._parts[key] = stage_parts(
+                self.sums,
+                versions=versions,
+                optimizer=self.rules.optimizer_ratio / (counts if "full" in self.rules.sharding else 1),
+                has_replicas=counts > 1,
+                recompute=recompute,
+                tensor=self.c.tensor,
+                num_chunks=self.c.num_chunks,
+            )
+        fixed, each = self._parts[key]
+        return fixed + held * each

@@ -18,7 +18,7 @@ from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links, Sum, Way
 from ...schedules.timing.simulate import simulate
-from ..in_flight import InFlight, count_in_flight, merged
+from ..in_flight import InFlight, count_in_flight, merged, steady_in_flight
 from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_seconds
 from ..stage_memory import MemoryRules, RankMemory, RankPlace
 from ..topology import Floats, Topology
@@ -143,10 +143,14 @@ class Evaluator:
         return 2 * c.num_stages * (_per_replica(c) if c.is_equal else c.batch)
 
     def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
-        """[P] counts of the first chunk's stages; where not `exact`, of a shorter batch if that holds at least as much.
+        """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch.
+
+        Neither holds less.
 
         RefusedError where the schedule does not take these sizes.
         """
+        if not (exact or c.is_equal):
+            return steady_in_flight(c.schedule, c.counts, c.num_microbatches)
         m = _per_replica(c)
         full = family(c.schedule).full_after
         if not exact and c.is_equal and full is not None and m > (full + 2) * c.pipeline:

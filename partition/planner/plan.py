@@ -132,7 +132,14 @@ def plan(
     if data_sizes is None and pipeline_sizes is None and 1 in ways:
         for size in sizes:
             for name in filter(SCHEDULES_WITH_REPLICAS.__contains__, names):
-                fixed += _unequal(model_of(size, 1), topology, schedule=name, microbatch_size=size, batch=global_batch)
+                fixed += _unequal(
+                    model_of(size, 1),
+                    topology,
+                    schedule=name,
+                    microbatch_size=size,
+                    num_microbatches=global_batch // size,
+                    makes_room="full" in (*recompute, *sharding),
+                )
     search = Search(
         Evaluator(topology, rules_of, model_of),
         rules_of,
@@ -184,21 +191,27 @@ def _in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configurati
 
 
 def _unequal(
-    model: Model, topology: Topology, *, schedule: str, microbatch_size: int, batch: int
+    model: Model,
+    topology: Topology,
+    *,
+    schedule: str,
+    microbatch_size: int,
+    num_microbatches: int,
+    makes_room: bool,
 ) -> Iterator[tuple[Configuration, Ends]]:
-    """The dynamic program's candidates, with the memory limit and without it, since recomputation may make room.
+    """The dynamic program's candidates with the memory limit, and without it where recomputation or shards make room.
 
     What has equal replicas with equal shares on a uniform cluster is left to the enumeration.
     """
     has_limit = bool(np.isfinite(topology.memory_bytes).any())
-    for memory_limit in (topology.memory_limit, math.inf) if has_limit else (None,):
+    for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
         try:
             options = candidates(
                 model,
                 topology.cluster,
                 schedule=schedule,
                 microbatch_size=microbatch_size,
-                num_microbatches=batch // microbatch_size,
+                num_microbatches=num_microbatches,
                 memory_limit=memory_limit,
                 wanted=CANDIDATES,
             )

@@ -6,7 +6,7 @@ with e devices from itself on to the end stands on e-r..e-1, its consumer below 
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-The two lanes of `stage_cost`, a microbatch, and `stage_memory.stage_bytes`, with three things that only the whole plan
+The two lanes of `stage_cost`, a microbatch, and `stage_memory.stage_parts`, with three things that only the whole plan
 tells left at the least that they can be: messages go to the neighbour's nearest device (and to no
 more consumers than there are devices behind), the replicas have equal shares
 of them, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...schedules.registry import FAMILIES, family
 from ..cluster import Cluster
 from ..stage_cost import StageSums, busiest_share, pace
-from ..stage_memory import stage_bytes, stage_parts
+from ..stage_memory import stage_parts
 from ..topology import Floats, Index, Indices, Topology
 from .antichains import Cut, Cuts
 
@@ -145,19 +146,15 @@ class RangeCosts:
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
         """Bytes on each device."""
-        return stage_bytes(
-            sums,
-            in_flight=at.in_flight,
-            versions=self.versions + self.versions_in_flight * at.in_flight,
-            optimizer=self.optimizer_ratio,
-            has_replicas=at.replicas > 1,
-        )
+        fixed, each = self.parts(sums, has_replicas=at.replicas > 1)
+        return np.asarray(fixed + at.in_flight * each, dtype=np.float64)
 
-    def parts(self, first: Cut, last: Cut) -> tuple[Floats, Floats]:
-        """`bytes` without the bucket: held in any case, and for each microbatch in flight."""
-        sums = self.cuts.stages(first, last)
-        fixed, each = stage_parts(sums, versions=self.versions, optimizer=self.optimizer_ratio)
-        return fixed, each + sums.stash + self.versions_in_flight * sums.weights
+    def parts(self, sums: StageSums, *, has_replicas: Any = False) -> tuple[Floats, Floats]:
+        """Bytes that each device of a stage holds in any case, and for each microbatch in flight."""
+        fixed, each = stage_parts(
+            sums, versions=self.versions, optimizer=self.optimizer_ratio, has_replicas=has_replicas
+        )
+        return fixed, each + self.versions_in_flight * sums.weights
 
     def seconds(self, first: Cut, last: Cut, at: Ranges) -> Floats:
         """Pace of the stage between two cuts [s a microbatch]; infinite where it does not fit the memory."""

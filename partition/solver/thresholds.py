@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schedules.messages import BUCKET_BYTES
 from ..topology import Floats, Indices
 from .dynamic import Solution, SolvedStage
 from .ranges import RangeCosts
@@ -165,10 +164,11 @@ class _Search:
     def _least_for_memory(self, first: int, lasts: Indices, behind: Floats) -> tuple[Floats, Floats]:
         """The fewest replicas with which as many microbatches as are in flight fit: one, and more than one."""
         costs = self.costs
-        fixed, each = costs.parts(first, lasts)
-        weights = costs.cuts.parameters[lasts] - costs.cuts.parameters[first]
-        alone = self._least_for_room(costs.limit - fixed, each, behind)
-        return alone, self._least_for_room(costs.limit - fixed - np.minimum(weights, BUCKET_BYTES), each, behind)
+        sums = costs.cuts.stages(first, lasts)
+        fixed, each = costs.parts(sums)
+        with_bucket, _ = costs.parts(sums, has_replicas=True)
+        alone, together = (self._least_for_room(costs.limit - held, each, behind) for held in (fixed, with_bucket))
+        return alone, together
 
     def _least_for_room(self, room: Floats, each: Floats, behind: Floats) -> Floats:
         """The same, where `room` bytes are left for microbatches of `each`."""

@@ -22,7 +22,8 @@ def test_tensor_groups_on_two_nodes_pay_for_the_link_between_them() -> None:
     """Groups of six on nodes of eight: 0-5 stand on one, 6-11 on two. The slowest group sets the pace."""
     cluster = Cluster.parse("2x8:nvlink=300GB/s,net=2.5GB/s")
     model = Transformer(layers=4, hidden=96 * 16, heads=96, vocabulary=1000, length=512)
-    source = TransformerSource(transformer=model, device=DeviceModel.preset("A100-80GB"), cluster=cluster)
+    device = replace(DeviceModel.preset("A100-80GB"), link_efficiency=1.0)
+    source = TransformerSource(transformer=model, device=device, cluster=cluster)
     inside = replace(source, cluster=Cluster.parse("8:nvlink=300GB/s"))
     across = Topology(cluster).ring(range(6, 12)).seconds_a_byte - Topology(cluster).ring(range(6)).seconds_a_byte
     sizes = {"microbatch_size": 1, "tensor": 6}

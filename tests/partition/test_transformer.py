@@ -149,13 +149,16 @@ def test_small_microbatches_and_narrow_slices_cost_more_a_flop() -> None:
 
 
 def test_the_planner_takes_larger_microbatches_where_they_pay() -> None:
-    """A small model on one node of eight: replicas alone, with room for more than one sequence at a time."""
+    """Two stages: without waves the least bubble wins, and with them the products of four sequences are worth it."""
     model = Transformer(layers=12, hidden=1024, heads=16, vocabulary=50000, length=1024)
-    cluster = Cluster.parse("8:nvlink=300GB/s@2us:80GB")
-    source = TransformerSource(transformer=model, device=A100, cluster=cluster)
-    found = plan(source, cluster, global_batch=64, schedules=("1f1b",))
-    assert found.microbatch_size is not None
-    assert found.microbatch_size > 1
+    cluster = Cluster.parse("2:nvlink=300GB/s:80GB")
+    sizes = []
+    for device in (A100, replace(A100, wave_outputs=0.0)):
+        source = TransformerSource(transformer=model, device=device, cluster=cluster)
+        options = {"pipeline_sizes": (2,), "data_sizes": (1,), "tensor_sizes": (1,), "recompute": ("none",)}
+        found = plan(source, cluster, global_batch=64, schedules="1f1b", **options)  # type: ignore[arg-type]
+        sizes.append(found.microbatch_size)
+    assert sizes == [4, 1]
 
 
 def test_what_the_profile_says_of_itself() -> None:
