@@ -5,9 +5,9 @@ cut -> wire both modes -> who holds what -> programs -> links -> update -> worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ..schedules.program import RankProgram
 from .batch.agreement import check_agreement, describe
 from .batch.batches import read_loss, split_tensor
 from .batch.reader import BatchReader, Reads
-from .evaluation import Evaluation
+from .evaluation import Evaluation, Forwards
 from .layout import Layout
 from .measure.measurement import Measurement
 from .measure.recorder import Recorder
@@ -179,10 +179,10 @@ def assemble(
         )
 
     stages_of = {rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks}
-    losses = {rank: RankUpdate(rank, evaluate.schedule) for rank in place.local_ranks}
 
-    def make_engine(kind: type[TrainingWorker | EvaluationWorker], mode: Mode) -> Engine:
-        updates = update.ranks if mode is train else losses
+    def make_engine(
+        kind: type[TrainingWorker | EvaluationWorker], mode: Mode, updates: Mapping[int, RankUpdate]
+    ) -> Engine:
         ranks = []
         for rank, transport in transports.items():
             worker = kind(
@@ -197,30 +197,49 @@ def assemble(
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorders[rank]))
         return Engine(ranks, timeout=settings.timeout)
 
-    def make_reader(mode: Mode) -> BatchReader:
+    def make_reader(mode: Mode, *, has_target: bool) -> BatchReader:
         return BatchReader(
             mode.schedule,
             inference=mode.inference,
-            own=range(replica, schedule.num_microbatches, num_replicas),
+            own=range(replica, mode.schedule.num_microbatches, num_replicas),
             input_types=[x.dtype for x in inputs],
-            has_target=settings.loss_fn is not None,
+            has_target=has_target,
             device=device,
-            reads=_reads(mode, local_stages),
+            reads=_reads(mode, local_stages, has_target=has_target),
             compares=place.world.distributed,
             together=guard.together if num_replicas > 1 else nullcontext,
         )
 
-    engine = make_engine(TrainingWorker, train)
-    training = Training(engine, update, reader=make_reader(train), guard=guard, collectives=collectives)
+    def make_forwards(num_microbatches: int, has_target: bool) -> Forwards:
+        smaller = evaluate.schedule.forward_only(num_microbatches=num_microbatches)
+        mode = replace(evaluate, schedule=smaller)
+        programs = batch_programs(smaller, has_loss=has_target)
+        updates = {rank: RankUpdate(rank, smaller) for rank in place.local_ranks}
+        return Forwards(
+            engine=make_engine(EvaluationWorker, mode, updates),
+            ranks=list(updates.values()),
+            programs={rank: programs[rank] for rank in place.local_ranks},
+            reader=make_reader(mode, has_target=has_target),
+        )
+
+    engine = make_engine(TrainingWorker, train, update.ranks)
+    training = Training(
+        engine,
+        update,
+        reader=make_reader(train, has_target=settings.loss_fn is not None),
+        guard=guard,
+        collectives=collectives,
+    )
     evaluation = Evaluation(
-        engine=make_engine(EvaluationWorker, evaluate),
-        ranks=list(losses.values()),
-        programs={rank: evaluation_programs[rank] for rank in place.local_ranks},
+        make_forwards,
+        schedule=schedule,
+        inference=evaluate.inference,
+        example=microbatch,
         modules=[stage.evaluate.module for own in stages_of.values() for stage in own.values()],
-        reader=make_reader(evaluate),
-        parts=parts,
         training=training,
         guard=guard,
+        collectives=collectives,
+        num_replicas=num_replicas,
         has_loss=settings.loss_fn is not None,
     )
     verifier = Verifier(
@@ -307,12 +326,12 @@ def _execution(
     return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
 
 
-def _reads(mode: Mode, local_stages: Sequence[int]) -> Reads:
+def _reads(mode: Mode, local_stages: Sequence[int], *, has_target: bool) -> Reads:
     """Parts of a batch that these stages take."""
     refs = [ref for s in local_stages for ref in mode.inference.stages[s].inputs]
     return Reads(
         inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
-        target=mode.schedule.num_stages - 1 in local_stages,
+        target=has_target and mode.schedule.num_stages - 1 in local_stages,
     )
 
 

@@ -184,8 +184,7 @@ class PipelineModule:
 
     def _assemble(self, layout: Layout, inputs: Sequence[Any]) -> Pipeline:
         run_on = self._settings.device
-        replica, num_replicas = layout.place.replica
-        check_inputs(inputs, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
+        check_inputs(inputs, 1)  # training asks for more
         with self._guard.together():
             self._pipeline = assemble(
                 [torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on) for x in inputs],
@@ -292,8 +291,18 @@ class PipelineModule:
         return self._training_for(inputs_and_target).accumulate(inputs_and_target)
 
     def eval_step(self, *inputs_and_target: Any) -> EvalResult:
-        """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`."""
+        """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`.
+
+        A batch of fewer samples than M makes fewer microbatches.
+        """
         return self._built_for(inputs_and_target).evaluation.step(inputs_and_target)
+
+    def predict(self, *inputs: Any) -> object:
+        """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
+
+        Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs.
+        """
+        return self._built_for((*inputs, None) if self._settings.loss_fn else inputs).evaluation.predict(inputs)
 
     def verify(self, *inputs_and_target: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.

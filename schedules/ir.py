@@ -200,11 +200,22 @@ class Schedule:
         """The same programs over another stage graph (skip connections)."""
         return replace(self, edges=tuple(edges))
 
-    def forward_only(self) -> Schedule:
-        """The forwards of one batch alone, in the same order: what an evaluation runs."""
-        batch = self.num_microbatches
+    def forward_only(self, *, num_microbatches: int | None = None) -> Schedule:
+        """The forwards of one batch alone, in the same order: what an evaluation runs.
+
+        Arguments:
+            num_microbatches: of a smaller batch; M by default.
+        """
+        batch = self.num_microbatches if num_microbatches is None else num_microbatches
         programs = tuple(tuple(a for a in p if a.op is Op.F and a.index < batch) for p in self.programs)
-        return replace(self, programs=programs, num_batches=1, weight_rule="flush", update_every=None)
+        return replace(
+            self,
+            programs=programs,
+            num_microbatches=batch,
+            num_batches=1,
+            weight_rule="flush",
+            update_every=None,
+        )
 
     def to_csv(self) -> str:
         """torch.distributed.pipelining's table: a row per rank, a column per unit of time."""

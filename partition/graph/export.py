@@ -40,8 +40,8 @@ class OutputForm:
     spec: pytree.TreeSpec
     constants: Mapping[int, object]
 
-    def assemble(self, flat: Sequence[torch.Tensor]) -> object:
-        """The model's output."""
+    def assemble(self, flat: Sequence[object]) -> object:
+        """The model's output, with these in the places of its tensors."""
         tensors = iter(flat)
         leaves = [
             self.constants[i] if i in self.constants else next(tensors) for i in range(len(flat) + len(self.constants))

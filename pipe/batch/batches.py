@@ -24,7 +24,8 @@ class Batch:
 
     Arguments:
         inputs: [num_inputs][M] tensors; None for microbatches of other replicas.
-        targets: [M], or None without a target.
+        targets: [M]; None of a microbatch of another replica.
+        has_target: whether there is one at all.
         specs: [M] output specs of all stages.
         sizes: [M] samples of each microbatch.
         group_size: microbatches of one update group.
@@ -36,6 +37,7 @@ class Batch:
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
     targets: Sequence[object]
+    has_target: bool
     specs: Sequence[OutputSpecs]
     sizes: Sequence[int]
     group_size: int
@@ -87,9 +89,7 @@ def check_inputs(inputs: Sequence[object], num_microbatches: int) -> int:
 def check_like_example(inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, has_target: bool) -> None:
     """ValueError unless there are as many inputs, of the same types, as the stages were built for."""
     if len(inputs) != len(dtypes):
-        given, then = (
-            (" and a target", "then the target") if has_target else ("", "and no target (there is no loss_fn)")
-        )
+        given, then = (" and a target", "then the target") if has_target else ("", "and no target")
         raise ValueError(
             f"{len(inputs)} inputs{given} for a model that was built for {len(dtypes)}: expected {len(dtypes)}, {then}"
         )
@@ -112,9 +112,14 @@ def split_tensor(x: torch.Tensor, num_microbatches: int) -> tuple[torch.Tensor, 
     return torch.tensor_split(x, num_microbatches)
 
 
-def join_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """M outputs -> that of the whole batch; [M] where an output has no dimension."""
-    return torch.cat(list(parts)) if parts[0].dim() else torch.stack(list(parts))
+def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
+    """M outputs -> that of the whole batch, joined along its dimension of the batch.
+
+    Without one: the values, [M], of an output without dimensions, and of any other the list of all M.
+    """
+    if dimension is not None:
+        return torch.cat(list(parts), dim=dimension)
+    return list(parts) if parts[0].dim() else torch.stack(list(parts))
 
 
 def split_target(target: Any, num_microbatches: int, num_samples: int) -> list[object]:

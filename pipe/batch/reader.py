@@ -79,6 +79,7 @@ class BatchReader:
             sizes = [len(columns[0][j]) for j in self._like]
             return Batch(
                 inputs=[[column[j] if k in own else None for k, j in enumerate(self._like)] for column in columns],
+                has_target=has_target,
                 targets=[targets[j] if k in own else None for k, j in enumerate(self._like)],
                 specs=[specs[j] for j in self._like],
                 sizes=sizes,

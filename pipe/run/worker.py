@@ -213,7 +213,9 @@ class EvaluationWorker(Worker):
         batch = self._updates.batches[0]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
-            outputs, loss = self._stages[s].evaluate_forward(self._inputs(s, k, batch, k), batch.targets[k])
+            outputs, loss = self._stages[s].evaluate_forward(
+                self._inputs(s, k, batch, k), batch.targets[k], has_target=batch.has_target
+            )
         finally:
             self._seeder.end()
         if loss is not None:

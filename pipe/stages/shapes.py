@@ -83,6 +83,33 @@ class InferredStages:
             self._known[key] = self._specs(inputs, len(self.stages), self._run_again)
         return self._known[key]
 
+    def batch_dimensions(self, inputs: Signature) -> list[int | None]:
+        """By output of the last stage, the one dimension whose size follows that of the batch; None where none or
+        several do.
+
+        Two batch sizes show it; where the stages take one alone, a dimension of that very size is taken for it.
+
+        Arguments:
+            inputs: that the stages take.
+        """
+        size = inputs[0][0][0]
+        here = self.outputs(inputs)[-1]
+        there = None
+        for other in (size + 1, size - 1) if size > 1 else (size + 1,):
+            try:
+                there = self.outputs(tuple(((other, *shape[1:]), dtype) for shape, dtype in inputs))[-1]
+            except ValueError:
+                continue
+            break
+        found: list[int | None] = []
+        for number, spec in enumerate(here):
+            if there is None:
+                grown = [d for d, length in enumerate(spec.shape) if length == size]
+            else:
+                grown = [d for d, length in enumerate(spec.shape) if length != there[number].shape[d]]
+            found.append(grown[0] if len(grown) == 1 else None)
+        return found
+
     def _key(self, inputs: Signature) -> object:
         kind = self._device.type
         return inputs, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

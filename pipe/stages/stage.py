@@ -115,11 +115,13 @@ class Stage:
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
         return train.detached(outputs), None
 
-    def evaluate_forward(self, inputs: Sequence[torch.Tensor], target: object) -> tuple[Tensors, LossValue | None]:
-        """Run a microbatch without a graph, in evaluation mode; the last stage returns outputs and loss."""
+    def evaluate_forward(
+        self, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
+    ) -> tuple[Tensors, LossValue | None]:
+        """Run a microbatch without a graph, in evaluation mode; with a target the last stage returns a loss, too."""
         with torch.no_grad():
             outputs = self.evaluate.detached(self.evaluate.run(tuple(inputs)))
-            loss = self._loss_of(outputs, target, False) if self._loss_of is not None else None
+            loss = self._loss_of(outputs, target, False) if has_target and self._loss_of is not None else None
         return outputs, loss
 
     def backward(

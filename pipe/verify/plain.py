@@ -133,9 +133,11 @@ class PlainModule:
         step: int,
         group_size: int,
         evaluated: Sequence[Share],
+        join: Callable[[Sequence[Sequence[torch.Tensor]]], Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
-        """Train on all shares; before that, the outputs of an evaluation of some."""
-        outputs = self._evaluate(evaluated)
+        """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`."""
+        columns = self._evaluate(evaluated)
+        outputs = pytree.tree_leaves(join(columns))
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         for begin in range(0, len(shares), group_size):
@@ -166,8 +168,8 @@ class PlainModule:
             loss=total / weight, gradients=gradients, buffers=dict(self.root.named_buffers()), outputs=outputs
         )
 
-    def _evaluate(self, shares: Sequence[Share]) -> list[torch.Tensor]:
-        """Microbatches put together; nothing of the module changes."""
+    def _evaluate(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, ...]]:
+        """By output, those of all microbatches; nothing of the module changes."""
         flags = [(module, module.training) for module in self.root.modules()]
         buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
         columns: list[list[torch.Tensor]] = []
@@ -180,7 +182,7 @@ class PlainModule:
                 buffer.copy_(buffers[name])
         for module, training in flags:
             module.training = training
-        return [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in zip(*columns, strict=True)]
+        return list(zip(*columns, strict=True))
 
 
 def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor: float) -> None:

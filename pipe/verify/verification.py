@@ -157,6 +157,7 @@ class Verifier:
             step=step,
             group_size=self._schedule.group_size,
             evaluated=[share for share in shares if share.number % count == mine],
+            join=self._evaluation.join,
         )
         names = self._parts.names
         difference = first_difference(

@@ -48,6 +48,9 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
 @pytest.mark.parametrize(("batch", "message"), BATCHES.values(), ids=BATCHES.keys())
 def test_batches(step: str, batch: tuple[Any, ...], message: str) -> None:
     pipe = make()
+    if step == "eval_step" and message.startswith("a batch of 3"):
+        pipe.eval_step(*batch)  # makes fewer microbatches, see test_border
+        return
     with pytest.raises(ValueError, match=message):
         getattr(pipe, step)(*batch)
     assert pipe.train_step(X, Y).loss_step == 0  # as if nothing had been

@@ -103,3 +103,120 @@ def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: 
     for errors in gloo.run(_ask_for_state, ranks=2, args=(kind,)):
         assert len(errors) == 3
         assert all(r"Expected pipe.full_state_dict() for all weights" in error for error in errors)
+
+
+# --- outputs of an evaluation ---
+
+
+class Odd(nn.Module):
+    """Outputs of every kind; the parts of a batch see nothing of each other, but for `pairs`."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {
+            "first": x,
+            "second": x.t(),
+            "flat": x.reshape(-1),
+            "scalar": x.sum(),
+            "table": x.new_ones(2, 3),
+            "pairs": x @ x.t(),
+        }
+
+
+class Whole(nn.Module):
+    """No chain: traced."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return output["first"].mean()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("size", [8, 7, 3, 1])
+def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
+    chain = nn.Sequential(*layers(3), Odd())
+    model = Whole(chain) if traced else chain
+    pipe = make(model=model, loss_fn=_loss)
+    x = torch.randn(size, WIDTH)
+    found: Any = pipe.eval_step(x, torch.zeros(size)).output
+    with torch.no_grad():
+        expected = model(x)
+        parts = [model(part) for part in x.tensor_split(min(size, 4))]
+    for name in ("first", "second", "flat"):
+        torch.testing.assert_close(found[name], expected[name])
+    torch.testing.assert_close(found["scalar"], torch.stack([part["scalar"] for part in parts]))
+    for name in ("table", "pairs"):
+        assert isinstance(found[name], list)
+        torch.testing.assert_close(found[name], [part[name] for part in parts])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
+def test_an_evaluation_takes_fewer_samples_than_microbatches(schedule: str, size: int) -> None:
+    model = layers()
+    pipe = make(model=model, schedule=schedule)
+    found = pipe.eval_step(X[:size], Y[:size])
+    with torch.no_grad():
+        torch.testing.assert_close(found.output, model(X[:size]))
+        assert found.loss == pytest.approx(float(nn.functional.mse_loss(model(X[:size]), Y[:size])))
+    torch.testing.assert_close(pipe.predict(X[:size]), found.output)
+    pipe.train_step(X, Y)
+
+
+def test_the_first_batch_may_be_an_evaluation_of_one_sample() -> None:
+    model = layers()
+    pipe = make(model=model, example_inputs=None)
+    torch.testing.assert_close(pipe.predict(X[:1]), model(X[:1]).detach())
+    with pytest.raises(ValueError, match=r"a batch of 1 samples for 4 microbatches"):
+        pipe.train_step(X[:1], Y[:1])
+    pipe.train_step(X, Y)
+
+
+@pytest.mark.parametrize("loss_fn", [None, nn.functional.mse_loss])
+def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
+    model = layers()
+    pipe = make(model=model, loss_fn=loss_fn, optimizer=None)
+    torch.testing.assert_close(pipe.predict(X), model(X).detach())
+    with pytest.raises(ValueError, match=r"2 inputs for a model that was built for 1: expected 1, and no target"):
+        pipe.predict(X, Y)
+
+
+def _evaluate(data: int) -> list[Any]:
+    """Predictions and losses of ever smaller batches; the replicas' own batches differ in size."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(8, WIDTH), torch.randn(8, WIDTH), layers()
+    pipe = make(model=model, mesh={"pipe": 2, "data": data})
+    replica = pipe.rank % data
+    found = []
+    for size in (8, 3, 1):
+        own = min(8, size + replica)
+        result = pipe.eval_step(x[:own], y[:own])
+        found.append((result.loss, result.output, pipe.predict(x[:own])))
+    pipe.train_step(x, y)
+    pipe.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("data", [1, 2])
+def test_small_evaluations_over_processes(gloo: Pool, data: int) -> None:
+    torch.manual_seed(0)
+    x, y, model = torch.randn(8, WIDTH), torch.randn(8, WIDTH), layers()
+    for rank, answers in enumerate(gloo.run(_evaluate, ranks=2 * data, args=(data,))):
+        for size, (loss, output, predicted) in zip((8, 3, 1), answers, strict=True):
+            own = [min(8, size + replica) for replica in range(data)]
+            with torch.no_grad():
+                sums = [float((model(x[:n]) - y[:n]).square().mean(1).sum()) for n in own]
+                assert loss == pytest.approx(sum(sums) / sum(own))
+                if rank >= data:
+                    torch.testing.assert_close(output, model(x[: own[rank % data]]))
+                    torch.testing.assert_close(predicted, output)
+                else:
+                    assert output is None
+                    assert predicted is None
