@@ -98,6 +98,7 @@ def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "tokens": tokens,
         "targets": targets,
         "loader": [(tokens, targets)] * 3,
+        "dataset": torch.utils.data.TensorDataset(tokens.repeat(4, 1), targets.repeat(4, 1)),
     }
     if "pipe = " not in code:
         given = {name: names[name] for name in ("model", "loss_fn", "optimizer")}
