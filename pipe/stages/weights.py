@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+_SAMPLED = 1024  # elements of a parameter
+
 Gradients = list[torch.Tensor | None]
 
 
@@ -56,6 +58,8 @@ class WeightVersions:
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
         self._gradients: dict[int, Gradients] = {}
+        steps = [max(1, -(-own.numel() // _SAMPLED)) for own in self.own]
+        self._sampled_at = [(own.numel() // step, step) for own, step in zip(self.own, steps, strict=True)]
         self._note()
 
     # Forward and backward
@@ -142,20 +146,31 @@ class WeightVersions:
 
     # What changes from outside
 
-    def changed_outside(self) -> str | None:
-        """The name of a parameter that was changed since the last update by somebody else; None if there is none."""
-        for name, own, (version, pointer) in zip(self.names, self.own, self._seen, strict=True):
-            if own._version != version or own.data_ptr() != pointer:
-                return name
-        return None
+    def changed_outside(self) -> list[str]:
+        """Names of the parameters that were changed since the last update by somebody else.
 
-    def adopt(self) -> None:
-        """Begin again from what the own Parameters hold now: every version that is kept becomes that."""
+        An edit in place through `.data` counts no version and moves nothing: it is seen where it changes one of the
+        elements that are sampled, all of a parameter of up to 1,024, else 1,024 in equal steps.
+        """
+        changed = {
+            name
+            for name, own, (version, pointer) in zip(self.names, self.own, self._seen, strict=True)
+            if own._version != version or own.data_ptr() != pointer
+        }
+        now, was = self._sample(), self._sampled
+        if not _equal_bits(now, was):
+            lengths = [length for length, _ in self._sampled_at]
+            parts = zip(self.names, torch.split(now, lengths), torch.split(was, lengths), strict=True)
+            changed |= {name for name, one, other in parts if not _equal_bits(one, other)}
+        return [name for name in self.names if name in changed]
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Begin again from what the own Parameters hold now: of these, every version that is kept becomes that."""
         newest = self._leaves(self.newest)
         with torch.no_grad():
             for leaves in self._sets:
-                for leaf, own in zip(leaves or (), self.own, strict=False):
-                    if leaf.data_ptr() != own.data_ptr():
+                for name, leaf, own in zip(self.names, leaves or (), self.own, strict=False):
+                    if name in names and leaf.data_ptr() != own.data_ptr():
                         leaf.data.copy_(own.data)
         for own, leaf in zip(self.own, newest, strict=True):
             own.data = leaf.data
@@ -187,6 +202,15 @@ class WeightVersions:
 
     def _note(self) -> None:
         self._seen = [(own._version, own.data_ptr()) for own in self.own]
+        self._sampled = self._sample()
+
+    def _sample(self) -> torch.Tensor:
+        """Elements of all parameters, as a copy: of each in equal steps through its memory."""
+        parts = [
+            own.detach().as_strided((length,), (step,))
+            for own, (length, step) in zip(self.own, self._sampled_at, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0)
 
     def _leaves(self, version: int) -> list[nn.Parameter]:
         leaves = self._sets[version % self._count]
@@ -195,6 +219,11 @@ class WeightVersions:
                 f"{self.name} has no weight version {version}: the newest is {self.newest}, and {self._count} are kept"
             )
         return leaves
+
+
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where there is NaN."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _places(

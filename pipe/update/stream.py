@@ -127,7 +127,7 @@ class StreamUpdate(Update):
         for weights in self._weights():
             for own, name in zip(weights.own, weights.names, strict=True):
                 own.data.copy_(state[name])
-            weights.adopt()
+            weights.adopt(weights.names)
 
     def restart(self) -> None:
         """With the next batch."""
@@ -143,16 +143,15 @@ class StreamUpdate(Update):
     def _take_changes(self) -> None:
         changed: dict[str, torch.Tensor] = {}
         for weights in self._weights():
-            name = weights.changed_outside()
-            if name is not None:
+            for name in weights.changed_outside():
                 self.refuse_changes(f"parameter {name!r} was changed")
-                changed.update(zip(weights.names, (own.data for own in weights.own), strict=True))
+                changed.setdefault(name, weights.own[weights.names.index(name)].data)
         for weights in self._weights() if changed else ():  # other ranks of this process may hold copies
             if not changed.keys().isdisjoint(weights.names):
                 for name, own in zip(weights.names, weights.own, strict=True):
                     if name in changed and changed[name].data_ptr() != own.data_ptr():
                         own.data.copy_(changed[name])
-                weights.adopt()
+                weights.adopt(changed)
 
     def _weights(self) -> list[WeightVersions]:
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]

@@ -220,3 +220,86 @@ def test_small_evaluations_over_processes(gloo: Pool, data: int) -> None:
                 else:
                     assert output is None
                     assert predicted is None
+
+
+# --- weights changed between batches of an asynchronous schedule ---
+
+
+class Tied(nn.Module):
+    """One weight in front and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.inner = layers(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.table) @ self.table.t()  # type: ignore[no-any-return]
+
+
+def _in_place(p: Tensor) -> None:
+    p.mul_(0.5)
+
+
+def _data(p: Tensor) -> None:
+    p.data.mul_(0.5)
+
+
+def _new_data(p: Tensor) -> None:
+    p.data = p.data * 0.5
+
+
+@pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
+@pytest.mark.parametrize("which", ["all", "table"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(
+    edit: Callable[[Tensor], None], which: str, num_ranks: int
+) -> None:
+    """2bw over two ranks of one process: the second one holds a copy."""
+    torch.manual_seed(0)
+    model = Tied()
+    pipe = make(model=model, schedule="2bw", mesh={"pipe": num_ranks}, num_microbatches=4)
+    pipe.train_step(X, Y)
+    pipe.flush()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if which in ("all", name):
+                edit(parameter)
+    edited = model.table.detach().clone()
+    fresh = make(model=Tied(), schedule="2bw", mesh={"pipe": num_ranks}, num_microbatches=4)
+    fresh.load_state_dict(pipe.state_dict())
+    pipe.train_step(X, Y)
+    fresh.train_step(X, Y)
+    torch.testing.assert_close(pipe.full_state_dict()["table"], edited, atol=0.1, rtol=0)  # a step away, no more
+    if which == "all":
+        for name, value in fresh.full_state_dict().items():
+            assert torch.equal(pipe.full_state_dict()[name], value), name
+    versions = [one.versions for one in pipe._pipeline.state.update.stages if "table" in one.versions.names]
+    held = [one.own[one.names.index("table")] for one in versions]
+    assert len(held) == num_ranks
+    assert all(torch.equal(own, held[0]) for own in held)
+
+
+@pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_edits_are_refused_under_way(edit: Callable[[Tensor], None], schedule: str) -> None:
+    pipe = stream(schedule)
+    pipe.train_step(X, Y)
+    with torch.no_grad():
+        edit(pipe.parameters()[3])
+    with pytest.raises(ValueError, match=r"parameter '1.bias' was changed while batches 0 to 0"):
+        pipe.train_step(X, Y)
+
+
+def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
+    pipe = stream()
+    with torch.no_grad():
+        pipe.parameters()[-1].fill_(1e38)
+        pipe.parameters()[0].fill_(math.nan)
+    with pytest.raises(FloatingPointError):
+        pipe.train_step(X, Y)
+    other = stream(loss_fn=lambda output, target: torch.nan_to_num(output).sum() * 0)
+    with torch.no_grad():
+        other.parameters()[0].fill_(math.nan)
+    for _ in range(3):
+        other.train_step(X, Y)
