@@ -201,7 +201,7 @@ def _unequal(
 ) -> Iterator[tuple[Configuration, Ends]]:
     """The dynamic program's candidates with the memory limit, and without it where recomputation or shards make room.
 
-    What has equal replicas with equal shares on a uniform cluster is left to the enumeration.
+    One with equal replicas is that of the enumeration, with other cuts.
     """
     has_limit = bool(np.isfinite(topology.memory_bytes).any())
     for memory_limit in (topology.memory_limit, math.inf) if has_limit and makes_room else (topology.memory_limit,):
@@ -220,8 +220,10 @@ def _unequal(
         for configuration, ends in options.found:
             has_work = max(configuration.counts) <= configuration.batch
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
-            if has_work and is_short and not (configuration.is_equal and topology.is_uniform):
-                yield configuration, ends
+            if has_work and is_short:
+                plain = replace(configuration, ranks=None)
+                same = configuration.is_equal and plain.stage_ranks == configuration.stage_ranks
+                yield plain if same else configuration, ends
 
 
 def _listed(values: Sequence[int] | None) -> str:

@@ -123,7 +123,10 @@ class Search:
         if not found:
             self._find_miss()
         found.sort(key=_rank)
-        return self._refined(found)
+        best: dict[Configuration, Found] = {}  # of one configuration, with its own cuts and those that were brought
+        for each in found:
+            best.setdefault(each.evaluated.configuration, each)
+        return self._refined(list(best.values()))
 
     def _is_done(self, least: float, found: Sequence[Found]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""

@@ -44,7 +44,7 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     assert "blocks.1.norm1 " not in printed.out.split("memory at the peak")[0]  # folded into the row of its equal
     assert "the sum of the parts is" in printed.out
     assert "memory at the peak of 1f1b, 4 microbatches" in printed.out
-    assert "parts, " in printed.err
+    assert "units, " in printed.err
     profile = Profile.load(path)
     assert profile.microbatch_size == 2
     assert profile.optimizer_ratio == pytest.approx(2, abs=0.1)

@@ -56,6 +56,20 @@ def test_the_same_pipeline(profile: Profile, bandwidth: float, size: int, schedu
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(profile=profiles(max_nodes=9), cluster=CLUSTERS, M=st.integers(2, 12), limit=st.sampled_from([None, 30.0, 60.0]))
+def test_plans_are_never_worse(profile: Profile, cluster: Cluster, M: int, limit: float | None) -> None:
+    try:
+        ours = partition(profile, cluster, num_microbatches=M, memory_limit=limit)
+    except ValueError:
+        return  # nothing fits
+    assume(ours.simulated_step_time is not None and max(ours.replicas) <= M)
+    assert ours.simulated_step_time is not None
+    theirs = plan(profile, cluster, global_batch=M, schedules="1f1b", memory_limit=limit, max_simulated=1)
+    assert theirs.simulated_step_time is not None
+    assert theirs.simulated_step_time <= ours.simulated_step_time * (1 + 1e-9)
+
+
 class Case:
     """Stages with replicas on the first devices that leave none idle behind them, priced by both."""
 

@@ -88,6 +88,8 @@ def network(
                 ways[src, dst] = Way(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
     sums = []
     for s, (members, seconds) in enumerate(zip(groups, rings, strict=True)):
+        if seconds == 0:
+            continue  # no weights, no sum that would queue
         around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
         for src, dst in around:
             ways.setdefault((src, dst), Way(sending=src, receiving=dst))
