@@ -251,7 +251,7 @@ def test_a_process_that_stops_while_groups_are_made_is_named_in_time(
         kind, message, seconds = reply.value
         assert kind == "PipelineTimeout", message
         assert message.startswith(f"rank {rank}: making the links of a PipelineModule: the ranks ")
-        assert " 2 have not co" in message
+        assert (" the ranks 2 have not come within 2 s: " if stopped_after is None else " 2 have not co") in message
         assert "\ncause: rank 2, which rank " in message
         assert "cause: rank 0" not in message
         assert "cause: rank 1" not in message
