@@ -46,6 +46,7 @@ from .stages.ownership import Ownership
 from .stages.randomness import Seeder
 from .stages.shapes import InferredStages, Signature, signature
 from .stages.stage import LossValue, Stage
+from .stages.unchanged import Unchanged
 from .stages.wiring import Wiring
 from .state import State
 from .training import Training
@@ -112,8 +113,7 @@ def assemble(
     schedule, place, device = layout.schedule, layout.place, settings.device
     replica, num_replicas = place.replica
     example = [split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs]
-    microbatch = signature(example)
-    seeder = Seeder(settings.seed, device)
+    microbatch, seeder = signature(example), Seeder(settings.seed, device)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
@@ -134,6 +134,7 @@ def assemble(
 
     local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
     ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
+    unchanged = Unchanged(parts)
     for index in local_stages:
         parts.train.stages[index].module.to(device)
         parts.evaluate.stages[index].module.to(device)
@@ -229,12 +230,14 @@ def assemble(
         reader=make_reader(train, has_target=settings.loss_fn is not None),
         guard=guard,
         collectives=collectives,
+        unchanged=unchanged,
     )
     evaluation = Evaluation(
         make_forwards,
         schedule=schedule,
         inference=evaluate.inference,
         example=microbatch,
+        unchanged=unchanged,
         modules=[stage.evaluate.module for own in stages_of.values() for stage in own.values()],
         training=training,
         guard=guard,

@@ -18,6 +18,7 @@ from .batch.reader import BatchReader
 from .batch.results import EvalResult
 from .run.engine import Engine
 from .stages.shapes import InferredStages, Signature
+from .stages.unchanged import Unchanged
 from .training import Training
 from .update.interface import Programs
 from .update.rank_update import RankUpdate
@@ -46,6 +47,7 @@ class Evaluation:
         forwards: (M, whether there is a target and so a loss) -> what runs such a batch.
         schedule: of training: a batch of fewer samples than its M makes fewer microbatches.
         example: the inputs of a microbatch.
+        unchanged: what the user may not change.
         modules: that run, of this process.
         training: drained before; it counts the steps.
         num_replicas: of the data axis, each with a batch of its own.
@@ -55,6 +57,7 @@ class Evaluation:
         self,
         forwards: Callable[[int, bool], Forwards],
         *,
+        unchanged: Unchanged,
         schedule: Schedule,
         inference: InferredStages,
         example: Signature,
@@ -76,6 +79,7 @@ class Evaluation:
         self._collectives = collectives
         self._num_replicas = num_replicas
         self._has_loss = has_loss
+        self._unchanged = unchanged
         self._dimensions: list[int | None] | None = None
 
     def step(self, arguments: Sequence[Any]) -> EvalResult:
@@ -101,6 +105,8 @@ class Evaluation:
         num_microbatches = self._microbatches_for(arguments)
         forwards = self._forwards(num_microbatches, has_target)
         batch = forwards.reader.read(arguments, step=self._training.num_steps)
+        with self._guard.together():
+            self._unchanged.check(training=False)
         self._training.drain()
         engine = forwards.engine
         for rank, local in zip(forwards.ranks, engine.ranks, strict=True):

@@ -15,6 +15,7 @@ from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
 from .measure.gather import gather_records
 from .run.engine import Engine
+from .stages.unchanged import Unchanged
 from .update.interface import Known, Programs, Update
 
 
@@ -24,10 +25,18 @@ class Training:
     Arguments:
         engine: of workers that train, on the ranks of `update`.
         update: flush or stream.
+        unchanged: what the user may not change between two batches.
     """
 
     def __init__(
-        self, engine: Engine, update: Update, *, reader: BatchReader, guard: Guard, collectives: Collectives
+        self,
+        engine: Engine,
+        update: Update,
+        *,
+        reader: BatchReader,
+        guard: Guard,
+        collectives: Collectives,
+        unchanged: Unchanged,
     ) -> None:
         self.num_steps = 0
         self._engine = engine
@@ -35,6 +44,7 @@ class Training:
         self._reader = reader
         self._guard = guard
         self._collectives = collectives
+        self._unchanged = unchanged
 
     @property
     def reads_nothing(self) -> bool:
@@ -95,6 +105,8 @@ class Training:
     def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:
         """Programs of a batch, to be run within; after that its gradients are ready."""
         batch = self._reader.read(arguments, step=self.num_steps)
+        with self._guard.together():
+            self._unchanged.check(training=True)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()

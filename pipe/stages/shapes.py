@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.dropout import _DropoutNd
 
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
@@ -68,13 +69,17 @@ class InferredStages:
             return outputs
 
         specs = self._specs(example, len(cut.pieces), run_first)
-        self._known: dict[object, OutputSpecs] = {self._key(example): specs}
         self.stages = tuple(stages)
+        # Whether a module of a chain draws random numbers may change when these do; a graph's were fixed by tracing.
+        live = {m: None for stage in stages if stage.structure is not None for m in stage.module.modules()}
+        self._modes = tuple(live) if training else ()
+        self._dropouts = [module for module in self._modes if isinstance(module, _DropoutNd)]
+        self._known: dict[object, OutputSpecs] = {self._key(example): specs}
         self.written_buffers = tuple(writes)
         self.output_form = cut.form_of_output(stages[-1])
 
     def outputs(self, inputs: Signature) -> OutputSpecs:
-        """The specs of each stage's outputs, remembered by signature and autocast.
+        """The specs of each stage's outputs, remembered by signature, autocast and modes.
 
         Raises ValueError for inputs that the stages do not take.
         """
@@ -112,7 +117,8 @@ class InferredStages:
 
     def _key(self, inputs: Signature) -> object:
         kind = self._device.type
-        return inputs, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return inputs, autocast, *(m.training for m in self._modes), *(m.p for m in self._dropouts)
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
         """Walk over the stages with fake tensors."""

@@ -121,7 +121,7 @@ class WeightVersions:
         slot = version % self._count
         leaves = self._sets[slot]
         if leaves is None:
-            leaves = self._sets[slot] = [nn.Parameter(torch.empty_like(p)) for p in current]
+            leaves = self._sets[slot] = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in current]
         if leaves is not current and leaves:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p in leaves], [p.data for p in current])
@@ -164,6 +164,17 @@ class WeightVersions:
             changed |= {name for name, one, other in parts if not _equal_bits(one, other)}
         return [name for name in self.names if name in changed]
 
+    def frozen_outside(self) -> list[str]:
+        """Names of the parameters that somebody has frozen, or unfrozen, since `follow`."""
+        pairs = zip(self.names, self._originals, self._leaves(self.newest), strict=True)
+        return [name for name, original, leaf in pairs if original.requires_grad is not leaf.requires_grad]
+
+    def follow(self) -> None:
+        """Every version wants gradients where the module's own Parameters do. No graph may be under way."""
+        for leaves in self._sets:
+            for leaf, original in zip(leaves or (), self._originals, strict=False):
+                leaf.requires_grad_(original.requires_grad)
+
     def adopt(self, names: Collection[str]) -> None:
         """Begin again from what the own Parameters hold now: of these, every version that is kept becomes that."""
         newest = self._leaves(self.newest)
@@ -192,6 +203,7 @@ class WeightVersions:
                 nn.Parameter(known[name].to(value).clone() if name in known else value.clone())
                 for name, value in zip(self.names, values, strict=True)
             ]
+        self.follow()
         for own, leaf in zip(self.own, self._leaves(newest), strict=True):
             own.data = leaf.data
         self._note()

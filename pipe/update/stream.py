@@ -141,6 +141,10 @@ class StreamUpdate(Update):
         return assemble_stream(self._stream, records)
 
     def _take_changes(self) -> None:
+        for weights in self._weights():
+            for name in weights.frozen_outside():
+                self.refuse_changes(f"requires_grad of parameter {name!r} was changed")
+                weights.follow()
         changed: dict[str, torch.Tensor] = {}
         for weights in self._weights():
             for name in weights.changed_outside():

@@ -1,0 +1,96 @@
+"""What was fixed when the stages were built: compared before each batch, since nothing else would notice a change.
+
+    any model        parameters and submodules are the same objects; nothing wants a gradient that did not
+    a traced model   its graph was made with these training flags, attributes and hooks
+
+What plain PyTorch would do with a change, a graph that was made before cannot: it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from .build import CutModel
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
+
+
+class Unchanged:
+    """What must stay as it is.
+
+    Arguments:
+        cut: with the weights of other processes already let go.
+    """
+
+    def __init__(self, cut: CutModel) -> None:
+        self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
+        self._parts = list(_parts(cut.root))
+        traced = dict(cut.model.named_modules()) if cut.is_traced else {}
+        self._flags = [(name, module, module.training) for name, module in traced.items()]
+        self._attributes = [place for name, module in traced.items() for place in _attributes(name, module)]
+        self._hooks = [(name, table, tuple(table)) for name, module in traced.items() for table in _hook_tables(module)]
+
+    def check(self, *, training: bool) -> None:
+        """ValueError that names what changed.
+
+        Arguments:
+            training: whether flags and gradients count; an evaluation has its own flags.
+        """
+        for name, parameter in self._frozen if training else ():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} wants a gradient and did not when the stages were built, so that nothing "
+                    f"carries it there and no optimizer holds it: expected {_AGAIN}"
+                )
+        for table, key, value, name in self._parts:
+            if table.get(key) is not value:
+                raise ValueError(
+                    f"{name!r} is another object than when the stages were built: expected the same parameters and "
+                    f"submodules, with new values copied in (copy_, load_state_dict), or {_AGAIN}"
+                )
+        for name, module, flag in self._flags if training else ():
+            if module.training is not flag:
+                now, then = ("train()", "eval()") if module.training else ("eval()", "train()")
+                raise ValueError(
+                    f"{_shown(name)} is in {now} mode and was in {then} mode when the model was traced: "
+                    f"expected model.{then} before training (eval_step has its own mode), or {_AGAIN}"
+                )
+        for name, state, key, value in self._attributes:
+            found = state.get(key)
+            if found is not value and found != value:
+                raise ValueError(
+                    f"attribute {key!r} of {_shown(name)} is {found!r} and was {value!r} when the model was traced, "
+                    f"which fixed it: expected a buffer or an input for what changes, or {_AGAIN}"
+                )
+        for name, hooks, known in self._hooks:
+            if tuple(hooks) != known:
+                raise ValueError(
+                    f"the hooks of {_shown(name)} changed after the model was traced, and a graph runs none: expected "
+                    f"the model as nn.Sequential or stages=[...], which run your own modules, or {_AGAIN}"
+                )
+
+
+def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, object], str, object, str]]:
+    """Where each parameter and submodule stands, and its name."""
+    for path, module in root.named_modules():
+        for table in (module._modules, module._parameters):
+            for key, value in table.items():
+                yield table, key, value, f"{path}.{key}" if path else key
+
+
+def _attributes(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, object], str, object]]:
+    for key, value in vars(module).items():
+        if key != "training" and not key.startswith("_") and isinstance(value, bool | int | float | str | None):
+            yield name, vars(module), key, value
+
+
+def _hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
+    for kind in _HOOKS:
+        yield vars(module)[kind]
+
+
+def _shown(name: str) -> str:
+    return f"module {name!r}" if name else "the model"

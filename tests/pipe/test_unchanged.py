@@ -1,0 +1,182 @@
+"""What changes between two batches: as plain PyTorch does, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.small import WIDTH, X, Y, layers, make, stream
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+
+class Net(nn.Module):
+    """Traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.25)
+        self.alpha = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.drop(self.one(x)).relu()) * self.alpha
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*layers(3), nn.Dropout(0.25), *layers(3))
+
+
+def hook(*_: object) -> None:
+    """Nothing."""
+
+
+TRACED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "flags": (lambda m: m.eval(), r"the model is in eval\(\) mode and was in train\(\) mode when the model was traced"),
+    "a flag": (lambda m: m.drop.eval(), r"module 'drop' is in eval\(\) mode .* expected model.train\(\) before"),
+    "Dropout.p": (lambda m: setattr(m.drop, "p", 0.5), r"attribute 'p' of module 'drop' is 0.5 and was 0.25 when"),
+    "an attribute": (lambda m: setattr(m, "alpha", 2.0), r"attribute 'alpha' of the model is 2.0 and was 0.5 when"),
+    "a hook": (lambda m: m.one.register_forward_hook(hook), r"the hooks of module 'one' changed after the model was"),
+    "a backward hook": (lambda m: m.register_full_backward_hook(hook), r"the hooks of the model changed"),
+}
+ANY: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a parameter": (
+        lambda m: setattr(next(m.children()), "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+        r"weight' is another object than when the stages were built: expected the same parameters and submodules",
+    ),
+    "a submodule": (
+        lambda m: setattr(m, next(iter(m._modules)), nn.Linear(WIDTH, WIDTH)),
+        r"is another object than when the stages were built",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), [*TRACED.values(), *ANY.values()], ids=[*TRACED, *ANY])
+def test_a_traced_model(change: Callable[[Any], object], message: str) -> None:
+    model = Net()
+    pipe = make(model=model)
+    pipe.train_step(X, Y)
+    pipe.eval_step(X, Y)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        pipe.train_step(X, Y)
+
+
+@pytest.mark.parametrize(("change", "message"), ANY.values(), ids=ANY)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_chain(change: Callable[[Any], object], message: str, schedule: str) -> None:
+    model = layers()
+    pipe = make(model=model, schedule=schedule)
+    pipe.train_step(X, Y)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        pipe.train_step(X, Y)
+
+
+def test_an_evaluation_has_its_own_mode() -> None:
+    model = Net()
+    pipe = make(model=model)
+    model.eval()
+    pipe.eval_step(X, Y)
+    model.train()
+    pipe.train_step(X, Y)
+
+
+def losses(
+    begin: Callable[[nn.Sequential], None], change: Callable[[nn.Sequential], None], **options: Any
+) -> list[Any]:
+    """Training of a chain whose modules were changed before it was built, and of one that is changed afterwards."""
+    model = chain()
+    begin(model)
+    pipe = make(model=model, **options)
+    change(model)
+    return [pipe.train_step(X, Y).loss for _ in range(3)]
+
+
+def nothing(model: nn.Module) -> None:
+    """Nothing."""
+
+
+def to_eval(model: nn.Module) -> None:
+    model.eval()
+
+
+def to_train(model: nn.Module) -> None:
+    model.train()
+
+
+def to_half(model: Any) -> None:
+    model[3].p = 0.5
+
+
+@pytest.mark.parametrize("before", [nothing, to_eval, lambda m: setattr(m[3], "p", 0.0)])
+@pytest.mark.parametrize("after", [to_train, to_eval, to_half])
+def test_modules_of_a_chain_run_as_they_stand(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """A Dropout that begins to draw only later draws the same as ever, on any cut."""
+
+    def both(model: Any) -> None:
+        before(model)
+        after(model)
+
+    found = losses(before, after)
+    assert found == losses(both, nothing)
+    assert found == losses(before, after, mesh={"pipe": 1})
+
+
+# --- requires_grad ---
+
+
+def test_unfreezing_is_refused_by_name() -> None:
+    for begin in (make, stream):
+        model = layers()
+        model[0].requires_grad_(False)
+        pipe = begin(model=model)
+        pipe.train_step(X, Y)
+        pipe.flush()
+        model[0].requires_grad_(True)
+        pipe.eval_step(X, Y)
+        with pytest.raises(ValueError, match=r"parameter '0.weight' wants a gradient and did not when the stages were"):
+            pipe.train_step(X, Y)
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2}, {"recompute": "full"}]
+)
+def test_what_is_frozen_later_stays_and_the_rest_goes_on(first: int, options: dict[str, Any]) -> None:
+    """Also with batches of another size, and until it is trained again."""
+    torch.manual_seed(0)
+    model = layers()
+    pipe: PipelineModule = make(model=model, **options)
+    pipe.train_step(X, Y)
+    pipe.flush()
+    frozen = list(model[first : first + 3].parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for size in (8, 6, 8, 8):
+        pipe.train_step(X[:size], Y[:size])
+    pipe.flush()
+    stays = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+    assert stays == [any(p is one for one in frozen) for p in model.parameters()]
+    model.requires_grad_(True)
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    pipe.flush()
+    assert not any(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_freezing_under_way_is_refused(schedule: str) -> None:
+    model = layers()
+    pipe = stream(schedule, model=model)
+    pipe.train_step(X, Y)
+    model[4].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of parameter '4.weight' was changed while batches 0 to 0 are"):
+        pipe.train_step(X, Y)
+    pipe.flush()
+    pipe.train_step(X, Y)
