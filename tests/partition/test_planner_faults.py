@@ -19,8 +19,8 @@ def chain(size: int, **figures: float) -> Profile:
 
 
 def test_tensor_groups_on_two_nodes_pay_for_the_link_between_them() -> None:
-    """Groups of six on nodes of eight: 0-5 stand on one, 6-11 on two. The slowest group sets the pace."""
-    cluster = Cluster.parse("2x8:nvlink=300GB/s,net=2.5GB/s")
+    """Groups of six on nodes of eight: 0-5 and 18-23 stand on one, 6-11 and 12-17 on two; the slowest sets the pace."""
+    cluster = Cluster.parse("3x8:nvlink=300GB/s,net=2.5GB/s")
     model = Transformer(layers=4, hidden=96 * 16, heads=96, vocabulary=1000, length=512)
     device = replace(DeviceModel.preset("A100-80GB"), link_efficiency=1.0)
     source = TransformerSource(transformer=model, device=device, cluster=cluster)
