@@ -35,9 +35,17 @@ class Done:
 
 
 def launch_forked(
-    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    stall: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> LaunchResult:
-    """What stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned."""
+    """What stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned.
+
+    A stall is not watched for: the whole has a time limit.
+    """
+    del stall
     assert command[0] == sys.executable
     words = list(command[command.index("-m") + 1 :])
     context, port = forking(), free_port()
