@@ -332,7 +332,7 @@ class PipelineModule:
         """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.
 
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
-        checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
+        `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
         """
         self._decided()
         return [] if self._pipeline is None else self._pipeline.training.flush()

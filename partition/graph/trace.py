@@ -175,7 +175,7 @@ class TracedUnits:
         flags = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            evaluation = TracedUnits(self._model, self._example_inputs, enter_unit=None)
+            evaluation = TracedUnits(self._model, self._example_inputs, enter_unit=self._enter_unit)
         finally:
             for module, training in flags:
                 module.training = training

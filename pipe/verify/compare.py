@@ -90,7 +90,7 @@ def _differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str |
 
 def _size(x: torch.Tensor) -> float:
     """The largest finite element."""
-    values = x.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+    values = (x.detach().to_dense() if x.is_sparse else x.detach()).abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(values.max()) if values.numel() else 0.0
 
 

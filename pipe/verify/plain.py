@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...partition.graph.chain import given_units, is_sequential
+from ..stages.buffers import KeptBuffers
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue
@@ -72,8 +73,8 @@ class PlainModule:
             ) from error
         self.loss_fn = loss_fn if loss is None else loss
         self.root = with_loss(self._model, loss)
-        originals = with_loss(model, loss_fn if isinstance(loss_fn, nn.Module) else None).parameters()
-        for own, parameter in zip(self.root.parameters(), originals, strict=True):
+        self._original = with_loss(model, loss_fn if isinstance(loss_fn, nn.Module) else None)
+        for own, parameter in zip(self.root.parameters(), self._original.parameters(), strict=True):
             own.grad = None
             for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
                 own.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -136,10 +137,13 @@ class PlainModule:
         join: Callable[[Sequence[Sequence[torch.Tensor]]], Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
         """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`."""
-        columns = self._evaluate(evaluated)
+        columns = self._evaluate(evaluated, seeder, step=step)
         outputs = pytree.tree_leaves(join(columns))
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
+        kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
         for begin in range(0, len(shares), group_size):
             group = shares[begin : begin + group_size]
             samples = sum(share.samples for share in group)
@@ -161,25 +165,32 @@ class PlainModule:
                 mean += float(scaled.detach())
             divisor = 1.0 if count is None else counts
             _add_up(gradients, self.root, divisor)
+            _add_up(gradients, self._original, divisor)  # a loss may compute with the user's own parameters
             share_of_batch = float(samples) if count is None else counts
             total += mean / divisor * share_of_batch
             weight += share_of_batch
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         return Outcome(
             loss=total / weight, gradients=gradients, buffers=dict(self.root.named_buffers()), outputs=outputs
         )
 
-    def _evaluate(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, ...]]:
+    def _evaluate(self, shares: Sequence[Share], seeder: Seeder, *, step: int) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
         flags = [(module, module.training) for module in self.root.modules()]
-        buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
+        buffers = KeptBuffers(self.root)
         columns: list[list[torch.Tensor]] = []
         self.root.eval()
         with torch.no_grad():
             for share in shares:
-                leaves = pytree.tree_leaves(self(*share.inputs))
+                seeder.begin(step=step, microbatch=share.number)
+                try:
+                    with self._entering(seeder):
+                        leaves = pytree.tree_leaves(self(*share.inputs))
+                finally:
+                    seeder.end()
                 columns.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            for name, buffer in self.root.named_buffers():
-                buffer.copy_(buffers[name])
+        buffers.put_back()
         for module, training in flags:
             module.training = training
         return list(zip(*columns, strict=True))

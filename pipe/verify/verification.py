@@ -23,6 +23,7 @@ from ...schedules import Schedule
 from ..batch.batches import read_loss, split_target, split_tensor, to_device
 from ..evaluation import Evaluation
 from ..settings import Settings
+from ..stages.buffers import KeptBuffers
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.randomness import Seeder
@@ -256,7 +257,7 @@ class Verifier:
     @contextmanager
     def _left_as_it_was(self) -> Iterator[None]:
         root, training, update = self._parts.root, self._training, self._update
-        buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
+        buffers = KeptBuffers(root)
         gradients = [(parameter, parameter.grad) for _, parameter in self._ownership.named_parameters()]
         versions = [
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
@@ -270,8 +271,7 @@ class Verifier:
             yield
         finally:
             training.num_steps = step
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            buffers.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if not update.is_lost:

@@ -215,6 +215,83 @@ def test_bad_options() -> None:
         pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
 
 
+class Noise(nn.Module):
+    """Draws in evaluation, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+class Average(nn.Module):
+    """Assigns its buffer anew, and has one that cannot be written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("ones", torch.ones(1).expand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + x.detach().mean(0)
+        return x * self.ones + 0.1 * self.seen
+
+
+def chain(middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def noisy() -> nn.Module:
+    net = Net()
+    net.middle = lambda x: x + 0.1 * torch.randn_like(x)
+    return net
+
+
+def sparse() -> nn.Module:
+    first = nn.Sequential(nn.Flatten(0), nn.Embedding(9, 4, sparse=True))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: chain(Noise()), noisy, lambda: chain(Average()), sparse],
+    ids=["noise", "traced", "assigned", "sparse"],
+)
+def test_no_false_alarm_and_nothing_left_behind(make: Callable[[], nn.Module], schedule: str) -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    states = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        net = make()
+        given = torch.arange(6).unsqueeze(1) if make is sparse else x
+        settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
+        settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "schedule": schedule, "verify": verify}
+        pipe = PipelineModule(net, **settings)
+        for _ in range(3):
+            pipe.train_step(given, y)
+        states.append((pipe.full_state_dict(), torch.get_rng_state()))
+    assert torch.equal(states[0][1], states[1][1])
+    assert all(torch.equal(tensor, states[1][0][name]) for name, tensor in states[0][0].items())
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e-5], ids=["large", "below what verify sees"])
+def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scale: float) -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    states = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        net = chain(nn.Tanh())
+
+        def loss_fn(output: Tensor, target: Tensor, net: nn.Module = net) -> Tensor:
+            return F.mse_loss(output, target) + scale * sum(p.square().sum() for p in net.parameters())
+
+        settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": loss_fn, "verify": verify}
+        pipe = PipelineModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+        pipe.train_step(x, y)
+        states.append(pipe.full_state_dict())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float]:
     pipe = pipe_of(task, schedule, mesh=mesh, verify=True)
     batch = batch_of(task)
