@@ -2,6 +2,7 @@
 
     stage's file    model: name -> tensor; optimizer: name -> its state; options: name -> lr, betas, ...
                     versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
+    rule: weight rule and updates a step by which they are numbered; another one begins with the newest weights
 
 Everything stands under the model's original names, so a checkpoint loads on any other number of ranks or stages.
 `checkpoint_files` brings it to the disk and back.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..comm import Collectives
+from ..schedules import Schedule
 from .checkpoint_files import Manifest, StageFile, complete, new_name, read, write_stage
 from .stages.ownership import Ownership
 from .update.interface import StageState
@@ -30,7 +32,7 @@ def save(
     ownership: Ownership,
     stages: Mapping[int, StageState],
     written_stages: Sequence[int],
-    num_stages: int,
+    schedule: Schedule,
     collectives: Collectives,
 ) -> None:
     """Write this process's stages beside the last checkpoint; stage 0's process completes the new one.
@@ -47,12 +49,13 @@ def save(
         content = {"model": model, **_optimizer_content(None if kept is None else kept.optimizer)}
         if kept is not None and kept.versions is not None:
             content["versions"] = kept.versions.older()
+            content["rule"] = _rule(schedule)
         written[stage] = write_stage(path, name, stage, content)
     everywhere: dict[int, StageFile] = {}
     for elsewhere in collectives.gather(written, what=f"writing the checkpoint {path}"):
         everywhere |= elsewhere
     if 0 in written_stages:
-        files = tuple(everywhere[stage] for stage in range(num_stages))
+        files = tuple(everywhere[stage] for stage in range(schedule.num_stages))
         complete(path, Manifest(name=name, step=step, files=files))
     collectives.gather(None, what=f"completing the checkpoint {path}")
 
@@ -76,7 +79,7 @@ def load(
     *,
     ownership: Ownership,
     stages: Sequence[StageState],
-    updates_per_step: int,
+    schedule: Schedule,
     device: torch.device,
 ) -> int:
     """Load what this process holds; returns the step.
@@ -93,7 +96,8 @@ def load(
         model.update(content["model"])
         states.update(content["optimizer"])
         options.update(content["options"])
-        for number, tensors in content.get("versions", {}).items():
+        is_alike = content.get("rule") == _rule(schedule)
+        for number, tensors in content.get("versions", {}).items() if is_alike else ():
             versions.setdefault(number, {}).update(tensors)
     scheduler = next((content["scheduler"] for content in contents if content["scheduler"]), None)
     used = [one.optimizer for one in stages if one.optimizer.optimizer is not None]
@@ -109,7 +113,7 @@ def load(
     for stage_weights in (one.versions for one in stages if one.versions is not None):
         for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
             own.data.copy_(model[name])
-        stage_weights.restore(manifest.step * updates_per_step, versions)
+        stage_weights.restore(manifest.step * schedule.groups_per_batch, versions)
     for one in used:
         assert one.optimizer is not None
         for group in one.optimizer.param_groups:
@@ -121,6 +125,10 @@ def load(
         if one.scheduler is not None and scheduler is not None:
             one.scheduler.load_state_dict(scheduler)
     return manifest.step
+
+
+def _rule(schedule: Schedule) -> list[str | int]:
+    return [schedule.weight_rule, schedule.groups_per_batch]
 
 
 def _like(value: Any, parameter: torch.Tensor, device: torch.device) -> Any:

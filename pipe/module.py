@@ -404,7 +404,10 @@ class PipelineModule:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of this process's stages, in order."""
+        """Optimizers of this process's stages, in order.
+
+        Under an asynchronous schedule each replica of a stage has its own: a change is for all of them.
+        """
         return self._built("optimizers").state.optimizers
 
     def held_bytes(self) -> int:

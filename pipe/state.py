@@ -34,8 +34,8 @@ class State:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the local stages, in order."""
-        return [one.optimizer.optimizer for one in self._first().values() if one.optimizer.optimizer is not None]
+        """Optimizers of the local stages, in order, each copy's own."""
+        return [one.optimizer.optimizer for one in self.update.stages if one.optimizer.optimizer is not None]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
@@ -59,7 +59,7 @@ class State:
                 ownership=self.ownership,
                 stages=self._first(),
                 written_stages=self.written_stages,
-                num_stages=self.update.schedule.num_stages,
+                schedule=self.update.schedule,
                 collectives=self.collectives,
             )
 
@@ -71,7 +71,7 @@ class State:
             folder,
             ownership=self.ownership,
             stages=self.update.stages,
-            updates_per_step=self.update.schedule.groups_per_batch,
+            schedule=self.update.schedule,
             device=self.device,
         )
         self.update.restart()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..stages.autocast import Autocast
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
 from .checksum import UNKNOWN
@@ -31,6 +32,7 @@ class Batch:
         group_size: microbatches of one update group.
         weights: [M] each microbatch's share of the samples of its update group, see `weigh`.
         step: number of this batch, for random numbers and reports.
+        autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
         checksums: of inputs and target, to be compared with those of other ranks; see `checksum`.
     """
@@ -43,6 +45,7 @@ class Batch:
     group_size: int
     weights: Sequence[float]
     step: int
+    autocast: Autocast
     replica: tuple[int, int] = (0, 1)
     checksums: tuple[float, float] = (UNKNOWN, UNKNOWN)
 

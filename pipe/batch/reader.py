@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...schedules import Schedule
+from ..stages.autocast import Autocast
 from ..stages.shapes import InferredStages, signature
 from .batches import Batch, check_inputs, check_like_example, split_target, split_tensor, to_device, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
@@ -86,6 +87,7 @@ class BatchReader:
                 group_size=self._group_size,
                 weights=weigh(sizes, self._group_size),
                 step=step,
+                autocast=Autocast.now(device.type),
                 replica=(own.start, own.step),
                 checksums=sums,
             )

@@ -165,23 +165,24 @@ class TrainingWorker(Worker):
         batch = self._updates.batches[number]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
-            if op is Op.F:
-                outputs, loss = self._stages[s].forward(
-                    index,
-                    self._inputs(s, index, batch, k),
-                    self._ports[s].wants_grad,
-                    batch.targets[k],
-                    version=self._updates.version(s, index),
-                )
-                if loss is not None:
-                    self._updates.note_loss(index, loss)
+            with batch.autocast.again():  # a drain runs behind the context of train_step
+                if op is Op.F:
+                    outputs, loss = self._stages[s].forward(
+                        index,
+                        self._inputs(s, index, batch, k),
+                        self._ports[s].wants_grad,
+                        batch.targets[k],
+                        version=self._updates.version(s, index),
+                    )
+                    if loss is not None:
+                        self._updates.note_loss(index, loss)
+                    else:
+                        self._hand_on(s, index, outputs, batch.specs[k][s])
                 else:
-                    self._hand_on(s, index, outputs, batch.specs[k][s])
-            else:
-                assert op is Op.B, f"{action} got past the check of the schedule"
-                gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
-                by_input = self._stages[s].backward(index, gradients, group=index // batch.group_size)
-                self._hand_back(s, index, by_input)
+                    assert op is Op.B, f"{action} got past the check of the schedule"
+                    gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
+                    by_input = self._stages[s].backward(index, gradients, group=index // batch.group_size)
+                    self._hand_back(s, index, by_input)
         finally:
             self._seeder.end()
 

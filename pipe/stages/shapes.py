@@ -17,6 +17,7 @@ from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule, Tensors
+from .autocast import Autocast
 from .randomness import Seeder
 from .stand_ins import stand_ins
 from .wiring import OutputSpecs
@@ -116,8 +117,7 @@ class InferredStages:
         return found
 
     def _key(self, inputs: Signature) -> object:
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = Autocast.now(self._device.type)
         return inputs, autocast, *(m.training for m in self._modes), *(m.p for m in self._dropouts)
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:

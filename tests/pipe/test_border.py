@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
 from stagewright.pipe.update.gradients import clip_factor
+from stagewright.schedules import build
 
 # --- a norm that is no number ---
 
@@ -303,3 +305,59 @@ def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
         other.parameters()[0].fill_(math.nan)
     for _ in range(3):
         other.train_step(X, Y)
+
+
+# --- checkpoints, replicas and autocast of asynchronous schedules ---
+
+
+@pytest.mark.parametrize("update_every", [1, 4])
+def test_a_checkpoint_of_another_weight_rule_begins_with_its_newest_weights(tmp_path: Path, update_every: int) -> None:
+    """PipeDream keeps more versions on its first stage than on its last: a mixture for 2bw."""
+    saved = stream(build("pipedream", num_ranks=2, num_microbatches=4, update_every=update_every))
+    for _ in range(3):
+        saved.train_step(X, Y)
+    saved.save(tmp_path)
+    fresh, again = stream(), stream()
+    fresh.load_state_dict(saved.full_state_dict())
+    again.load(tmp_path)
+    for _ in range(3):
+        for pipe in (fresh, again):
+            pipe.train_step(X, Y)
+    for name, value in fresh.full_state_dict().items():
+        assert torch.equal(again.full_state_dict()[name], value), name
+
+
+def test_learning_rates_reach_every_replica_of_2bw() -> None:
+    pipe = stream(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
+    pipe.train_step(X, Y)
+    pipe.flush()
+    for optimizer in pipe.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    before = pipe.full_state_dict()
+    assert pipe._pipeline is not None
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    for name, value in pipe.full_state_dict().items():
+        assert torch.equal(value, before[name])
+    one, other, _ = (state.versions for state in pipe._pipeline.state.update.stages)
+    assert one is not None
+    assert other is not None
+    assert all(torch.equal(a, b) for a, b in zip(one.own, other.own, strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_what_is_drained_runs_under_the_autocast_of_its_batch(schedule: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    inside, outside = (stream(schedule, recompute=recompute, mesh={"pipe": 3}) for _ in range(2))
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside.train_step(x, y)
+            inside.flush()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outside.train_step(x, y)
+        outside.flush()
+    for name, value in inside.full_state_dict().items():
+        assert torch.equal(outside.full_state_dict()[name], value), name

@@ -1,0 +1,31 @@
+"""The autocast that a batch was passed under: what is left of it may run after that context has ended."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Autocast(NamedTuple):
+    """Type that a kind of device casts to; None: no autocast."""
+
+    kind: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def now(cls, kind: str) -> Autocast:
+        """The one that is in force."""
+        return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+
+    def again(self) -> AbstractContextManager[None]:
+        """Within: it is in force."""
+        if Autocast.now(self.kind) == self:
+            return _NOTHING
+        context: AbstractContextManager[None] = torch.autocast(
+            self.kind, dtype=self.dtype, enabled=self.dtype is not None
+        )
+        return context
