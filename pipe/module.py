@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
@@ -252,11 +252,17 @@ class PipelineModule:
                 inputs nor target then load one batch only, and pass on its shapes.
             options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
-        Raises ValueError for sizes that make no batch.
+        Raises ValueError for sizes that make no batch, and for an IterableDataset.
         """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"pipe.loader was given {type(dataset).__name__}, which cannot be drawn from by number: expected a "
+                f"dataset with __len__ and __getitem__; or a DataLoader of your own that yields the same batches on "
+                f"all ranks of a pipeline"
+            )
         replica, num_replicas = (0, 1) if self._layout is None else self._layout.place.replica
         batches = ReplicaBatches(
-            len(dataset),  # type: ignore[arg-type]  # sized datasets alone can be shuffled
+            len(dataset),
             batch_size=batch_size,
             replica=replica,
             num_replicas=num_replicas,

@@ -7,7 +7,7 @@ input meets the target of another one, and training goes on as if the labels wer
 from __future__ import annotations
 
 import zlib
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch.utils import _pytree as pytree
@@ -51,7 +51,7 @@ def is_shape_alone(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
 
 
-@cache
+@lru_cache(maxsize=64)  # sequences may have any number of lengths
 def _places(size: int) -> torch.Tensor:
     """One element of each of 4,096 equal runs, each at another place of its run: equal columns must not be all."""
     run = size / _SAMPLED

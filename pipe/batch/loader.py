@@ -75,6 +75,10 @@ class ReplicaBatches(Sampler[list[int]]):
             begin = number * whole + self._replica * self._batch_size
             yield order[begin : begin + self._batch_size]
 
+    def worker_seed(self) -> int:
+        """For random augmentation from here on: the same along a pipeline, another one for each data replica."""
+        return mix(self._seed, self.epoch, self.position, self._replica) >> 1
+
     def _order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._num_samples))
@@ -95,16 +99,19 @@ class ReplicaBatches(Sampler[list[int]]):
             "seed": self._seed,
             "global_batch": self._batch_size * self._num_replicas,
             "num_samples": self._num_samples,
+            "shuffle": self._shuffle,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where another run stood. Raises ValueError where samples would be lost or seen twice."""
         own = self.state_dict()
-        for key in ("seed", "global_batch", "num_samples"):
+        if state.keys() != own.keys():
+            raise ValueError(f"the data's state has {sorted(state)}: expected {sorted(own)}, as from state_dict()")
+        for key in ("seed", "global_batch", "num_samples", "shuffle"):
             if state[key] != own[key]:
                 raise ValueError(
                     f"the data's state was saved with {key}={state[key]}, and this run has {own[key]}: expected the "
-                    f"same dataset, seed, and batch_size x data replicas"
+                    f"same dataset, seed, shuffle=, and batch_size x data replicas"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 
@@ -118,6 +125,9 @@ class ReplicaLoader:
         same_shapes: all batches have the first one's shapes; an idle process then loads no other, and passes meta
             tensors (shapes alone).
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
+
+    Random numbers that the dataset draws in workers (`num_workers` above 0) are the same on all ranks of a pipeline;
+    without workers it draws from the process's own state, so that ranks must be seeded alike.
 
     Raises ValueError under `same_shapes` for a batch of other shapes than the first one's.
     """
@@ -135,6 +145,7 @@ class ReplicaLoader:
             if name in options:
                 raise ValueError(f"{name}= is the pipeline's to decide: expected options of DataLoader beside it")
         self.batches = batches
+        self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
         self._is_idle = is_idle
         self._same_shapes = same_shapes
@@ -147,6 +158,7 @@ class ReplicaLoader:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch; the next `iter()` begins another one."""
         left = len(self.batches) - self.batches.position
+        self._workers.manual_seed(self.batches.worker_seed())
         for batch in () if self._may_rest() else self._loader:
             if self._same_shapes:
                 self._check_shapes(batch)

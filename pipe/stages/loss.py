@@ -70,7 +70,7 @@ class UntrainedLeaves:
 
     Arguments:
         module: of the last stage.
-        is_trained: whether an optimizer holds the tensor.
+        is_trained: whether an optimizer updates the tensor with a gradient that comes from the loss.
     """
 
     def __init__(self, module: nn.Module, is_trained: Callable[[torch.Tensor], bool]) -> None:
@@ -91,8 +91,9 @@ class UntrainedLeaves:
         for leaf in _leaves(loss, ends):
             if id(leaf) not in own and not self._is_trained(leaf):
                 raise ValueError(
-                    f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that wants a gradient and that no "
-                    f"optimizer of the pipeline holds, so it would never learn: expected the module that owns it as "
+                    f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that wants a gradient, and that no "
+                    f"optimizer of the pipeline would update with it (under an asynchronous schedule: any but the last "
+                    f"stage's own): expected the module that owns it as "
                     f"loss_fn= itself (an nn.Module, whose parameters the last stage trains), or requires_grad=False"
                 )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.small import make
 from torch.utils.data import TensorDataset
 
 from stagewright.pipe.batch.loader import ReplicaBatches, ReplicaLoader
@@ -107,3 +110,35 @@ def test_equal_shapes_are_a_promise_that_is_held_to() -> None:
 def test_what_the_pipeline_decides_is_not_the_loaders() -> None:
     with pytest.raises(ValueError, match="shuffle= is the pipeline's to decide"):
         loader(shuffle=True)
+
+
+def test_another_order_and_a_state_of_something_else_are_refused() -> None:
+    state = ReplicaBatches(8, batch_size=2).state_dict()
+    with pytest.raises(ValueError, match="saved with shuffle=True, and this run has False"):
+        ReplicaBatches(8, batch_size=2, shuffle=False).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"has \['epoch'\]: expected \['epoch', 'global_batch'"):
+        ReplicaBatches(8, batch_size=2).load_state_dict({"epoch": 0})
+
+
+class Augmented(torch.utils.data.Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(2)
+
+
+def test_augmentation_in_workers_is_alike_along_a_pipeline() -> None:
+    found = []
+    for rank_seed, replica in ((1, 0), (2, 0), (3, 1)):
+        torch.manual_seed(rank_seed)
+        batches = ReplicaBatches(8, batch_size=2, replica=replica, num_replicas=2)
+        found.append(next(iter(ReplicaLoader(Augmented(), batches, num_workers=1))))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_dataset_that_has_no_numbers_is_refused_by_name() -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(8))
+
+    with pytest.raises(ValueError, match=r"pipe.loader was given Endless, .* expected a dataset with __len__"):
+        make().loader(Endless(), batch_size=2)

@@ -154,6 +154,16 @@ def test_a_parameter_that_no_optimizer_holds_is_refused(begin: Any) -> None:
     begin(loss_fn=lambda output, target: 2 * loss(output, target)).train_step(X, Y)
 
 
+@pytest.mark.parametrize("make_model", [layers, Net])
+def test_other_stages_parameters_in_a_stream_are_refused(make_model: Any) -> None:
+    model = make_model()
+    pipe = stream(
+        model=model, loss_fn=lambda o, t: F.mse_loss(o, t) + sum(p.square().sum() for p in model.parameters())
+    )
+    with pytest.raises(ValueError, match="asynchronous schedule: any but the last stage's own"):
+        pipe.train_step(X, Y)
+
+
 def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
     scale = nn.Parameter(torch.ones(()))
     pipe = make(loss_fn=lambda output, target: scale * F.mse_loss(output, target), optimizer=None)
