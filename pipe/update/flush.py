@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,9 +165,17 @@ class FlushUpdate(Update):
 
     def _sum(self, ranks: tuple[int, ...], parameters: Sequence[nn.Parameter], flat: FlatGradients) -> None:
         """All-reduce bucket by bucket; a rank to which nothing came gives zeros."""
-        flags = flat.flags([p.grad for p in parameters])
+        number = self._options_number(parameters)
+        own = flat.flags([p.grad for p in parameters]).to(torch.float64)
+        flags = torch.cat([own, own.new_tensor([number, number**2])])
         self._collectives.all_reduce(flags, what=_SUMMING, ranks=ranks)
-        present = flags.tolist()
+        *present, total, squares = flags.tolist()
+        if len(ranks) * squares != total**2:  # the same on all ranks, so that none goes on alone
+            raise ValueError(
+                f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options "
+                f"for them (a learning rate that was changed on some of them?): the copies would drift apart. Expected "
+                f"the same change of pipe.optimizers on every rank, or lr_scheduler="
+            )
         for bucket in flat.buckets:
             gradients = []
             for parameter in (parameters[i] for i in bucket if present[i]):
@@ -181,9 +190,27 @@ class FlushUpdate(Update):
                 self._collectives.all_reduce(buffer, what=_SUMMING, ranks=ranks)
                 torch._foreach_copy_(gradients, unflatten(buffer, gradients))
 
+    def _options_number(self, parameters: Sequence[nn.Parameter]) -> int:
+        """A number under 65,536 of what the optimizers do with these parameters: learning rates, betas, ..."""
+        ids = {id(parameter) for parameter in parameters}
+        groups = [
+            group
+            for _, optimizers in self._steppers
+            for one in optimizers
+            if one.optimizer is not None
+            for group in one.optimizer.param_groups
+            if any(id(parameter) in ids for parameter in group["params"])
+        ]
+        shown = sorted({repr(sorted((k, v) for k, v in group.items() if _is_option(k, v))) for group in groups})
+        return zlib.crc32("; ".join(shown).encode()) & 0xFFFF
+
     def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """Kept from batch to batch: on a CPU fresh memory costs more than the copy into it."""
         known = self._buffers.get(dtype)
         if known is None or known.numel() < size:
             known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return known[:size]
+
+
+def _is_option(key: str, value: object) -> bool:
+    return key != "params" and isinstance(value, bool | int | float | tuple | None)

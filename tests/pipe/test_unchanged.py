@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
@@ -180,3 +181,30 @@ def test_freezing_under_way_is_refused(schedule: str) -> None:
         pipe.train_step(X, Y)
     pipe.flush()
     pipe.train_step(X, Y)
+
+
+# --- learning rates of copies ---
+
+
+def _change_a_rate(who: list[int], data: int) -> str:
+    torch.manual_seed(0)
+    pipe = make(mesh={"pipe": 2, "data": data}, model=layers(), optimizer=torch.optim.AdamW)
+    pipe.train_step(X, Y)
+    if pipe.rank in who:
+        for optimizer in pipe.optimizers:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    try:
+        for _ in range(2):
+            pipe.train_step(X, Y)
+    except ValueError as error:
+        return str(error)
+    pipe.close()
+    return ""
+
+
+@pytest.mark.gloo
+def test_learning_rates_that_differ_between_copies_are_refused(gloo: Pool) -> None:
+    assert gloo.run(_change_a_rate, ranks=4, args=([0, 1, 2, 3], 2)) == [""] * 4
+    assert gloo.run(_change_a_rate, ranks=2, args=([0], 1)) == [""] * 2  # stages of their own may have their own rates
+    answers = gloo.run(_change_a_rate, ranks=4, args=([0, 2], 2))
+    assert all("their optimizers have different options" in answer for answer in answers)
