@@ -164,6 +164,13 @@ class WeightVersions:
             changed |= {name for name, one, other in parts if not _equal_bits(one, other)}
         return [name for name in self.names if name in changed]
 
+    def hooked(self) -> str | None:
+        """Name of a parameter with a hook, which the versions do not have; None if there is none."""
+        for name, p in zip(self.names, self._originals, strict=True):
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                return name
+        return None
+
     def frozen_outside(self) -> list[str]:
         """Names of the parameters that somebody has frozen, or unfrozen, since `follow`."""
         pairs = zip(self.names, self._originals, self._leaves(self.newest), strict=True)

@@ -142,6 +142,12 @@ class StreamUpdate(Update):
 
     def _take_changes(self) -> None:
         for weights in self._weights():
+            hooked = weights.hooked()
+            if hooked is not None:
+                raise ValueError(
+                    f"parameter {hooked!r} has a hook, and under the asynchronous schedule {self.schedule.name!r} "
+                    f"gradients belong to its versions: expected none, or a flush schedule such as schedule='1f1b'"
+                )
             for name in weights.frozen_outside():
                 self.refuse_changes(f"requires_grad of parameter {name!r} was changed")
                 weights.follow()

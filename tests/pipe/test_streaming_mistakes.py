@@ -74,7 +74,7 @@ def test_storage_rebound_and_not_restored_is_seen(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(WeightVersions, "bind", wrong)
     monkeypatch.setattr(WeightVersions, "release", lambda self: None)
-    monkeypatch.setattr(WeightVersions, "changed_outside", lambda self: None)
+    monkeypatch.setattr(WeightVersions, "changed_outside", lambda self: [])
     seen(CONV)
 
 
