@@ -37,9 +37,11 @@ def save(
 ) -> None:
     """Write this process's stages beside the last checkpoint; stage 0's process completes the new one.
 
-    Collective over the processes.
+    Collective over the processes. Raises ValueError where the folder is a file.
     """
     path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: expected a folder, an existing or a new one, to save checkpoints in")
     name = collectives.gather(new_name(step), what=f"beginning the checkpoint {path}")[0]
     state = ownership.state_dict()
     written: dict[int, StageFile] = {}

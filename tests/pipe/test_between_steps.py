@@ -38,13 +38,18 @@ def under_way(pipe: PipelineModule) -> list[object]:
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_failed_step_leaves_nothing_for_the_next(at: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "looped-bfs", "mesh": {"pipe": 1}, "num_chunks": 2}],
+    ids=str,
+)
+def test_a_failed_step_leaves_nothing_for_the_next(options: dict[str, Any], at: int) -> None:
     torch.manual_seed(0)
-    pipe = make(loss_fn=Failing(at), schedule="gpipe")
+    pipe = make(loss_fn=Failing(at), **options)
     torch.manual_seed(0)
-    other = make(schedule="gpipe")
+    other = make(**options)
     with pytest.raises(RuntimeError, match="a broken sample"):
-        pipe.train_step(X, Y)
+        pipe.train_step(Y, X)
     assert under_way(pipe) == []
     for _ in range(2):
         assert pipe.train_step(X, Y).loss == other.train_step(X, Y).loss

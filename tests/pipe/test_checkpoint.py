@@ -290,3 +290,12 @@ def test_thirty_kills_leave_a_checkpoint_each(tmp_path: Path) -> None:
         process.kill()
         process.join()
         pipe.load(tmp_path)
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    pipe = make("1f1b", 2)
+    with pytest.raises(ValueError, match=r"file is a file: expected a folder"):
+        pipe.save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    pipe.save(tmp_path / "new")
