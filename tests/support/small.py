@@ -12,7 +12,8 @@ from stagewright.pipe import PipelineModule
 from stagewright.schedules import Schedule
 
 WIDTH = 6
-X, Y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+# The same in every process, whatever it drew before.
+X, Y = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
 def layers(count: int = 6) -> nn.Sequential:
