@@ -164,6 +164,8 @@ class PipelineModule:
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
         self._layout = layout
         if example_inputs is not None:
+            replica, num_replicas = layout.place.replica
+            check_inputs(example_inputs, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, tuple(example_inputs))
 
     def _decided_for(self, inputs_and_target: Sequence[Any]) -> Layout:
