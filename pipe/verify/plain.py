@@ -94,6 +94,13 @@ class PlainModule:
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 
+    def set_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Set these buffers, also ones that are not persistent; returns copies of all."""
+        buffers = dict(self.root.named_buffers())
+        for name, value in values.items():
+            buffers[name].data = value.to(buffers[name].device, copy=True)
+        return {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
     def unload(self) -> None:
         """Let go of them."""
         for tensor in self._state().values():

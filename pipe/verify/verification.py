@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from ..update.gradients import clip_factor
 from ..update.interface import Update
 from .compare import first_difference
 from .plain import Outcome, PlainModule, Share, Watch
+
+_Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
 
 
 class VerificationError(ValueError):
@@ -109,18 +111,20 @@ class Verifier:
         with self._guard.together():
             weights = self._ownership.full_state_dict(self._collectives)
         step = self._training.num_steps
+        before = self._own_buffers()
         with self._left_as_it_was():
             evaluated = self._evaluation.step(arguments)
             loss, own = self._train(arguments, step)
-            buffers = self._own_buffers()
+            after = self._own_buffers()
         with self._guard.together():
+            moved = self._gather_moved(before, after)
             gradients = self._gather(own)
             batches = self._gather_batches(arguments)
             verdict: str | None = None
             if self._plain is not None:
                 outputs = [x for x in pytree.tree_leaves(evaluated.output) if isinstance(x, torch.Tensor)]
-                piped = Outcome(loss=loss, gradients=gradients, buffers=buffers, outputs=outputs)
-                verdict = self._judge_it(self._plain, weights, batches, piped, step)
+                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=outputs)
+                verdict = self._judge_it(self._plain, weights, moved=moved, batches=batches, piped=piped, step=step)
             said = self._collectives.gather(verdict, what="telling what verify found")
         verdict = next((one for one in said if one is not None), None)
         if verdict is not None:
@@ -139,6 +143,8 @@ class Verifier:
         self,
         plain: PlainModule,
         weights: Mapping[str, torch.Tensor],
+        *,
+        moved: Mapping[str, _Moved],
         batches: Sequence[Sequence[Any]],
         piped: Outcome,
         step: int,
@@ -146,6 +152,10 @@ class Verifier:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
         plain.load(weights, self._settings.device)
+        buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
+        for name, (_, after) in moved.items():
+            buffers[name] = after
+        piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
         for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
             module.training = own.training
         shares = self._shares(batches)
@@ -212,16 +222,26 @@ class Verifier:
             taken = {name: None if g is None else g / factor for name, g in taken.items()}
         return result.loss, taken
 
-    def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """What this process has of the buffers that every microbatch has passed: of replicas each has seen a part."""
+    def _is_compared(self, name: str) -> bool:
+        """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
         owners = self._schedule.owners
+        return all(len(owners[stage]) == 1 for stage in self._ownership.stages.get(name, (0,)))
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """What this process has of the buffers that are compared."""
         return {
-            name: buffer.clone()
+            name: buffer.detach().clone()
             for name, buffer in self._parts.root.named_buffers()
-            if not buffer.is_meta
-            and all(len(owners[stage]) == 1 for stage in self._ownership.stages.get(name, (0,)))
-            and self._ownership.is_local(name)
+            if not buffer.is_meta and self._is_compared(name) and self._ownership.is_local(name)
         }
+
+    def _gather_moved(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, _Moved]:
+        """Of all processes' buffers those that the batch has changed; a mask may be large, and stays where it is."""
+        own = {name: (x.cpu(), after[name].cpu()) for name, x in before.items() if not torch.equal(x, after[name])}
+        found: dict[str, _Moved] = {}
+        for moved in self._collectives.gather(own, what="gathering buffers for verify"):
+            found.update(moved)
+        return found
 
     def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Gradients of all parameters, in the judge's process; elsewhere which there are."""

@@ -347,3 +347,48 @@ def verify_without_a_copy() -> str:
 def test_without_a_copy_it_says_what_to_type(gloo: Pool) -> None:
     for told in gloo.run(verify_without_a_copy, ranks=2):
         assert "Expected PipelineModule(..., verify=True)" in told
+
+
+class Sum(nn.Module):
+    """Moves a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.sum.add_(x.detach().mean(0))
+        return x + self.sum
+
+
+def buffers_over_processes() -> str:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss, "verify": True}
+    pipe = PipelineModule(chain(Sum()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        pipe.train_step(x, x)
+    pipe.verify(x, x)
+    pipe.verify(x, x)
+    pipe.close()
+    return refused(Lost(), mesh={"pipe": 2})
+
+
+class Lost(nn.Module):
+    """Traced; what it assigns is lost on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.detach().mean(0)
+        return self.back(self.front(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.gloo
+def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
+    for told in gloo.run(buffers_over_processes, ranks=2):
+        assert "after the batch, buffer 'seen'" in told
