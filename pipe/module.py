@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Schedule, ScheduleError
 from .assembly import Pipeline, assemble
 from .batch.batches import check_inputs
-from .batch.loader import ReplicaBatches, ReplicaLoader
+from .batch.loader import ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepResult
 from .layout import (
     Layout,
@@ -28,6 +28,7 @@ from .layout import (
     layout_of_plan,
     read_plan,
 )
+from .model_options import check_model, device_of, refuse_beside
 from .run.engine import check_runnable
 from .settings import Settings
 from .training import Training
@@ -103,7 +104,7 @@ class PipelineModule:
         device: torch.device | str | None = None,
         timeout: float = 300.0,
     ) -> None:
-        _check_parts(model, stages, split_points)
+        check_model(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
         self._model, self._stages = model, stages
         self._settings = Settings(
@@ -112,7 +113,7 @@ class PipelineModule:
             lr_scheduler=lr_scheduler,
             max_grad_norm=max_grad_norm,
             seed=seed,
-            device=_device_of(root) if device is None else torch.device(device),
+            device=device_of(root) if device is None else torch.device(device),
             timeout=timeout,
         )
         if not isinstance(verify, bool):
@@ -129,10 +130,10 @@ class PipelineModule:
         decided |= {"recompute": None if recompute == "none" else recompute}
         make_layout: Callable[[World], Layout] | None
         if plan is not None:
-            _refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
+            refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
             make_layout = partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
         elif schedule == AUTO:
-            _refuse_beside('schedule="auto"', decided)
+            refuse_beside('schedule="auto"', decided)
             make_layout = None
         else:
             make_layout = layout_of_options(
@@ -256,15 +257,9 @@ class PipelineModule:
 
         Raises ValueError for sizes that make no batch, and for an IterableDataset.
         """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"pipe.loader was given {type(dataset).__name__}, which cannot be drawn from by number: expected a "
-                f"dataset with __len__ and __getitem__; or a DataLoader of your own that yields the same batches on "
-                f"all ranks of a pipeline"
-            )
         replica, num_replicas = (0, 1) if self._layout is None else self._layout.place.replica
         batches = ReplicaBatches(
-            len(dataset),
+            count_samples(dataset),
             batch_size=batch_size,
             replica=replica,
             num_replicas=num_replicas,
@@ -450,33 +445,3 @@ class PipelineModule:
         """Wait until all messages are through, and give links back. Call it before the process group is destroyed."""
         if self._pipeline is not None:
             self._pipeline.training.close(self._settings.timeout)
-
-
-def _check_parts(
-    model: nn.Module | None, stages: Sequence[nn.Module] | None, split_points: Sequence[str] | None
-) -> None:
-    if (model is None) == (stages is None):
-        raise ValueError("expected either a model or stages=[...], not both and not neither")
-    if stages is not None and split_points is not None:
-        raise ValueError("split_points= cut a model: expected none beside stages=, which is cut already")
-    if isinstance(split_points, str):
-        raise ValueError(f"split_points={split_points!r}: expected a list of names, such as [{split_points!r}]")
-    if stages is not None and not isinstance(stages, list | tuple | nn.ModuleList):
-        raise ValueError(f"stages={stages!r:.60}: expected a list of modules, one a stage")
-    for part in [model] if stages is None else stages:
-        if not isinstance(part, nn.Module):
-            raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
-
-
-def _refuse_beside(what: str, others: Mapping[str, object]) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{name}= beside {what}: expected one of them, since the plan decides on it")
-
-
-def _device_of(root: nn.Module) -> torch.device:
-    """Where the model is: all its parameters must be on one device."""
-    devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
-    if len(devices) > 1:
-        raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
-    return devices.pop()

@@ -12,17 +12,16 @@ from functools import lru_cache
 import torch
 from torch.utils import _pytree as pytree
 
-_SAMPLED = (
-    4096  # elements of each tensor, evenly spread: an order or a sample that differs shows, at no cost to speak of
-)
+# Elements of each tensor, evenly spread: an order or a sample that differs shows, at no cost to speak of.
+_SAMPLED = 4096
 UNKNOWN = -1.0  # of a rank that passes shapes alone
 
 
 def checksum(value: object) -> float:
     """A whole number of 32 bits over shapes, types and up to 4,096 elements of each tensor in `value`.
 
-    UNKNOWN where a tensor is on the meta device. Objects that are no tensors do not count. On CUDA it waits for the
-    tensors to be there.
+    UNKNOWN where a tensor is on the meta device. Of sparse and nested tensors shapes and types count alone, of other
+    objects nothing. On CUDA it waits for the tensors to be there.
 
     >>> checksum((torch.arange(6), "name")) == checksum((torch.arange(6), "other"))
     True
@@ -35,7 +34,10 @@ def checksum(value: object) -> float:
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, torch.Tensor):
             continue
-        number = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), number)
+        shape = "nested" if leaf.is_nested else tuple(leaf.shape)
+        number = zlib.crc32(f"{shape} {leaf.dtype}".encode(), number)
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            continue
         some = leaf.detach()
         if leaf.numel() > _SAMPLED:
             places = _places(leaf.numel()).to(leaf.device)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..stages.randomness import mix
 
@@ -113,6 +113,11 @@ class ReplicaBatches(Sampler[list[int]]):
                     f"the data's state was saved with {key}={state[key]}, and this run has {own[key]}: expected the "
                     f"same dataset, seed, shuffle=, and batch_size x data replicas"
                 )
+        if not (0 <= state["position"] < len(self) and state["epoch"] >= 0):
+            raise ValueError(
+                f"the data's state has epoch={state['epoch']} and position={state['position']}: expected an epoch of "
+                f"at least 0 and a position from 0 to {len(self) - 1}"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
 
 
@@ -189,3 +194,14 @@ class ReplicaLoader:
 
 def _shape_alone(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def count_samples(dataset: Dataset[Any]) -> int:
+    """Samples of a dataset; ValueError for one that cannot be drawn from by number."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"pipe.loader was given {type(dataset).__name__}, which cannot be drawn from by number: expected a "
+            f"dataset with __len__ and __getitem__; or a DataLoader of your own that yields the same batches on "
+            f"all ranks of a pipeline"
+        )
+    return len(dataset)

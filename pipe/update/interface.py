@@ -43,6 +43,13 @@ class Known(NamedTuple):
     grad_norm: float | None
 
 
+class Aside(NamedTuple):
+    """Results known but not returned, oldest first, and the newest that was returned."""
+
+    waiting: Sequence[Known]
+    newest: Known | None
+
+
 class StageState(NamedTuple):
     """Optimizer and weight versions of a stage on one local rank."""
 
@@ -139,8 +146,12 @@ class Update(ABC):
         """Results that became known and were not returned, oldest first; each once."""
         return []
 
-    def put_back(self, known: Sequence[Known]) -> None:
-        """`rest` returns these again."""
+    def set_aside(self) -> Aside:
+        """Results that `rest` and `step` would return, for `put_back`; none are left."""
+        return Aside([], None)
+
+    def put_back(self, aside: Aside) -> None:
+        """Results are known again that were set aside."""
         return
 
     # State and measurement

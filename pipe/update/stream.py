@@ -17,7 +17,7 @@ from ...schedules.lowering.stream import Stream
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_stream
 from ..stages.weights import WeightVersions
-from .interface import Known, Programs, StageState, Update
+from .interface import Aside, Known, Programs, StageState, Update
 from .stream_rank import StreamRank
 
 
@@ -110,10 +110,16 @@ class StreamUpdate(Update):
             self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
         return known
 
-    def put_back(self, known: Sequence[Known]) -> None:
+    def set_aside(self) -> Aside:
+        """The speaker's."""
+        newest = self._newest
+        return Aside(self.rest(), newest)
+
+    def put_back(self, aside: Aside) -> None:
         """To the speaker."""
         *_, speaker = self._ranks.values()
-        speaker.known.extendleft(reversed(known))
+        speaker.known.extendleft(reversed(aside.waiting))
+        self._newest = aside.newest
 
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ...comm import Collectives, Guard, MeshPlace
 from ...schedules import Schedule
 from ..batch.batches import read_loss, split_target, split_tensor, to_device
+from ..batch.checksum import is_shape_alone
 from ..evaluation import Evaluation
 from ..settings import Settings
 from ..stages.buffers import KeptBuffers
@@ -107,6 +108,12 @@ class Verifier:
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         started = time.perf_counter()
+        if self._plain is not None and is_shape_alone(arguments):
+            with self._guard.together():
+                raise ValueError(
+                    "verify: the process of the last stage runs the plain module, and was passed meta tensors: "
+                    "expected the values of inputs and target there"
+                )
         self._training.drain()
         with self._guard.together():
             weights = self._ownership.full_state_dict(self._collectives)
@@ -282,7 +289,7 @@ class Verifier:
         versions = [
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
         ]
-        known, step = update.rest(), training.num_steps
+        known, step = update.set_aside(), training.num_steps
         for parameter, _ in gradients:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone

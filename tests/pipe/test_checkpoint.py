@@ -276,7 +276,8 @@ def save_for_ever(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_kills_leave_a_checkpoint_each(tmp_path: Path) -> None:
+def test_thirty_kills_leave_a_checkpoint_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the processes import this file by its name
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "stagewright.pipe"])
     pause, pipe = random.Random(0), make("1f1b", 2)

@@ -41,3 +41,8 @@ def test_shapes_and_types_count_and_what_is_no_tensor_does_not() -> None:
 
 def test_shapes_alone_are_not_compared() -> None:
     assert checksum((torch.zeros(2), torch.zeros(2, device="meta"))) == UNKNOWN
+
+
+def test_sparse_and_nested_tensors_count_by_their_shape() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert checksum(sparse) == checksum(2 * sparse) != checksum(torch.eye(4).to_sparse())

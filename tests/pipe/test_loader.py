@@ -142,3 +142,9 @@ def test_a_dataset_that_has_no_numbers_is_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match=r"pipe.loader was given Endless, .* expected a dataset with __len__"):
         make().loader(Endless(), batch_size=2)
+
+
+def test_a_position_behind_the_epoch_is_refused() -> None:
+    one = loader().batches
+    with pytest.raises(ValueError, match="position=77: expected an epoch of at least 0 and a position from 0 to 3"):
+        one.load_state_dict(one.state_dict() | {"position": 77})

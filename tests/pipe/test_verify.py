@@ -76,6 +76,20 @@ def test_a_batch_amid_training_leaves_everything_as_it_was(schedule: str) -> Non
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+def test_what_was_known_of_a_stream_is_known_again() -> None:
+    pipe, other = (pipe_of("conv-norm", "2bw", max_grad_norm=0.01) for _ in range(2))
+    told: list[list[float | None]] = [[], []]
+    for index in range(4):
+        for one, losses in zip((pipe, other), told, strict=True):
+            losses.append(one.train_step(*batch_of("conv-norm", index)).loss)
+            if index == 1:
+                losses += [result.loss for result in one.flush()]
+        if index == 1:
+            pipe.verify(*batch_of("conv-norm", 9))
+    assert told[0] == told[1]
+    assert told[0][-1] is not None
+
+
 def test_gradients_of_the_user_stay() -> None:
     pipe = pipe_of("mlp", "1f1b", optimizer=None)
     pipe.forward_backward(*batch_of("mlp"))
