@@ -5,6 +5,7 @@ import graphlib
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,12 @@ def test_pipeline_module_loads_on_first_use():
 
 def test_version_is_the_installed_one():
     assert stagewright.__version__ == importlib.metadata.version("stagewright")
+
+
+def test_the_wheel_has_every_package_of_the_tree():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py")}
+    assert settings["packages"] == ["stagewright", *sorted(".".join(["stagewright", *f.parts]) for f in folders)]
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
+    for name in settings["package-data"]["stagewright"]:
+        assert (ROOT / name).is_file()  # py.typed: type checkers read the package's annotations
