@@ -16,7 +16,7 @@ ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly check lint types bench format clean
+.PHONY: help setup train test nightly models check lint types bench format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,8 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
 	$(PYTEST) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
+
+models: .venv/models  ## install transformers and torchvision too, whose models `make test` then trains
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
@@ -65,4 +67,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
 	mkdir -p .venv/link
 	ln -sfn ../.. .venv/link/stagewright
+	@touch $@
+
+# torchvision stands in a folder of its own, where only the tests look: PyPI's wheel is built for CUDA, and beside a CPU
+# build of torch its import fails unless two operators are declared first.
+.venv/models: $(READY)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models]'
+	$(BIN)/python -m pip install -qq --no-deps --upgrade --target .venv/torchvision "$$(grep '^torchvision==' constraints.txt)"
 	@touch $@
