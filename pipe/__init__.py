@@ -2,7 +2,16 @@
 
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
+from .measure.steps import StepRecord
 from .module import PipelineModule
 from .verify import Verification, VerificationError
 
-__all__ = ["EvalResult", "NonFiniteLossError", "PipelineModule", "StepResult", "Verification", "VerificationError"]
+__all__ = [
+    "EvalResult",
+    "NonFiniteLossError",
+    "PipelineModule",
+    "StepRecord",
+    "StepResult",
+    "Verification",
+    "VerificationError",
+]

@@ -37,6 +37,7 @@ from .evaluation import Evaluation, Forwards
 from .layout import Layout
 from .measure.measurement import Measurement
 from .measure.recorder import Recorder
+from .measure.steps import StepReports
 from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
@@ -231,6 +232,7 @@ def assemble(
         guard=guard,
         collectives=collectives,
         unchanged=unchanged,
+        reports=StepReports(settings.on_step, rank=place.world.rank, device=device),
     )
     evaluation = Evaluation(
         make_forwards,

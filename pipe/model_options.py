@@ -25,6 +25,13 @@ def check_model(
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
 
 
+def check_flag(name: str, value: object) -> bool:
+    """The value of an option that is True or False; ValueError for anything else."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected True or False")
+    return value
+
+
 def refuse_beside(what: str, others: Mapping[str, object]) -> None:
     """ValueError for an option that a plan decides on."""
     for name, value in others.items():

@@ -28,7 +28,8 @@ from .layout import (
     layout_of_plan,
     read_plan,
 )
-from .model_options import check_model, device_of, refuse_beside
+from .measure.steps import StepRecord
+from .model_options import check_flag, check_model, device_of, refuse_beside
 from .run.engine import check_runnable
 from .settings import Settings
 from .training import Training
@@ -75,6 +76,8 @@ class PipelineModule:
         seed: of dropout and the like.
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
+        on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
+            known, in order; it must not call what is collective.
 
     BatchNorm normalises each microbatch by itself; under replicas its running statistics see only the microbatches of
     their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank.
@@ -103,6 +106,7 @@ class PipelineModule:
         seed: int = 0,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
+        on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         check_model(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
@@ -115,11 +119,9 @@ class PipelineModule:
             seed=seed,
             device=device_of(root) if device is None else torch.device(device),
             timeout=timeout,
+            on_step=on_step,
         )
-        if not isinstance(verify, bool):
-            raise ValueError(f"verify={verify!r}: expected True or False")
-        self._verifies = verify
-        self._is_verified = not verify
+        self._verifies, self._is_verified = check_flag("verify", verify), not verify
         if example_inputs is not None and not isinstance(example_inputs, list | tuple):
             shown = type(example_inputs).__name__
             raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from .measure.steps import StepRecord
 from .update.optimizers import OptimizerFactory, SchedulerFactory
+
+_SUCH = "optimizer=lambda params: AdamW(params)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Settings:
     seed: int
     device: torch.device
     timeout: float
+    on_step: Callable[[StepRecord], object] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.timeout, Real) or not self.timeout > 0:
@@ -32,10 +36,11 @@ class Settings:
             raise ValueError(f"max_grad_norm={limit!r}: expected a number above 0, or None")
         if not isinstance(self.seed, Integral):
             raise ValueError(f"seed={self.seed!r}: expected a whole number")
-        for name in ("loss_fn", "optimizer", "lr_scheduler"):
+        for name in ("loss_fn", "optimizer", "lr_scheduler", "on_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise ValueError(f"{name}={value!r}: expected a callable; optimizer=lambda params: AdamW(params)")
+                such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
+                raise ValueError(f"{name}={value!r}: expected a callable; {such}")
         for name in ("lr_scheduler", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and self.optimizer is None:

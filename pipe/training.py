@@ -5,6 +5,7 @@ step:  read the batch -> begin -> engine.run -> losses known -> gradients ready 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from ..schedules import Timeline
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
 from .measure.gather import gather_records
+from .measure.steps import StepReports
 from .run.engine import Engine
 from .stages.unchanged import Unchanged
 from .update.interface import Known, Programs, Update
@@ -26,6 +28,7 @@ class Training:
         engine: of workers that train, on the ranks of `update`.
         update: flush or stream.
         unchanged: what the user may not change between two batches.
+        reports: are told of each step.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Training:
         guard: Guard,
         collectives: Collectives,
         unchanged: Unchanged,
+        reports: StepReports,
     ) -> None:
         self.num_steps = 0
         self._engine = engine
@@ -45,19 +49,29 @@ class Training:
         self._guard = guard
         self._collectives = collectives
         self._unchanged = unchanged
+        self._reports = reports
+        self._num_samples = 0  # of the newest batch
 
     @property
     def reads_nothing(self) -> bool:
         """Whether no stage of this process reads a batch's values."""
         return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
-    def step(self, arguments: Sequence[Any]) -> StepResult:
+    def step(self, arguments: Sequence[Any], *, is_reported: bool = True) -> StepResult:
         """See PipelineModule.train_step."""
+        begun, rates = time.perf_counter(), self._update.learning_rates()
         with self._batch(arguments) as programs:
             self._engine.run(programs)
         with self._guard.together():
             known = self._update.step()
-        return self._result(known)
+        result = self._result(known)
+        if is_reported:
+            seconds = time.perf_counter() - begun
+            self._reports.passed(
+                self.num_steps - 1, seconds=seconds, learning_rates=rates, num_samples=self._num_samples
+            )
+            self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
+        return result
 
     def accumulate(self, arguments: Sequence[Any]) -> StepResult:
         """See PipelineModule.forward_backward."""
@@ -84,6 +98,7 @@ class Training:
         if programs is not None:
             with self._under_way():
                 self._engine.run(programs)
+            self._reports.tell(self._update.waiting())
 
     def close(self, timeout: float) -> None:
         """See PipelineModule.close."""
@@ -105,6 +120,7 @@ class Training:
     def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:
         """Programs of a batch, to be run within; after that its gradients are ready."""
         batch = self._reader.read(arguments, step=self.num_steps)
+        self._num_samples = batch.num_samples
         with self._guard.together():
             self._unchanged.check(training=True)
         programs = self._update.begin(batch)

@@ -100,6 +100,11 @@ class Update(ABC):
         """Weight versions of a stage on a local rank; None: the module's own Parameters."""
         return None
 
+    def learning_rates(self) -> list[float]:
+        """By parameter group of each local stage, as they stand."""
+        optimizers = [one.optimizer.optimizer for one in self.stages if one.optimizer.optimizer is not None]
+        return [float(group["lr"]) for one in optimizers for group in one.param_groups if "lr" in group]
+
     # One batch, in this order
 
     @abstractmethod
@@ -145,6 +150,10 @@ class Update(ABC):
     def rest(self) -> list[Known]:
         """Results that became known and were not returned, oldest first; each once."""
         return []
+
+    def waiting(self) -> Sequence[Known]:
+        """What `rest` would return; it stays."""
+        return ()
 
     def set_aside(self) -> Aside:
         """Results that `rest` and `step` would return, for `put_back`; none are left."""

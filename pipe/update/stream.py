@@ -110,6 +110,11 @@ class StreamUpdate(Update):
             self._newest = max([known[-1], *([] if self._newest is None else [self._newest])])
         return known
 
+    def waiting(self) -> Sequence[Known]:
+        """The speaker's."""
+        *_, speaker = self._ranks.values()
+        return tuple(speaker.known)
+
     def set_aside(self) -> Aside:
         """The speaker's."""
         newest = self._newest

@@ -1,0 +1,103 @@
+"""What `on_step` is told: a record of every training step, once its loss is known."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One `train_step`, as its process saw it.
+
+    Arguments:
+        step: number of the step, from 0; a run that goes on from a checkpoint goes on counting.
+        loss: of this step's batch, the same on every rank.
+        grad_norm: global gradient norm before clipping; None without max_grad_norm.
+        seconds: of the call of `train_step` that the batch was passed to. Under an asynchronous schedule that call also
+            worked on the batches before.
+        learning_rates: the different ones among this process's parameter groups when the call began.
+        num_samples: of the batch; with data replicas, of all of them together, each taken to have as many as this one.
+        peak_memory_bytes: most that this process has held so far: on CUDA what was allocated on its device, else its
+            resident memory.
+        rank: of the process.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    seconds: float
+    learning_rates: tuple[float, ...]
+    num_samples: int
+    peak_memory_bytes: int
+    rank: int
+
+
+class KnownStep(Protocol):
+    """A batch whose loss this process knows."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """A step that was run, and whose loss may not be known yet."""
+
+    seconds: float
+    learning_rates: tuple[float, ...]
+    num_samples: int
+
+
+class StepReports:
+    """Tells `on_step` of each step once, in order; nothing without it."""
+
+    def __init__(self, on_step: Callable[[StepRecord], object] | None, *, rank: int, device: torch.device) -> None:
+        self._on_step = on_step
+        self._rank = rank
+        self._device = device
+        self._passed: dict[int, _Passed] = {}
+
+    def passed(self, step: int, *, seconds: float, learning_rates: Sequence[float], num_samples: int) -> None:
+        """A step has run; those that count from it on were lost, and come again."""
+        if self._on_step is None:
+            return
+        self._passed = {number: one for number, one in self._passed.items() if number < step}
+        rates = tuple(dict.fromkeys(learning_rates))
+        self._passed[step] = _Passed(seconds=seconds, learning_rates=rates, num_samples=num_samples)
+
+    def tell(self, known: Iterable[KnownStep]) -> None:
+        """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""
+        if self._on_step is None:
+            return
+        for one in sorted(known, key=lambda one: one.step):
+            passed = self._passed.pop(one.step, None)
+            if passed is not None:
+                self._on_step(
+                    StepRecord(
+                        step=one.step,
+                        loss=one.loss,
+                        grad_norm=one.grad_norm,
+                        seconds=passed.seconds,
+                        learning_rates=passed.learning_rates,
+                        num_samples=passed.num_samples,
+                        peak_memory_bytes=_peak_memory_bytes(self._device),
+                        rank=self._rank,
+                    )
+                )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, which depends on the system
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
