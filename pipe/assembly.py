@@ -25,7 +25,8 @@ from ..comm import (
 )
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
-from ..partition.graph.units import MODEL_INPUT, Tensors
+from ..partition.graph.forms import Arguments, Tensors
+from ..partition.graph.units import MODEL_INPUT
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule, check
 from ..schedules.messages import Transfer
@@ -45,7 +46,7 @@ from .stages.build import CutModel, cut_model
 from .stages.loss import UntrainedLeaves
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
-from .stages.shapes import InferredStages, Signature, signature
+from .stages.shapes import InferredStages, Signature
 from .stages.stage import LossValue, Stage
 from .stages.unchanged import Unchanged
 from .stages.wiring import Wiring
@@ -113,15 +114,15 @@ def assemble(
     """
     schedule, place, device = layout.schedule, layout.place, settings.device
     replica, num_replicas = place.replica
-    example = [split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs]
-    microbatch, seeder = signature(example), Seeder(settings.seed, device)
+    example = Arguments.of([split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs])
+    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
     parts = cut_model(
         model,
         stages,
-        example_inputs=example,
+        example=example,
         num_stages=schedule.num_stages,
         split_points=layout.split_points,
         plan=layout.plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .cut import cut_evenly
 from .export import BatchSizes
 from .fingerprint import module_form
+from .forms import Form
 from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Unit, ValueRef, check_stages
 
 
@@ -153,20 +154,43 @@ class _ChainPiece:
         """See Piece."""
         return type(self.modules[-1]).__name__
 
-    def link(self, before: StageModule | None, *, index: int, num_inputs: int) -> Linked:
+    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
         """See Piece; a stage takes all that the one before it returns."""
-        structure, producer, count = None, MODEL_INPUT, num_inputs
-        if before is not None:
-            structure, producer, count = before.structure, index - 1, before.num_outputs
+        form, producer = (inputs, MODEL_INPUT) if before is None else (before.form, index - 1)
+        assert form is not None
+        if before is None:
+            _refuse_keywords(inputs, self.modules[0], given=self.spread)
         module = Chain(
-            self.modules, first=self.first, enter_unit=self.enter_unit, structure=structure, spread=self.spread
+            self.modules,
+            first=self.first,
+            enter_unit=self.enter_unit,
+            form=form,
+            takes=_Takes.ARGUMENTS if before is None else _Takes.SEVERAL if self.spread else _Takes.ONE,
         )
-        inputs = tuple(ValueRef(producer, slot) for slot in range(count))
-        return Linked(module=module, inputs=inputs, is_flat=False)
+        refs = tuple(ValueRef(producer, slot) for slot in range(form.num_tensors))
+        return Linked(module=module, inputs=refs, is_flat=False)
 
     def form(self) -> object:
         """See Piece."""
         return tuple(module_form(module) for module in self.modules)
+
+
+def _refuse_keywords(inputs: Form, first: nn.Module, *, given: bool) -> None:
+    _, keywords = inputs.assemble([None] * inputs.num_tensors)
+    if keywords:
+        what = "stages=[...]" if given else "an nn.Sequential"
+        raise ValueError(
+            f"{', '.join(keywords)} by keyword for {what}, whose stages pass on positional arguments alone: expected "
+            f"positional arguments, in the order of {type(first).__name__}.forward"
+        )
+
+
+class _Takes(enum.Enum):
+    """How the value in front of a chain makes the arguments of its first module."""
+
+    ARGUMENTS = "(args, kwargs) of the model"
+    SEVERAL = "a tuple or list makes several"
+    ONE = "one argument"
 
 
 class Chain(nn.Module):
@@ -174,9 +198,7 @@ class Chain(nn.Module):
 
     Arguments:
         first: the first one's number in the whole model.
-        structure: of what the stage before returned, to which the flat inputs are put together again; None: they are
-            the model's inputs.
-        spread: whether a tuple or list among them makes several arguments.
+        form: of the value that the flat inputs make: the model's arguments, or what the stage before returned.
     """
 
     def __init__(
@@ -185,21 +207,23 @@ class Chain(nn.Module):
         *,
         first: int,
         enter_unit: EnterUnit | None,
-        structure: pytree.TreeSpec | None,
-        spread: bool,
+        form: Form,
+        takes: _Takes,
     ) -> None:
         super().__init__()
         self.units = nn.ModuleList(modules)
         self._numbered = tuple(enumerate(modules, first))
         self._enter_unit = enter_unit or _ignore
-        self._structure = structure
-        self._spread = spread
+        self._form = form
+        self._takes = takes
 
     def forward(self, *flat: torch.Tensor) -> object:
-        arguments: tuple[Any, ...] = flat
-        if self._structure is not None:
-            value = pytree.tree_unflatten(flat, self._structure)
-            arguments = tuple(value) if self._spread and isinstance(value, tuple | list) else (value,)
+        value = self._form.assemble(flat)
+        arguments: tuple[Any, ...] = (value,)
+        if self._takes is _Takes.ARGUMENTS:
+            arguments, _ = value
+        elif self._takes is _Takes.SEVERAL and isinstance(value, tuple | list):
+            arguments = tuple(value)
         enter = self._enter_unit
         for number, module in self._numbered:
             enter(number)

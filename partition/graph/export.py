@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
+from .forms import Arguments, Form, FormError, Tensors
 from .source_line import first_line, users_line
 
 
@@ -33,48 +33,91 @@ class BatchSizes(NamedTuple):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputForm:
-    """How a model's flat outputs go together, with what is no tensor among them (None, numbers) by position."""
+def export_model(model: nn.Module, example: Arguments) -> tuple[fx.GraphModule, Mapping[Any, Any], Form]:
+    """(the model's graph for any batch size that its forward allows, ranges of its symbols, the form of its output).
 
-    spec: pytree.TreeSpec
-    constants: Mapping[int, object]
-
-    def assemble(self, flat: Sequence[object]) -> object:
-        """The model's output, with these in the places of its tensors."""
-        tensors = iter(flat)
-        leaves = [
-            self.constants[i] if i in self.constants else next(tensors) for i in range(len(flat) + len(self.constants))
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-def export_model(model: nn.Module, example_inputs: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
-    """The model's graph for any batch size that its forward allows.
+    The graph takes the tensors of arguments of the example's form and returns the tensors of the output, flat.
 
     Raises ValueError, with the user's source line, for a model that cannot be traced whole.
     """
-    for position, value in enumerate(example_inputs):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"example_inputs[{position}] is {type(value).__name__}: expected a tensor, batch first")
     # A size of 1 would be taken for a constant.
-    batches = tuple(torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x for x in example_inputs)
-    dynamic = tuple({0: Dim.AUTO} if x.dim() else {} for x in batches)
+    batches = tuple(torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x for x in example.tensors)
+    dynamic = {"tensors": tuple({0: Dim.AUTO} if x.dim() else {} for x in batches)}
     try:
-        inspect.signature(model.forward).bind(*batches)
+        example.call(inspect.signature(model.forward).bind)
     except TypeError as error:
         raise ValueError(
-            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take {len(batches)} tensors "
-            f"({error}): expected all that it needs, in its order; example_inputs=(...) or train_step(*inputs, target)"
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take {example} ({error}): "
+            f"expected all that it needs, in its order or by name; example_inputs=(...) or train_step(*inputs, target)"
         ) from None
     try:
-        return torch.export.export(model, batches, dynamic_shapes=dynamic, strict=False)
+        with _flat(model, example.form) as forms:
+            exported = torch.export.export(model, batches, dynamic_shapes=dynamic, strict=False)
+    except _ShapeNumberError as error:
+        raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(
             f"torch.export cannot trace {type(model).__name__} whole{users_line(error)}: {first_line(error)}. "
             f"Expected a model without data-dependent Python control flow; change that line, make the model an "
             f"nn.Sequential, or give the parts yourself: PipelineModule(stages=[...])"
         ) from error
+    return exported.module(check_guards=False), exported.range_constraints, forms[-1]
+
+
+class _ShapeNumberError(Exception):
+    """The model returns a number that follows from the shape of its input."""
+
+
+@contextmanager
+def _flat(model: nn.Module, form: Form) -> Iterator[list[Form]]:
+    """Within: the model is a function from flat tensors to flat tensors, which is what torch.export sees.
+
+    A module around it would do the same, but torch.export follows buffers that are assigned anew at the root alone.
+
+    Arguments:
+        form: of the model's arguments.
+
+    Yields a list that holds the form of its output after each run.
+    """
+    own: dict[str, object] = {
+        name: vars(model)[name] for name in ("forward", "_forward_hooks", "_forward_pre_hooks") if name in vars(model)
+    }
+    forms: list[Form] = []
+
+    def flat(*tensors: torch.Tensor) -> Tensors:
+        args, kwargs = form.assemble(tensors)
+        with _replaced(model, own):  # its hooks see its own arguments and output
+            output = model(*args, **kwargs)
+        try:
+            found, outputs = Form.of_output(output)
+        except FormError as error:
+            raise _ShapeNumberError(
+                f"the model returns a number that depends on its input's shape{_at(error)}: expected tensors and "
+                f"constants; return torch.tensor(...), or leave it out"
+            ) from None
+        forms.append(found)
+        return outputs
+
+    with _replaced(model, {"forward": flat, "_forward_hooks": {}, "_forward_pre_hooks": {}}):
+        yield forms
+
+
+@contextmanager
+def _replaced(model: nn.Module, attributes: Mapping[str, object]) -> Iterator[None]:
+    """Within: these are the module's own attributes of that name, and no other of those."""
+    names = ("forward", "_forward_hooks", "_forward_pre_hooks")
+    before = {name: vars(model).pop(name) for name in names if name in vars(model)}
+    vars(model).update(attributes)
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(model).pop(name, None)
+        vars(model).update(before)
+
+
+def _at(error: FormError) -> str:
+    return f", in {''.join(error.path)} of its output" if error.path else ""
 
 
 def batch_sizes(placeholders: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> BatchSizes:

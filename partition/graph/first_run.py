@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .units import MODEL_INPUT, Linked, Piece, StageModule, Tensors, ValueRef, flatten
+from .forms import Form, Tensors
+from .units import MODEL_INPUT, Linked, Piece, StageModule, ValueRef, flatten
 
 
 def take(refs: Sequence[ValueRef], inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
@@ -43,11 +44,12 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
     Raises OutputError for outputs that are no tensors, and whatever the module raises.
     """
     value, changed = run_and_watch(linked.module, arguments)
+    form: Form | None = None
     if linked.is_flat:
         assert isinstance(value, tuple)
-        flat, structure = value, None
+        flat: Tensors = value
     else:
-        flat, structure = flatten(value, end=piece.end)
+        form, flat = flatten(value, end=piece.end)
     buffers = {memory_of(buffer) for buffer in linked.module.buffers()} - {None}
     stage = StageModule(
         name=piece.name,
@@ -55,7 +57,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
         module=linked.module,
         inputs=linked.inputs,
         num_outputs=len(flat),
-        structure=structure,
+        form=form,
         clone_inputs=bool(changed),
         clone_outputs=frozenset(i for i, x in enumerate(flat) if memory_of(x) in buffers),
     )

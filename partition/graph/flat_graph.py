@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from .aliases import changed_views
-from .export import OutputForm, batch_sizes, export_model
+from .export import batch_sizes, export_model
+from .forms import Arguments
 from .fx_nodes import attributes, get_attribute, is_computed, is_random, is_shape_number, is_tensor
 from .write_back import write_back_early
 
@@ -18,7 +15,7 @@ class FlatGraph:
     """The graph of a model as it stands (its training flags decide).
 
     Arguments:
-        example_inputs: a microbatch: tensors with the batch in dimension 0.
+        example: arguments of a microbatch, with the batch in dimension 0.
 
     Raises ValueError, with the user's source line, for a model that cannot be traced whole.
 
@@ -26,42 +23,29 @@ class FlatGraph:
         root: holds the parameters, buffers and constants that `get_attr` nodes name.
         nodes: [n] the operations.
         number: of each operation.
-        placeholders: the model's inputs.
-        output, results: the output node, and the nodes of those flat outputs that are tensors.
-        output_form: how the flat outputs go together.
+        placeholders: the tensors among the model's arguments.
+        output, results: the output node, and the nodes of the tensors in the model's output.
+        output_form: how these go together.
         batch_sizes: for which the graph is right.
         shape_nodes: operations on numbers derived from shapes: they are computed again wherever they are needed.
         random: the ordinal of each operation that draws random numbers.
         together: pairs of operations that no cut may separate.
     """
 
-    def __init__(self, model: nn.Module, example_inputs: Sequence[torch.Tensor]) -> None:
-        exported = export_model(model, tuple(example_inputs))
-        self.root = exported.module(check_guards=False)
+    def __init__(self, model: nn.Module, example: Arguments) -> None:
+        self.root, ranges, self.output_form = export_model(model, example)
         written_back = write_back_early(self.root.graph)
         nodes = list(self.root.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.output = next(n for n in nodes if n.op == "output")
-        self.batch_sizes = batch_sizes(self.placeholders, exported.range_constraints)
+        self.batch_sizes = batch_sizes(self.placeholders, ranges)
         self.nodes = [n for n in nodes if is_computed(n)]
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.shape_nodes = {n for n in self.nodes if is_shape_number(n)}
-        self.results, self.output_form = self._read_output(exported.call_spec.out_spec)
+        self.results = tuple(self.output.args[0])
         self.random = {n: i for i, n in enumerate(n for n in self.nodes if is_random(n))}
         self.together = [*self._tuples_and_parts(), *changed_views(self.nodes)]
         self.together += [(before, node) for before, node in written_back if before in self.number]
-
-    def _read_output(self, spec: pytree.TreeSpec) -> tuple[tuple[fx.Node, ...], OutputForm]:
-        flat = self.output.args[0]
-        assert isinstance(flat, tuple | list)
-        for leaf in flat:
-            if isinstance(leaf, fx.Node) and not is_tensor(leaf) and leaf.op != "get_attr":
-                raise ValueError(
-                    f"the model returns {leaf.name!r}, a number that depends on its input's shape: expected tensors "
-                    f"and constants; return torch.tensor(...), or leave it out"
-                )
-        constants = {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, fx.Node)}
-        return tuple(leaf for leaf in flat if isinstance(leaf, fx.Node)), OutputForm(spec=spec, constants=constants)
 
     def _tuples_and_parts(self) -> list[tuple[fx.Node, fx.Node]]:
         tuples = [n for n in self.nodes if not is_tensor(n) and n not in self.shape_nodes]

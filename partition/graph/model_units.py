@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import nn
 
 from .chain import ChainUnits, is_sequential
+from .forms import Arguments
 from .trace import TracedUnits
 from .units import EnterUnit, ModelUnits
 
 
-def model_units(
-    model: nn.Module, example_inputs: Sequence[torch.Tensor], *, enter_unit: EnterUnit | None
-) -> ModelUnits:
+def model_units(model: nn.Module, example: Arguments, *, enter_unit: EnterUnit | None) -> ModelUnits:
     """The children of an nn.Sequential; of any other module, runs of operations of its graph.
 
     Arguments:
-        example_inputs: one microbatch, batch in dimension 0.
+        example: arguments of one microbatch, batch in dimension 0.
         enter_unit: told of each unit right before it runs; None: nobody is.
 
     Raises ValueError for a model that cannot be traced whole, and for an empty nn.Sequential.
@@ -26,4 +22,4 @@ def model_units(
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
         return ChainUnits(model, enter_unit=enter_unit)
-    return TracedUnits(model, example_inputs, enter_unit=enter_unit)
+    return TracedUnits(model, example, enter_unit=enter_unit)

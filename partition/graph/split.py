@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from .fingerprint import graph_form
 from .flat_graph import FlatGraph
+from .forms import Form
 from .fx_nodes import get_attribute, set_attribute, span_name
 from .units import MODEL_INPUT, EnterUnit, Linked, StageModule, ValueRef
 
@@ -27,7 +28,7 @@ class GraphPiece:
         """See Piece."""
         return f"the graph of {self.name}"
 
-    def link(self, before: StageModule | None, *, index: int, num_inputs: int) -> Linked:
+    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
         """See Piece."""
         return Linked(module=self.module, inputs=self.inputs, is_flat=True)
 

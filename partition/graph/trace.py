@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
-import torch
 from torch import fx, nn
 
 from .boundaries import make_spans, unit_paths
 from .cut import cut_evenly
 from .flat_graph import FlatGraph
+from .forms import Arguments
 from .fx_nodes import attributes, bytes_of_value, get_attribute, module_paths, span_name
 from .split import split
 from .units import Cut, EnterUnit, Unit, check_stages
@@ -31,19 +31,17 @@ class TracedUnits:
 
     Arguments:
         model: traced as it stands (its training flags decide).
-        example_inputs: a microbatch: tensors with the batch in dimension 0.
+        example: arguments of a microbatch, with the batch in dimension 0.
         enter_unit: called with the ordinal of a random operation right before it runs.
 
     Raises ValueError, with the user's source line, for a model that cannot be traced whole.
     """
 
-    def __init__(
-        self, model: nn.Module, example_inputs: Sequence[torch.Tensor], *, enter_unit: EnterUnit | None
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Arguments, *, enter_unit: EnterUnit | None) -> None:
         self._model = model
-        self._example_inputs = example_inputs
+        self._example = example
         self._enter_unit = enter_unit
-        self.graph = FlatGraph(model, example_inputs)
+        self.graph = FlatGraph(model, example)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -175,7 +173,7 @@ class TracedUnits:
         flags = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            evaluation = TracedUnits(self._model, self._example_inputs, enter_unit=self._enter_unit)
+            evaluation = TracedUnits(self._model, self._example, enter_unit=self._enter_unit)
         finally:
             for module, training in flags:
                 module.training = training

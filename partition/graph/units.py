@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from .export import BatchSizes, OutputForm
+from .export import BatchSizes
+from .forms import Form, FormError, Tensors
 
-Tensors = tuple[torch.Tensor, ...]
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
 
 MODEL_INPUT = -1
@@ -65,10 +63,10 @@ class StageModule:
     Arguments:
         name: the units in it, for people.
         end: what makes its outputs, for errors.
-        module: called with flat tensors; returns tensors in tuples, lists and dicts.
+        module: called with flat tensors.
         inputs: where each comes from.
         num_outputs: tensors that it returns.
-        structure: of what it returns; None: a tuple of tensors, as a graph does.
+        form: of what it returns; None: a tuple of tensors, as a graph does.
         clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
             before, or to the user.
         clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
@@ -80,7 +78,7 @@ class StageModule:
     module: nn.Module
     inputs: tuple[ValueRef, ...]
     num_outputs: int
-    structure: pytree.TreeSpec | None
+    form: Form | None
     clone_inputs: bool
     clone_outputs: frozenset[int]
 
@@ -95,15 +93,14 @@ class StageModule:
 
     def flatten(self, value: object) -> Tensors:
         """Flat outputs from what the module returned; OutputError where it is built otherwise than it was."""
-        if self.structure is None:
+        if self.form is None:
             assert isinstance(value, tuple)
             return value
-        flat, structure = flatten(value, end=self.end)
-        if structure != self.structure:
-            now, then = (" ".join(str(each).split()) for each in (structure, self.structure))
+        form, flat = flatten(value, end=self.end)
+        if form != self.form:
             raise OutputError(
-                f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {now}, and returned "
-                f"{self.num_outputs} as {then} when the stages were built: expected the same structure for every "
+                f"{self.end} at the end of stage {self.name} returns {len(flat)} tensors as {form}, and returned "
+                f"{self.num_outputs} as {self.form} when the stages were built: expected the same structure for every "
                 f"batch; join what varies into one tensor, or let stages end elsewhere (split_points=)"
             )
         return flat
@@ -120,13 +117,15 @@ class Piece(Protocol):
     def end(self) -> str:
         """The module or graph that makes its outputs, for errors."""
 
-    def link(self, before: StageModule | None, *, index: int, num_inputs: int) -> Linked:
+    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
         """The module that runs it.
 
         Arguments:
             before: the stage in front of it; None: it is the first.
             index: its number.
-            num_inputs: of the model.
+            inputs: form of the model's arguments.
+
+        Raises ValueError for arguments that the module cannot take.
         """
 
     def form(self) -> object:
@@ -159,15 +158,15 @@ class Cut:
 
     pieces: tuple[Piece, ...]
     batch_sizes: BatchSizes
-    output_form: OutputForm | None
+    output_form: Form | None
     evaluation: Callable[[], Cut]
 
-    def form_of_output(self, last: StageModule) -> OutputForm:
+    def form_of_output(self, last: StageModule) -> Form:
         """The form of the model's output, from its last stage."""
         if self.output_form is not None:
             return self.output_form
-        assert last.structure is not None
-        return OutputForm(spec=last.structure, constants={})
+        assert last.form is not None
+        return last.form
 
 
 class ModelUnits(Protocol):
@@ -187,20 +186,20 @@ class ModelUnits(Protocol):
         """A stage for each unit; ValueError for stages that these units cannot make."""
 
 
-def flatten(value: object, *, end: str) -> tuple[Tensors, pytree.TreeSpec]:
-    """Tensors in tuples, lists and dicts, and their structure; OutputError for anything else.
+def flatten(value: object, *, end: str) -> tuple[Form, Tensors]:
+    """The form of what a stage returned, and its tensors; OutputError for what can be neither tensor nor constant.
 
     Arguments:
         end: what returned it.
     """
-    leaves, structure = pytree.tree_flatten(value)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise OutputError(
-                f"{end} returns a {type(leaf).__name__} ({leaf!r:.60}) at the end of a stage: expected tensors (in "
-                f"tuples, lists or dicts)"
-            )
-    return tuple(leaves), structure
+    try:
+        form, flat = Form.of(value)
+    except FormError as error:
+        raise OutputError(
+            f"{end} returns a {type(error.leaf).__name__} ({error.leaf!r:.60}) at the end of a stage: expected "
+            f"tensors, numbers, strings and None (in tuples, lists, dicts, namedtuples or dataclasses)"
+        ) from None
+    return form, flat
 
 
 def check_stages(units: Sequence[Unit], stage_of: Mapping[str, int]) -> None:

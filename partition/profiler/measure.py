@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.forms import Arguments, Tensors
 from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
-from ..graph.units import MODEL_INPUT, Tensors
+from ..graph.units import MODEL_INPUT
 from ..profile import Node, Profile
 from .clock import Clock, clock_for
 from .estimate import Estimate, typical
@@ -34,7 +35,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def profile_model(
     model: nn.Module,
-    example_inputs: Sequence[torch.Tensor],
+    example_inputs: Sequence[object] | Mapping[str, object],
     *,
     target: Any = None,
     loss_fn: LossFunction | None = None,
@@ -57,7 +58,7 @@ def profile_model(
     they are.
 
     Arguments:
-        example_inputs: ONE microbatch, batch in dimension 0.
+        example_inputs: arguments of ONE microbatch, batch in dimension 0: a tuple, or a dict of keywords.
         target: for `loss_fn`.
         loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit.
         optimizer: makes the optimizer of a stage; it steps on copies. None: no update is measured.
@@ -71,17 +72,18 @@ def profile_model(
     optimizer that needs a closure.
     """
     tell = progress or (lambda text: None)
-    _check(example_inputs, target, loss_fn, repetitions, seconds)
-    device = next((p.device for p in model.parameters()), example_inputs[0].device)
+    arguments = Arguments.of_example(example_inputs)
+    _check(arguments, target, loss_fn, repetitions, seconds)
+    device = next((p.device for p in model.parameters()), arguments.tensors[0].device)
     clock = clock_for(device)
-    inputs = tuple(x.detach().to(device) for x in example_inputs)
+    arguments = arguments.map(lambda x: x.detach().to(device))
     if isinstance(target, torch.Tensor):
         target = target.to(device)
     with untouched(model, device), torch.enable_grad():
         tell(f"cutting {type(model).__name__} into units")
         passes = Passes(
-            model_units(model, inputs, enter_unit=None),
-            inputs,
+            model_units(model, arguments, enter_unit=None),
+            arguments,
             loss=None if loss_fn is None else lambda output: (_loss(loss_fn, output, target),),
             apart=[*model.parameters(), *model.buffers()],
             autocast=autocast,
@@ -100,13 +102,15 @@ def profile_model(
     return _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
 
 
-def _check(inputs: Sequence[torch.Tensor], target: object, loss_fn: object, repetitions: int, seconds: float) -> None:
-    if not inputs:
-        raise ValueError("example_inputs=(): expected the tensors of one microbatch, as in example_inputs=(x,)")
-    for position, value in enumerate(inputs):
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            shown = type(value).__name__ if not isinstance(value, torch.Tensor) else "a scalar"
-            raise ValueError(f"example_inputs[{position}] is {shown}: expected a tensor, batch first")
+def _check(arguments: Arguments, target: object, loss_fn: object, repetitions: int, seconds: float) -> None:
+    if not arguments.tensors:
+        raise ValueError(
+            f"example_inputs={arguments} has no tensor: expected the arguments of one microbatch, as in "
+            f"example_inputs=(x,)"
+        )
+    for name, value in zip(arguments.names, arguments.tensors, strict=True):
+        if not value.dim():
+            raise ValueError(f"example_inputs: {name} is a scalar: expected a tensor, batch first")
     if (loss_fn is None) != (target is None):
         given, missing = ("loss_fn", "target") if target is None else ("target", "loss_fn")
         raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last unit)")

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..graph.export import OutputForm
 from ..graph.fingerprint import tensor_form
 from ..graph.first_run import first_run, fresh_leaves, take
+from ..graph.forms import Arguments, Form, Tensors
 from ..graph.source_line import first_line, users_line
 from ..graph.split_backward import SplitBackward
-from ..graph.units import ModelUnits, StageModule, Tensors, Unit
+from ..graph.units import ModelUnits, StageModule, Unit
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
 
@@ -79,7 +79,7 @@ class Passes:
 
     Arguments:
         units: of the model.
-        inputs: of the model, one microbatch.
+        arguments: of the model, one microbatch.
         loss: the model's output -> (loss,); None: the output gets a gradient as it is.
         apart: tensors that the stash leaves out: parameters and buffers.
         autocast: type in which forwards run; None: as they are.
@@ -90,14 +90,14 @@ class Passes:
     def __init__(
         self,
         units: ModelUnits,
-        inputs: Sequence[torch.Tensor],
+        arguments: Arguments,
         *,
         loss: Callable[[Any], Tensors] | None,
         apart: Sequence[torch.Tensor],
         autocast: torch.dtype | None,
         clock: Clock,
     ) -> None:
-        self._inputs = tuple(inputs)
+        self._form, self._inputs = arguments.form, arguments.tensors
         self._loss = loss
         self._autocast_dtype = autocast
         self._clock = clock
@@ -121,7 +121,7 @@ class Passes:
             return nullcontext()
         return torch.autocast(self._inputs[0].device.type, dtype=self._autocast_dtype)
 
-    def _finish(self, form: OutputForm) -> Callable[[Tensors], Tensors] | None:
+    def _finish(self, form: Form) -> Callable[[Tensors], Tensors] | None:
         loss = self._loss
         return None if loss is None else lambda flat: loss(form.assemble(flat))
 
@@ -134,7 +134,7 @@ class Passes:
         firsts: dict[object, int] = {}
         stage = finish = None
         for index, (unit, piece) in enumerate(zip(units.units, cut.pieces, strict=True)):
-            linked = piece.link(stage, index=index, num_inputs=len(self._inputs))
+            linked = piece.link(stage, index=index, inputs=self._form)
             inputs = take(linked.inputs, self._inputs, values)
             with stash.counting() as saved, self._autocast():
                 with _explained(unit, inputs):

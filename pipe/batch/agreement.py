@@ -14,15 +14,18 @@ def describe(schedule: Schedule, names: Sequence[str], microbatch: Signature, **
     """Description of all that must be the same on every rank, in a line that people can compare.
 
     >>> from ...schedules import build
-    >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], (), seed=0)
-    "schedule 'gpipe' (order 9aaf733a), P=1, M=2, microbatches of (), stages 0 .. 3, seed=0"
+    >>> import torch
+    >>> from ...partition.graph.forms import Arguments
+    >>> microbatch = Signature.of(Arguments.of([torch.ones(3)]))
+    >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], microbatch, seed=0)
+    "schedule 'gpipe' (order 9aaf733a), P=1, M=2, microbatches of ((3,) torch.float32), stages 0 .. 3, seed=0"
     """
     order = zlib.crc32("\n".join(" ".join(map(str, program)) for program in schedule.programs).encode())
     parts = [
         f"schedule {schedule.name!r} (order {order:08x})",
         f"P={schedule.num_ranks}",
         f"M={schedule.num_microbatches}",
-        f"microbatches of ({', '.join(f'{shape} {dtype}' for shape, dtype in microbatch)})",
+        f"microbatches of {microbatch}",
         f"stages {'; '.join(names)}",
         *(f"{name}={value}" for name, value in options.items()),
     ]

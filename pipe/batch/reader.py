@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...partition.graph.forms import Arguments
 from ...schedules import Schedule
 from ..stages.autocast import Autocast
-from ..stages.shapes import InferredStages, signature
+from ..stages.shapes import InferredStages, Signature
 from .batches import Batch, check_inputs, check_like_example, split_target, split_tensor, to_device, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
 
@@ -76,7 +77,8 @@ class BatchReader:
             columns = [split_tensor(to_device(x, device), len(own)) for x in inputs]
             whole_target = to_device(target, device)
             targets = split_target(whole_target, len(own), num_samples)
-            specs = [self._inference.outputs(signature(microbatch)) for microbatch in zip(*columns, strict=True)]
+            microbatches = [Arguments.of(tensors) for tensors in zip(*columns, strict=True)]
+            specs = [self._inference.outputs(Signature.of(each)) for each in microbatches]
             sizes = [len(columns[0][j]) for j in self._like]
             return Batch(
                 inputs=[[column[j] if k in own else None for k, j in enumerate(self._like)] for column in columns],

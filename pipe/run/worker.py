@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.units import MODEL_INPUT, StageModule, Tensors
+from ...partition.graph.forms import Tensors
+from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Action, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from ...partition.graph.chain import given_stages
+from ...partition.graph.forms import Arguments
 from ...partition.graph.model_units import model_units
 from ...partition.graph.units import Cut
 from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
-from .shapes import InferredStages, signature
+from .shapes import InferredStages, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def cut_model(
     model: nn.Module | None,
     stages: Sequence[nn.Module] | None,
     *,
-    example_inputs: Sequence[torch.Tensor],
+    example: Arguments,
     num_stages: int,
     split_points: Sequence[str] | None,
     plan: Plan | None,
@@ -75,10 +76,10 @@ def cut_model(
     else:
         assert model is not None
         root = model
-        cut = _cut(model, example_inputs, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
-    example = signature(example_inputs)
-    train = InferredStages(cut, example, seeder=seeder, device=device, training=True)
-    evaluate = InferredStages(cut.evaluation(), example, seeder=seeder, device=device, training=False)
+        cut = _cut(model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
+    microbatch = Signature.of(example)
+    train = InferredStages(cut, microbatch, seeder=seeder, device=device, training=True)
+    evaluate = InferredStages(cut.evaluation(), microbatch, seeder=seeder, device=device, training=False)
     for mode in (train, evaluate):
         _refuse_shared_writes(root, mode)
     if plan is not None:
@@ -96,14 +97,14 @@ def cut_model(
 
 def _cut(
     model: nn.Module,
-    example_inputs: Sequence[torch.Tensor],
+    example: Arguments,
     *,
     num_stages: int,
     split_points: Sequence[str] | None,
     plan: Plan | None,
     seeder: Seeder,
 ) -> Cut:
-    units = model_units(model, example_inputs, enter_unit=seeder.enter)
+    units = model_units(model, example, enter_unit=seeder.enter)
     if plan is not None:
         return units.by_unit(stage_by_node(plan, [unit.name for unit in units.units]))
     return units.evenly(num_stages) if split_points is None else units.at(split_points)

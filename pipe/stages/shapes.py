@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,21 +16,36 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
+from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.source_line import first_line, users_line
-from ...partition.graph.units import Cut, OutputError, StageModule, Tensors
+from ...partition.graph.units import Cut, OutputError, StageModule
 from .autocast import Autocast
 from .randomness import Seeder
 from .stand_ins import stand_ins
 from .wiring import OutputSpecs
 
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
 _RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], Tensors]
 
 
-def signature(tensors: Sequence[torch.Tensor]) -> Signature:
-    """Shapes and types: what the inferred specs depend on."""
-    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+class Signature(NamedTuple):
+    """Properties of arguments that the inferred specs depend on.
+
+    Arguments:
+        form: of the arguments: with the constants among them.
+        tensors: shape and type of each.
+    """
+
+    form: Form
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Signature:
+        """The signature of these arguments."""
+        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in arguments.tensors))
+
+    def __str__(self) -> str:
+        """For errors."""
+        return shown_call(self.form, self.tensors)
 
 
 class InferredStages:
@@ -37,7 +53,7 @@ class InferredStages:
 
     Arguments:
         cut: the stages before anything ran.
-        example: the model inputs that show how the stages go together.
+        example: arguments of the model that show how the stages go together; others have the same form.
         seeder: learns which units draw random numbers.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
@@ -55,12 +71,13 @@ class InferredStages:
         self._sizes = cut.batch_sizes
         self._device = device
         self._training = training
+        self._form = example.form
         stages: list[StageModule] = []
         writes: list[frozenset[int]] = []
 
         def run_first(index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
             before = stages[-1] if stages else None
-            linked = cut.pieces[index].link(before, index=index, num_inputs=len(inputs))
+            linked = cut.pieces[index].link(before, index=index, inputs=example.form)
             arguments = take(linked.inputs, inputs, results)
             with _explained(index, arguments), stand_ins(linked.module, device) as written:
                 stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
@@ -72,7 +89,7 @@ class InferredStages:
         specs = self._specs(example, len(cut.pieces), run_first)
         self.stages = tuple(stages)
         # Whether a module of a chain draws random numbers may change when these do; a graph's were fixed by tracing.
-        live = {m: None for stage in stages if stage.structure is not None for m in stage.module.modules()}
+        live = {m: None for stage in stages if stage.form is not None for m in stage.module.modules()}
         self._modes = tuple(live) if training else ()
         self._dropouts = [module for module in self._modes if isinstance(module, _DropoutNd)]
         self._known: dict[object, OutputSpecs] = {self._key(example): specs}
@@ -84,6 +101,11 @@ class InferredStages:
 
         Raises ValueError for inputs that the stages do not take.
         """
+        if inputs.form != self._form:
+            raise ValueError(
+                f"arguments {inputs.form} for stages that were built for {self._form} (_: a tensor): expected the same "
+                f"arguments, with the same numbers, strings and flags among them, for every batch"
+            )
         key = self._key(inputs)
         if key not in self._known:
             self._known[key] = self._specs(inputs, len(self.stages), self._run_again)
@@ -98,12 +120,12 @@ class InferredStages:
         Arguments:
             inputs: that the stages take.
         """
-        size = inputs[0][0][0]
+        size = inputs.tensors[0][0][0]
         here = self.outputs(inputs)[-1]
         there = None
         for other in (size + 1, size - 1) if size > 1 else (size + 1,):
             try:
-                there = self.outputs(tuple(((other, *shape[1:]), dtype) for shape, dtype in inputs))[-1]
+                there = self.outputs(Signature(inputs.form, tuple(((other, *s[1:]), d) for s, d in inputs.tensors)))[-1]
             except ValueError:
                 continue
             break
@@ -122,12 +144,12 @@ class InferredStages:
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
         """Walk over the stages with fake tensors."""
-        self._sizes.check(inputs[0][0][0])
+        self._sizes.check(inputs.tensors[0][0][0])
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[Tensors] = []
         with mode, grad, self._seeder.watch():
-            flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs]
+            flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for index in range(num_stages):
                 results.append(run(index, flat, results))
         return tuple(tuple(map(TensorSpec.of, outputs)) for outputs in results)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
-from ...partition.graph.units import StageModule, Tensors
+from ...partition.graph.forms import Tensors
+from ...partition.graph.units import StageModule
 from .buffers import MovingBuffers, Snapshot
 from .weights import WeightVersions
 

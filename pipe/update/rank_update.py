@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.units import Tensors
+from ...partition.graph.forms import Tensors
 from ...schedules import Message, Schedule
 from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm import TensorSpec
-from ...partition.graph.units import Tensors
+from ...partition.graph.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.stream import Stream
 from ...schedules.program import GroupStep

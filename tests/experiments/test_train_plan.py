@@ -28,10 +28,11 @@ def nodes_of_the_model() -> tuple[str, ...]:
     import torch
 
     from stagewright.experiments.training.gpt import GPT, GPTConfig
+    from stagewright.partition.graph.forms import Arguments
     from stagewright.partition.graph.model_units import model_units
 
     model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
-    units = model_units(model, (torch.zeros((2, 16), dtype=torch.int64),), enter_unit=None)
+    units = model_units(model, Arguments.of((torch.zeros((2, 16), dtype=torch.int64),)), enter_unit=None)
     return tuple(unit.name for unit in units.units)
 
 

@@ -340,9 +340,9 @@ class Untraceable(nn.Module):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quick(nn.Linear(2, 2)), "example_inputs=(): expected the tensors of one microbatch"),
-        (lambda: profile_model(nn.Linear(2, 2), (3,)), "example_inputs[0] is int: expected a tensor, batch first"),  # type: ignore[arg-type]
-        (lambda: quick(nn.Linear(2, 2), torch.tensor(1.0)), "example_inputs[0] is a scalar"),
+        (lambda: quick(nn.Linear(2, 2)), "example_inputs=() has no tensor: expected the arguments of one microbatch"),
+        (lambda: profile_model(nn.Linear(2, 2), (3,)), "example_inputs=(3) has no tensor: expected"),
+        (lambda: quick(nn.Linear(2, 2), torch.tensor(1.0)), "example_inputs: input 0 is a scalar: expected"),
         (lambda: quick(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=F.mse_loss), "loss_fn= without target="),
         (lambda: quick(nn.Linear(2, 2), torch.ones(1, 2), target=torch.ones(1)), "target= without loss_fn="),
         (lambda: quick(nn.Linear(2, 2), torch.ones(1, 2), repetitions=0), "repetitions=0, seconds=10.0: expected"),

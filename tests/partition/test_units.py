@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.partition.graph.boundaries import unit_paths
 from stagewright.partition.graph.first_run import first_run, take
+from stagewright.partition.graph.forms import Arguments
 from stagewright.partition.graph.trace import TracedUnits
 from stagewright.partition.graph.units import ModelUnits, StageModule
 
@@ -21,7 +22,7 @@ TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
 
 def trace(model: nn.Module, *inputs: Tensor) -> TracedUnits:
-    return TracedUnits(model, inputs, enter_unit=None)
+    return TracedUnits(model, Arguments.of(inputs), enter_unit=None)
 
 
 def names(units: ModelUnits) -> list[str]:
@@ -34,7 +35,7 @@ def run_in_stages(units: ModelUnits, stage_of: dict[str, int], *inputs: Tensor) 
     results: list[tuple[Tensor, ...]] = []
     stage: StageModule | None = None
     for index, piece in enumerate(cut.pieces):
-        linked = piece.link(stage, index=index, num_inputs=len(inputs))
+        linked = piece.link(stage, index=index, inputs=Arguments.of(inputs).form)
         stage, found, _ = first_run(piece, linked, take(linked.inputs, inputs, results))
         again = stage.run(take(stage.inputs, inputs, results))
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stagewright.partition.graph.forms import Arguments
 from stagewright.partition.graph.trace import TracedUnits
 from stagewright.pipe import PipelineModule
 
@@ -443,7 +444,7 @@ class Smoothed(Layers):
 def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None:
     """torch.export writes it at the end: the buffer stood on the last stage as well."""
     agree_with_one_process(Smoothed, ranks=ranks)
-    units = TracedUnits(Smoothed().double(), (X,), enter_unit=None)
+    units = TracedUnits(Smoothed().double(), Arguments.of((X,)), enter_unit=None)
     first, *others = units.at(["b"]).pieces
     assert {name for name, _ in first.module.named_buffers()} == {"mean", "calls"}
     assert not [name for piece in others for name, _ in piece.module.named_buffers()]
@@ -485,7 +486,7 @@ class Scales(nn.Module):
 def test_a_buffer_on_its_way_is_what_it_was(make: Callable[[], nn.Module], ranks: int, point: str) -> None:
     """The next stage saw what the following microbatches had made of it: the message was the buffer's own memory."""
     agree_with_one_process(make, ranks=ranks, split_points=[point])
-    units = TracedUnits(CountsOn().double(), (X,), enter_unit=None)
+    units = TracedUnits(CountsOn().double(), Arguments.of((X,)), enter_unit=None)
     assert [len(list(piece.module.buffers())) for piece in units.at(["b", "c", "d"]).pieces] == [1, 0, 0, 0]
 
 

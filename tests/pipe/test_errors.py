@@ -254,7 +254,8 @@ def test_a_model_that_takes_other_inputs() -> None:
             return x * mask
 
     with pytest.raises(
-        ValueError, match=r"Two\.forward\(.*mask.*\).* does not take 1 tensors \(missing .*'mask'\): expected"
+        ValueError,
+        match=r"Two\.forward\(.*mask.*\).* does not take \(\(2, 6\) torch.float32\) \(missing .*'mask'\): expected",
     ):
         make(model=Two())
 
@@ -265,18 +266,38 @@ def test_a_model_that_returns_a_size() -> None:
             return x + 1, x.shape[0]
 
     with pytest.raises(
-        ValueError, match=r"the model returns 'sym_size.*', a number that depends on its input's shape: exp"
+        ValueError, match=r"the model returns a number that depends on its input's shape, in \[1\] of its output: exp"
     ):
         make(model=Counts(), mesh={"pipe": 1})
 
 
 def test_a_stage_that_returns_no_tensor() -> None:
     class Both(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, int]:
-            return x, 3
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return x, {3}
 
-    with pytest.raises(ValueError, match=r"Both returns a int \(3\) at the end of a stage: expected tensors"):
+    with pytest.raises(ValueError, match=r"Both returns a set \(\{3\}\) at the end of a stage: expected tensors"):
         make(stages=[Both(), nn.Identity()])
+
+
+def test_a_number_between_stages_stays_what_it_was() -> None:
+    class Half(nn.Linear):
+        number = 0.5
+
+        def forward(self, x: Tensor) -> tuple[Tensor, float]:
+            return super().forward(x), self.number
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: float) -> Tensor:
+            return x * by
+
+    half = Half(6, 6)
+    pipe = make(stages=[half, Scaled()], loss_fn=_mean)
+    x = torch.ones(4, 6)
+    assert pipe.forward_backward(x, x).loss == pytest.approx(float(_mean(half(x)[0] * 0.5, x).detach()))
+    half.number = 2.0
+    with pytest.raises(ValueError, match=r"returns 1 tensors as \(_, 2.0\), and returned 1 as \(_, 0.5\) when"):
+        pipe.forward_backward(x, x)
 
 
 def test_output_shapes_that_do_not_follow_from_input_shapes() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from stagewright.partition.graph.chain import given_stages
 from stagewright.partition.graph.first_run import first_run
+from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
 from stagewright.pipe.stages.stage import Stage
 from stagewright.pipe.stages.weights import WeightVersions
@@ -345,7 +346,7 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
     """A version stands in for them while the module runs, and no longer, whatever the module does."""
     layer = nn.Linear(WIDTH, WIDTH)
     (piece,) = given_stages([layer], enter_unit=None).pieces
-    module, _, _ = first_run(piece, piece.link(None, index=0, num_inputs=1), (X,))
+    module, _, _ = first_run(piece, piece.link(None, index=0, inputs=Arguments.of((X,)).form), (X,))
     weights = WeightVersions(name="stage 0", module=layer, parameters=list(layer.named_parameters()), count=2)
     seen: list[nn.Parameter] = []
     layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight))

@@ -1,0 +1,265 @@
+"""Forms: how flat tensors make a structured value, such as the arguments of a model or its output.
+
+    {"x": a, "flags": (True, None), "y": [b, c]}   <->   a, b, c   and the form   {"x": _, "flags": ..., "y": [_, _]}
+
+A value is built of tuples, lists, dicts, namedtuples, dataclasses and whatever else is registered with torch's pytree
+(as transformers' ModelOutput is); its leaves are tensors, or constants: None, numbers, strings and the like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+Tensors = tuple[torch.Tensor, ...]
+T = TypeVar("T")
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.Size)
+_CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore[assignment]
+
+_NOTHING: Mapping[str, object] = {}
+
+
+class FormError(ValueError):
+    """A leaf is neither tensor nor constant.
+
+    Arguments:
+        path: of the leaf in the value.
+        leaf: itself.
+    """
+
+    def __init__(self, path: Sequence[str], leaf: object) -> None:
+        self.path, self.leaf = tuple(path), leaf
+        super().__init__(
+            f"{''.join(path) or 'the value'} is {type(leaf).__name__}: expected tensors, numbers, strings and None, "
+            f"in tuples, lists, dicts, namedtuples or dataclasses"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """Structure of a value: everything but its tensors.
+
+    Equal for values that differ in their tensors alone; 1, 1.0 and True are different constants.
+
+    Arguments:
+        spec: of the leaves.
+        constants: leaves that are no tensors, by position.
+
+    >>> form, flat = Form.of({"x": torch.ones(2), "flag": True})
+    >>> len(flat), form.assemble([3])
+    (1, {'x': 3, 'flag': True})
+    """
+
+    spec: pytree.TreeSpec
+    constants: Mapping[int, object]
+    _key: tuple[object, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_key", tuple((i, type(leaf), _exact(leaf)) for i, leaf in self.constants.items()))
+
+    @classmethod
+    def of(cls, value: object) -> tuple[Form, Tensors]:
+        """The form of a value and its tensors; FormError for a leaf that is neither tensor nor constant."""
+        return cls._of(value, _refused)
+
+    @classmethod
+    def of_output(cls, value: object) -> tuple[Form, Tensors]:
+        """The same of a model's output: None stands in for what is neither, such as a cache of keys and values."""
+        return cls._of(value, _pruned)
+
+    @classmethod
+    def _of(cls, value: object, other: Callable[[pytree.TreeSpec, int, object], object]) -> tuple[Form, Tensors]:
+        if isinstance(value, torch.Tensor):
+            return _ONE_TENSOR, (value,)
+        leaves, spec = pytree.tree_flatten(value)
+        if any(map(_is_plain_dataclass, leaves)):
+            leaves, spec = pytree.tree_flatten(_opened(value))
+        constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        for i, leaf in constants.items():
+            if not isinstance(leaf, _CONSTANTS):
+                constants[i] = other(spec, i, leaf)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(spec=spec, constants=constants), tensors
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in a value of this form."""
+        return self.spec.num_leaves - len(self.constants)
+
+    @property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        """Path of each tensor, as in ("[0]", ".mask", "['x']")."""
+        return tuple(path for i, path in enumerate(_paths(self.spec)) if i not in self.constants)
+
+    def assemble(self, flat: Sequence[Any]) -> Any:
+        """The value with these in the places of its tensors."""
+        tensors = iter(flat)
+        constants = self.constants
+        leaves = [constants[i] if i in constants else next(tensors) for i in range(self.spec.num_leaves)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Form):
+            return NotImplemented
+        return self._key == other._key and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash((self.spec, self._key))
+
+    def __str__(self) -> str:
+        """For errors: _ for a tensor."""
+        return repr(self.assemble([_Words("_")] * self.num_tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Arguments of a call: `call(f)` is f(*args, **kwargs).
+
+    Arguments:
+        form: of (args, kwargs), the keywords in alphabetical order.
+        tensors: flat.
+    """
+
+    form: Form
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:
+        """From positional arguments and keywords; ValueError with the name of what is neither tensor nor constant."""
+        try:
+            return cls(*Form.of((tuple(args), {name: kwargs[name] for name in sorted(kwargs)})))
+        except FormError as error:
+            raise ValueError(
+                f"{argument_name(error.path)} is {type(error.leaf).__name__}: expected tensors, numbers, strings and "
+                f"None, in tuples, lists, dicts, namedtuples or dataclasses"
+            ) from None
+
+    @classmethod
+    def of_example(cls, example: Sequence[object] | Mapping[str, object]) -> Arguments:
+        """From a tuple of positional arguments, or a dict of keywords."""
+        return cls.of((), example) if isinstance(example, Mapping) else cls.of(example)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each tensor, as in "input 0", "mask" or "states['x']"."""
+        return tuple(map(argument_name, self.form.paths))
+
+    def __str__(self) -> str:
+        """For errors."""
+        return shown_call(self.form, [(tuple(x.shape), x.dtype) for x in self.tensors])
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+        """The same with each tensor changed."""
+        return Arguments(self.form, tuple(map(change, self.tensors)))
+
+    def call(self, function: Callable[..., T], tensors: Sequence[Any] | None = None) -> T:
+        """The function's value for these arguments, or for ones of the same form with other tensors."""
+        args, kwargs = self.form.assemble(self.tensors if tensors is None else tensors)
+        return function(*args, **kwargs)
+
+
+def argument_name(path: Sequence[str]) -> str:
+    """Name of a leaf of (args, kwargs) for people.
+
+    >>> argument_name(("[0]", "[2]", ".mask")), argument_name(("[1]", "['x']", "[0]"))
+    ('input 2.mask', 'x[0]')
+    """
+    kind, first, *inner = path
+    return (f"input {first[1:-1]}" if kind == "[0]" else first[2:-2]) + "".join(inner)
+
+
+def shown_call(form: Form, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """Arguments as in a call, for errors.
+
+    >>> form, _ = Form.of(((torch.ones(1),), {"flag": True}))
+    >>> shown_call(form, [((1,), torch.float32)])
+    '((1,) torch.float32, flag=True)'
+    """
+    args, kwargs = form.assemble([_Words(f"{shape} {dtype}") for shape, dtype in tensors])
+    return f"({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
+
+
+class _Words(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class _Fields(Generic[T]):
+    """A dataclass that nobody registered with pytree, opened: its fields are the children."""
+
+    def __init__(self, value: T) -> None:
+        self.type = type(value)
+        self.values = {each.name: _opened(getattr(value, each.name)) for each in dataclasses.fields(value)}  # type: ignore[arg-type]
+
+
+def _close(values: Iterable[Any], context: Any) -> object:
+    """The dataclass; __init__ may take other arguments than its fields."""
+    kind, names = context
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(
+    _Fields, lambda opened: (list(opened.values.values()), (opened.type, tuple(opened.values))), _close
+)
+
+
+def _is_plain_dataclass(leaf: object) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.Tensor | torch.nn.Module)
+
+
+def _opened(value: object) -> object:
+    return pytree.tree_map(lambda leaf: _Fields(leaf) if _is_plain_dataclass(leaf) else leaf, value)
+
+
+def _exact(constant: object) -> object:
+    """What tells constants of one type apart: -0.0 from 0.0, and nan is nan."""
+    return repr(constant) if isinstance(constant, float | complex) else constant
+
+
+def _refused(spec: pytree.TreeSpec, position: int, leaf: object) -> object:
+    raise FormError(list(_paths(spec))[position], leaf)
+
+
+def _pruned(spec: pytree.TreeSpec, position: int, leaf: object) -> object:
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):  # it would be another one for another batch
+        _refused(spec, position, leaf)
+    return None
+
+
+def _paths(spec: pytree.TreeSpec) -> Iterator[tuple[str, ...]]:
+    if spec.is_leaf():
+        yield ()
+        return
+    for key, child in zip(_keys(spec), spec.children(), strict=True):
+        for inner in _paths(child):
+            yield (key, *inner)
+
+
+def _keys(spec: pytree.TreeSpec) -> list[str]:
+    """How each child is reached from its parent."""
+    kind, context = spec.type, spec.context
+    if kind in (dict, OrderedDict):
+        return [f"[{key!r}]" for key in context]
+    if kind is defaultdict:
+        return [f"[{key!r}]" for key in context[1]]
+    if pytree.is_namedtuple_class(context):
+        return [f".{name}" for name in context._fields]
+    if kind is _Fields:
+        return [f".{name}" for name in context[1]]
+    return [f"[{i}]" for i in range(spec.num_children)]
+
+
+_ONE_TENSOR = Form(spec=pytree.tree_structure(torch.empty(0)), constants={})
