@@ -14,6 +14,7 @@ from torch.export import Dim
 
 from .forms import Arguments, Form, FormError, Tensors
 from .source_line import first_line, users_line
+from .untouched import untouched
 
 
 class BatchSizes(NamedTuple):
@@ -51,7 +52,7 @@ def export_model(model: nn.Module, example: Arguments) -> tuple[fx.GraphModule, 
             f"expected all that it needs, in its order or by name; example_inputs=(...) or train_step(*inputs, target)"
         ) from None
     try:
-        with _flat(model, example.form) as forms:
+        with untouched(model, device=batches[0].device), _flat(model, example.form) as forms:
             exported = torch.export.export(model, batches, dynamic_shapes=dynamic, strict=False)
     except _ShapeNumberError as error:
         raise ValueError(str(error)) from None

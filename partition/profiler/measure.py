@@ -22,7 +22,7 @@ from .clock import Clock, clock_for
 from .estimate import Estimate, typical
 from .memory import bytes_of, peaks
 from .passes import Passes, Sample
-from .state import untouched
+from .state import profiled
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -79,7 +79,8 @@ def profile_model(
     arguments = arguments.map(lambda x: x.detach().to(device))
     if isinstance(target, torch.Tensor):
         target = target.to(device)
-    with untouched(model, device), torch.enable_grad():
+    learns = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    with profiled(*learns, device=device), torch.enable_grad():
         tell(f"cutting {type(model).__name__} into units")
         passes = Passes(
             model_units(model, arguments, enter_unit=None),

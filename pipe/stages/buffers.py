@@ -96,22 +96,3 @@ class MovingBuffers:
         finally:
             for place, buffer in zip(snapshot, real, strict=True):
                 place.module._buffers[place.name] = buffer
-
-
-class KeptBuffers:
-    """Buffers of a module, as they are when this is made; those on the meta device do not count."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in root.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-
-    def put_back(self) -> None:
-        """The same tensors with the same values, also where a forward has assigned others."""
-        for module, name, buffer, value in self._kept:
-            module._buffers[name] = buffer
-            if not torch.equal(buffer, value):  # one that was expanded cannot be written
-                buffer.data.copy_(value)

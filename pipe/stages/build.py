@@ -78,8 +78,8 @@ def cut_model(
         root = model
         cut = _cut(model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
     microbatch = Signature.of(example)
-    train = InferredStages(cut, microbatch, seeder=seeder, device=device, training=True)
-    evaluate = InferredStages(cut.evaluation(), microbatch, seeder=seeder, device=device, training=False)
+    train = InferredStages(cut, microbatch, root=root, seeder=seeder, device=device, training=True)
+    evaluate = InferredStages(cut.evaluation(), microbatch, root=root, seeder=seeder, device=device, training=False)
     for mode in (train, evaluate):
         _refuse_shared_writes(root, mode)
     if plan is not None:

@@ -40,6 +40,7 @@ class Seeder:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
         self._seed = seed
         self._step = 0
         self._microbatch = 0

@@ -1,6 +1,7 @@
-"""Shape inference: what every stage takes and returns, found on fake tensors: nothing is computed, no buffer changes.
+"""Shape inference: what every stage takes and returns, found on fake tensors: nothing is computed.
 
-Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold.
+Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold. It runs the user's
+code, and leaves no trace of that: counters, buffers, lists of hooks and random generators are as before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -19,6 +21,7 @@ from ...partition.graph.first_run import first_run, memory_of, run_and_watch, ta
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.units import Cut, OutputError, StageModule
+from ...partition.graph.untouched import untouched
 from .autocast import Autocast
 from .randomness import Seeder
 from .stand_ins import stand_ins
@@ -53,6 +56,7 @@ class InferredStages:
 
     Arguments:
         cut: the stages before anything ran.
+        root: of the user's modules.
         example: arguments of the model that show how the stages go together; others have the same form.
         seeder: learns which units draw random numbers.
         device: of the run.
@@ -66,7 +70,10 @@ class InferredStages:
         output_form: how the flat outputs of the last stage make the model's output.
     """
 
-    def __init__(self, cut: Cut, example: Signature, *, seeder: Seeder, device: torch.device, training: bool) -> None:
+    def __init__(
+        self, cut: Cut, example: Signature, *, root: nn.Module, seeder: Seeder, device: torch.device, training: bool
+    ) -> None:
+        self._root = root
         self._seeder = seeder
         self._sizes = cut.batch_sizes
         self._device = device
@@ -148,7 +155,7 @@ class InferredStages:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[Tensors] = []
-        with mode, grad, self._seeder.watch():
+        with untouched(self._root, device=self._device), mode, grad, self._seeder.watch():
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for index in range(num_stages):
                 results.append(run(index, flat, results))

@@ -45,7 +45,7 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
     finally:
         for table, name, value in places:
             fake = fakes[id(value)]
-            if table[name] is not fake or fake._version or id(fake) in statistics.written:
+            if table.get(name) is not fake or fake._version or id(fake) in statistics.written:
                 written.add(id(value))
             table[name] = value
         for rnn, flat in recurrent:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...partition.graph.chain import given_units, is_sequential
-from ..stages.buffers import KeptBuffers
+from ...partition.graph.untouched import untouched
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue
@@ -184,11 +184,9 @@ class PlainModule:
 
     def _evaluate(self, shares: Sequence[Share], seeder: Seeder, *, step: int) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
-        flags = [(module, module.training) for module in self.root.modules()]
-        buffers = KeptBuffers(self.root)
         columns: list[list[torch.Tensor]] = []
-        self.root.eval()
-        with torch.no_grad():
+        with untouched(self.root, device=seeder.device), torch.no_grad():
+            self.root.eval()
             for share in shares:
                 seeder.begin(step=step, microbatch=share.number)
                 try:
@@ -197,9 +195,6 @@ class PlainModule:
                 finally:
                     seeder.end()
                 columns.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        buffers.put_back()
-        for module, training in flags:
-            module.training = training
         return list(zip(*columns, strict=True))
 
 

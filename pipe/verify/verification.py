@@ -19,12 +19,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...comm import Collectives, Guard, MeshPlace
+from ...partition.graph.untouched import untouched
 from ...schedules import Schedule
 from ..batch.batches import read_loss, split_target, split_tensor, to_device
 from ..batch.checksum import is_shape_alone
 from ..evaluation import Evaluation
 from ..settings import Settings
-from ..stages.buffers import KeptBuffers
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.randomness import Seeder
@@ -167,25 +167,26 @@ class Verifier:
             module.training = own.training
         shares = self._shares(batches)
         mine, count = self._place.replica
-        watch = Watch(plain.root)
-        outcome = plain.run(
-            shares,
-            watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
-            self._seeder,
-            step=step,
-            group_size=self._schedule.group_size,
-            evaluated=[share for share in shares if share.number % count == mine],
-            join=self._evaluation.join,
-        )
-        names = self._parts.names
-        difference = first_difference(
-            outcome,
-            piped,
-            stage_of={
-                name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
-            },
-            suspects=watch.suspects(),
-        )
+        with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
+            watch = Watch(plain.root)
+            outcome = plain.run(
+                shares,
+                watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
+                self._seeder,
+                step=step,
+                group_size=self._schedule.group_size,
+                evaluated=[share for share in shares if share.number % count == mine],
+                join=self._evaluation.join,
+            )
+            names = self._parts.names
+            difference = first_difference(
+                outcome,
+                piped,
+                stage_of={
+                    name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
+                },
+                suspects=watch.suspects(),
+            )
         plain.unload()
         return difference
 
@@ -283,8 +284,7 @@ class Verifier:
 
     @contextmanager
     def _left_as_it_was(self) -> Iterator[None]:
-        root, training, update = self._parts.root, self._training, self._update
-        buffers = KeptBuffers(root)
+        training, update = self._training, self._update
         gradients = [(parameter, parameter.grad) for _, parameter in self._ownership.named_parameters()]
         versions = [
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
@@ -295,10 +295,10 @@ class Verifier:
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
         try:
-            yield
+            with untouched(self._parts.root, device=self._settings.device):
+                yield
         finally:
             training.num_steps = step
-            buffers.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if not update.is_lost:

@@ -1,0 +1,189 @@
+"""Running user code without a trace: shape inference, the profiler and `verify` run a model beside its training.
+
+    tables       parameters, buffers, submodules, hooks: the same entries, in the same order
+    attributes   the same values; lists, dicts, sets, arrays and objects of the user's own hold what they held
+    functions    hooks, and functions in attributes: what they close over, and lists, dicts, sets and numbers among the
+                 globals that they name
+    tensors      buffers, and tensors in attributes, have the values that they had
+    generators   torch's, Python's and numpy's global ones, and those in attributes
+
+Objects of libraries (a logger, a SummaryWriter) have lives of their own and are left alone. Parameters stay the same
+objects; their values are not kept, and neither are globals that a forward itself names.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from .generators import generators_restored
+
+_MOST = 10_000  # entries of a container that are looked into
+_NUMBERS = bool | int | float | None
+_HOLDERS = (list, dict, set, deque, np.ndarray)
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_OURS = __name__.partition(".")[0]
+
+
+@contextmanager
+def untouched(*roots: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within: these modules may run; afterwards they, and the random generators, are as they were.
+
+    Arguments:
+        device: of the run, whose generator counts beside the CPU's.
+    """
+    memory = _Memory(roots)
+    with generators_restored(device):
+        try:
+            yield
+        finally:
+            memory.restore()
+
+
+class _Memory:
+    """All that can be reached from some modules, as it is when this is made."""
+
+    def __init__(self, roots: Collection[nn.Module]) -> None:
+        self._undo: list[Callable[[], object]] = []
+        seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
+        pending: list[object] = list(roots)
+        while pending:
+            value = pending.pop()
+            if id(value) not in seen and not isinstance(value, _NUMBERS | str | bytes | type):
+                seen[id(value)] = value
+                self._undo += [undo(value) for kind, undo in _UNDO if isinstance(value, kind)]
+                held = self._held(value)
+                pending += held if len(held) <= _MOST else ()
+
+    def restore(self) -> None:
+        """Everything as it was."""
+        for undo in self._undo:
+            undo()
+
+    def _held(self, value: Any) -> Collection[object]:
+        """Objects that may be changed through this one."""
+        if isinstance(value, list | tuple | deque):
+            return value
+        if isinstance(value, dict):
+            return value.values()
+        if isinstance(value, partial):
+            return value.func, *value.args, *value.keywords.values()
+        if isinstance(value, MethodType):
+            return value.__self__, value.__func__
+        if isinstance(value, FunctionType):
+            return self._held_by_function(value) if _is_users(value.__module__) else ()
+        is_entered = isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_users(type(value).__module__))
+        return (vars(value),) if is_entered else ()
+
+    def _held_by_function(self, function: FunctionType) -> Collection[object]:
+        held: list[object] = []
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            self._undo.append(partial(_restore_cell, cell, content))
+            held += content
+        names = function.__globals__
+        for name in function.__code__.co_names:
+            value = names.get(name)
+            if name in names and isinstance(value, _NUMBERS):
+                self._undo.append(partial(names.__setitem__, name, value))
+            elif isinstance(value, _HOLDERS):
+                held.append(value)
+        return held
+
+
+def _restore_dict(table: MutableMapping[object, object], items: list[tuple[object, object]]) -> None:
+    if len(table) == len(items) and all(
+        k is key and v is value for (k, v), (key, value) in zip(table.items(), items, strict=True)
+    ):
+        return
+    table.clear()
+    for key, value in items:
+        table[key] = value
+
+
+def _restore_list(values: list[object] | deque[object], items: list[object]) -> None:
+    if len(values) != len(items) or any(one is not other for one, other in zip(values, items, strict=True)):
+        values.clear()
+        values.extend(items)
+
+
+def _restore_set(values: set[object], items: set[object]) -> None:
+    if values != items:
+        values.clear()
+        values.update(items)
+
+
+def _restore_cell(cell: CellType, content: Collection[object]) -> None:
+    if content:
+        (cell.cell_contents,) = content
+    elif _content(cell):
+        del cell.cell_contents
+
+
+def _content(cell: CellType) -> Collection[object]:
+    """The one value that a closure's cell holds; none where it is not bound yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _undo_tensor(tensor: torch.Tensor) -> Callable[[], None]:
+    """Nothing to do for what user code that runs here does not write to, and for what has no values."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    if not is_plain or isinstance(tensor, nn.Parameter | FakeTensor):
+        return _nothing
+    with unset_fake_temporarily():
+        return partial(_restore_tensor, tensor, tensor.detach().clone())
+
+
+def _restore_tensor(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with unset_fake_temporarily(), torch.no_grad():
+        now = tensor.detach()
+        is_same = (now == value) | (now.isnan() & value.isnan())
+        if not bool(is_same.all()):  # one that was expanded cannot be written
+            now.data.copy_(value)
+
+
+def _undo_array(array: np.ndarray[Any, Any]) -> Callable[[], None]:
+    return partial(np.copyto, array, array.copy()) if array.flags.writeable else _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+# What puts back a value of a kind: made now, called afterwards.
+_UNDO: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
+    (dict, lambda table: partial(_restore_dict, table, list(table.items()))),
+    (list, lambda values: partial(_restore_list, values, list(values))),
+    (deque, lambda values: partial(_restore_list, values, list(values))),
+    (set, lambda values: partial(_restore_set, values, set(values))),
+    (torch.Tensor, _undo_tensor),
+    (np.ndarray, _undo_array),
+    (random.Random, lambda generator: partial(generator.setstate, generator.getstate())),
+    (np.random.RandomState, lambda generator: partial(generator.set_state, generator.get_state())),
+    (np.random.Generator, lambda one: partial(setattr, one.bit_generator, "state", one.bit_generator.state)),
+    (torch.Generator, lambda generator: partial(generator.set_state, generator.get_state())),
+)
+
+
+def _is_users(module: str | None) -> bool:
+    """Whether what is defined in this Python module is the user's own."""
+    top = (module or "").partition(".")[0]
+    if top == _OURS or top in sys.stdlib_module_names:
+        return False
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return not any(library in path for library in _LIBRARIES)
