@@ -3,6 +3,7 @@
     stage's file    model: name -> tensor; optimizer: name -> its state; options: name -> lr, betas, ...
                     versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
     rule: weight rule and updates a step by which they are numbered; another one begins with the newest weights
+    loader (stage 0's file alone): where the data loader stands
 
 Everything stands under the model's original names, so a checkpoint loads on any other number of ranks or stages.
 `checkpoint_files` brings it to the disk and back.
@@ -11,9 +12,10 @@ Everything stands under the model's original names, so a checkpoint loads on any
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +27,16 @@ from .update.interface import StageState
 from .update.optimizers import StageOptimizer
 
 
+class HasState(Protocol):
+    """A data loader that can say where it stands and go on from there, as `pipe.loader` makes them."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors, numbers and text, in dicts and lists."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
+        """Go on from there; ValueError where that cannot be done."""
+
+
 def save(
     folder: str | os.PathLike[str],
     *,
@@ -34,6 +46,7 @@ def save(
     written_stages: Sequence[int],
     schedule: Schedule,
     collectives: Collectives,
+    loader: Mapping[str, Any] | None,
 ) -> None:
     """Write this process's stages beside the last checkpoint; stage 0's process completes the new one.
 
@@ -52,6 +65,8 @@ def save(
         if kept is not None and kept.versions is not None:
             content["versions"] = kept.versions.older()
             content["rule"] = _rule(schedule)
+        if stage == 0 and loader is not None:
+            content["loader"] = dict(loader)
         written[stage] = write_stage(path, name, stage, content)
     everywhere: dict[int, StageFile] = {}
     for elsewhere in collectives.gather(written, what=f"writing the checkpoint {path}"):
@@ -83,6 +98,7 @@ def load(
     stages: Sequence[StageState],
     schedule: Schedule,
     device: torch.device,
+    loader: HasState | None,
 ) -> int:
     """Load what this process holds; returns the step.
 
@@ -111,6 +127,7 @@ def load(
         raise ValueError(
             f"checkpoint {path} has no optimizer state of {missing[:3]}: expected one saved with an optimizer"
         )
+    _load_loader(path, contents[0].get("loader"), loader)
     ownership.load_state_dict(model)  # checks all names and shapes first
     for stage_weights in (one.versions for one in stages if one.versions is not None):
         for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
@@ -127,6 +144,20 @@ def load(
         if one.scheduler is not None and scheduler is not None:
             one.scheduler.load_state_dict(scheduler)
     return manifest.step
+
+
+def _load_loader(path: Path, state: Mapping[str, Any] | None, loader: HasState | None) -> None:
+    """Give a loader its place; a warning where nobody takes it."""
+    if loader is not None:
+        if state is None:
+            raise ValueError(f"checkpoint {path} has no place in the data: expected one from pipe.save(..., loader=)")
+        loader.load_state_dict(state)
+    elif state is not None:
+        warnings.warn(
+            f"checkpoint {path} knows where the data loader stood ({dict(state)!r:.120}), and nobody takes it: data "
+            f"begins from the start. Type pipe.load(folder, loader=loader)",
+            stacklevel=6,
+        )
 
 
 def _rule(schedule: Schedule) -> list[str | int]:

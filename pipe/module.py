@@ -20,6 +20,7 @@ from .assembly import Pipeline, assemble
 from .batch.batches import check_inputs
 from .batch.loader import ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepResult
+from .checkpoint import HasState
 from .layout import (
     Layout,
     PlanLike,
@@ -248,8 +249,8 @@ class PipelineModule:
     ) -> ReplicaLoader:
         """Batches for this process: the same on all ranks of a pipeline, a share of its own for each data replica.
 
-        Each `for batch in loader` is one epoch, shuffled by the module's seed; `loader.batches.state_dict()` says where
-        it stands.
+        Each `for batch in loader` is one epoch, shuffled by the module's seed; `save(..., loader=loader)` keeps its
+        place.
 
         Arguments:
             batch_size: samples of one `train_step` of one data replica.
@@ -364,18 +365,31 @@ class PipelineModule:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
         self._built("parameters and state").state.load_state_dict(state)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes."""
-        self._built("parameters and state").state.save(folder)
+    def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
+        """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.
 
-    def load(self, folder: str | os.PathLike[str]) -> None:
+        Arguments:
+            folder: several checkpoints follow one another in it; the one before the newest is kept.
+            loader: from `pipe.loader`, or any other with state_dict() and load_state_dict(): its place is saved, too.
+        """
+        self._built("parameters and state").state.save(folder, loader)
+
+    def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 
-        Raises ValueError for what is no whole checkpoint of this model.
+        Arguments:
+            loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
+
+        Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
-        self._built("parameters and state").state.load(folder)
+        self._built("parameters and state").state.load(folder, loader)
 
     # What is known of the run
+
+    @property
+    def num_steps(self) -> int:
+        """Batches trained on so far, those before a loaded checkpoint included."""
+        return 0 if self._pipeline is None else self._pipeline.training.num_steps
 
     @property
     def schedule(self) -> Schedule:

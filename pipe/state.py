@@ -49,7 +49,7 @@ class State:
         self.ownership.load_state_dict(state)
         self.update.take_state(state)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], loader: checkpoint.HasState | None) -> None:
         """See PipelineModule.save."""
         self.training.drain()
         with self.guard.together():
@@ -61,9 +61,10 @@ class State:
                 written_stages=self.written_stages,
                 schedule=self.update.schedule,
                 collectives=self.collectives,
+                loader=None if loader is None else loader.state_dict(),
             )
 
-    def load(self, folder: str | os.PathLike[str]) -> None:
+    def load(self, folder: str | os.PathLike[str], loader: checkpoint.HasState | None) -> None:
         """See PipelineModule.load."""
         if not self.update.is_lost:
             self.training.drain()
@@ -73,6 +74,7 @@ class State:
             stages=self.update.stages,
             schedule=self.update.schedule,
             device=self.device,
+            loader=loader,
         )
         self.update.restart()
 

@@ -176,6 +176,14 @@ class ReplicaLoader:
             self.batches.passed()
             yield self._shapes
 
+    def state_dict(self) -> dict[str, int]:
+        """Place in the data: see ReplicaBatches.state_dict."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there; ValueError where samples would be lost or seen twice."""
+        self.batches.load_state_dict(state)
+
     def _may_rest(self) -> bool:
         return self._shapes is not None and self._is_idle()
 

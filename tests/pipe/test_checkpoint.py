@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import pickle
@@ -15,8 +16,10 @@ import pytest
 import torch
 from support.pool import Pool
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.batch.loader import ReplicaLoader
 
 
 def make(schedule: str, ranks: int, chunks: int | None = None) -> PipelineModule:
@@ -73,6 +76,33 @@ def test_going_on_takes_the_learning_rates_schedule_along(tmp_path: Path) -> Non
     train(other, range(2))
     other.load(tmp_path / "c")
     assert train(other, range(3, 6)) == expected
+
+
+def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*(batch(step) for step in range(4)), strict=True)))
+
+    def epochs(pipe: PipelineModule, loader: ReplicaLoader, steps: int) -> list[float]:
+        batches = (each for _ in range(9) for each in loader)
+        return [pipe.train_step(*each).loss for each in itertools.islice(batches, steps)]
+
+    pipe = make("1f1b", 2)
+    loader = pipe.loader(data, batch_size=8)
+    epochs(pipe, loader, 6)  # the second epoch's middle
+    pipe.save(tmp_path / "c", loader=loader)
+    expected = epochs(pipe, loader, 4)
+    other = make("gpipe", 2)
+    again = other.loader(data, batch_size=8)
+    other.load(tmp_path / "c", loader=again)
+    assert (other.num_steps, again.state_dict()["epoch"]) == (6, 1)
+    assert epochs(other, again, 4) == expected
+
+    with pytest.warns(UserWarning, match=r"'epoch': 1.*nobody takes it.*pipe.load\(folder, loader=loader\)"):
+        other.load(tmp_path / "c")
+    with pytest.raises(ValueError, match="global_batch=8, and this run has 4: expected the same dataset"):
+        other.load(tmp_path / "c", loader=other.loader(data, batch_size=4))
+    pipe.save(tmp_path / "without")
+    with pytest.raises(ValueError, match=r"no place in the data: expected one from pipe.save\(..., loader=\)"):
+        other.load(tmp_path / "without", loader=again)
 
 
 def save_and_go_on(folder: str) -> list[float]:

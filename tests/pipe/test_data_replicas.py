@@ -114,7 +114,7 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
         ({"schedule": "gpipe", "loss_fn": masked}, [6, 6]),
         ({"schedule": "interleaved", "num_microbatches": 4, "max_grad_norm": 0.2}, [6, 6]),
     ],
-    ids=str,
+    ids=["1f1b", "three-replicas", "sum-and-count", "interleaved"],
 )
 def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str, Any], sizes: list[int]) -> None:
     answers = gloo.run(run_own, ranks=options.get("mesh", {"pipe": 2})["pipe"] * len(sizes), args=(options, sizes))
