@@ -11,8 +11,10 @@ PACKAGES := schedules partition comm pipe viz experiments
 
 .DEFAULT_GOAL := help
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
-# In-process tests run on all cores, up to eight. Those that start gloo processes come after them, one by one.
+# In-process tests run on all cores, up to eight. Those that start gloo processes, which wait for each other more than
+# they compute, come after them two at a time.
 ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
+TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
@@ -28,13 +30,13 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
-	$(PYTEST) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
 
 models: .venv/models  ## install transformers and torchvision too, whose models `make test` then trains
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
-	$(PYTEST) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
 
 check: lint  ## format, lint, types and the fast tests
 	$(PYTEST) $(ON_ALL_CORES) -m 'not slow and not gloo and not nightly' $(ARGS)
