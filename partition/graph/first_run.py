@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .forms import Form, Tensors
+from .made_up import call_for_shapes
 from .units import MODEL_INPUT, Linked, Piece, StageModule, ValueRef, flatten
 
 
@@ -70,7 +71,7 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozen
     leaves = fresh_leaves(arguments)
     versions = [x._version for x in leaves]
     try:
-        value = module(*leaves)
+        value = call_for_shapes(module, leaves)
     except RuntimeError as error:
         if "in-place" not in str(error):  # what autograd says of a leaf that is changed
             raise
@@ -82,7 +83,7 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozen
             x.detach().copy_(before)
     copies = [x.clone() for x in fresh_leaves(arguments)]
     versions = [x._version for x in copies]
-    value = module(*copies)
+    value = call_for_shapes(module, copies)
     return value, frozenset(
         i for i, (x, before) in enumerate(zip(copies, versions, strict=True)) if x._version != before
     )

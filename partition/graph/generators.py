@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,15 +18,21 @@ def torch_generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-@contextmanager
-def generators_restored(device: torch.device) -> Iterator[None]:
-    """Within: numbers may be drawn; afterwards all generators are where they were."""
-    kept = [(generator, generator.get_state()) for generator in torch_generators(device)]
-    python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        for generator, state in kept:
+class GeneratorStates:
+    """Where all generators stand when this is made.
+
+    Arguments:
+        device: whose generator counts beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = [(generator, generator.get_state()) for generator in torch_generators(device)]
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Let them stand there again."""
+        for generator, state in self._torch:
             generator.set_state(state)
-        random.setstate(python)
-        np.random.set_state(of_numpy)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)

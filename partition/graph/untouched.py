@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from .generators import generators_restored
+from .generators import GeneratorStates
 
 _MOST = 10_000  # entries of a container that are looked into
 _NUMBERS = bool | int | float | None
@@ -44,19 +44,18 @@ def untouched(*roots: nn.Module, device: torch.device) -> Iterator[None]:
     Arguments:
         device: of the run, whose generator counts beside the CPU's.
     """
-    memory = _Memory(roots)
-    with generators_restored(device):
-        try:
-            yield
-        finally:
-            memory.restore()
+    kept = Kept(roots, device=device)
+    try:
+        yield
+    finally:
+        kept.restore()
 
 
-class _Memory:
-    """All that can be reached from some modules, as it is when this is made."""
+class Kept:
+    """All that can be reached from some modules, and the random generators, as they are when this is made."""
 
-    def __init__(self, roots: Collection[nn.Module]) -> None:
-        self._undo: list[Callable[[], object]] = []
+    def __init__(self, roots: Collection[nn.Module], *, device: torch.device) -> None:
+        self._undo: list[Callable[[], object]] = [GeneratorStates(device).restore]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
         pending: list[object] = list(roots)
         while pending:

@@ -20,11 +20,11 @@ from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.source_line import first_line, users_line
+from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import untouched
 from .autocast import Autocast
 from .randomness import Seeder
-from .stand_ins import stand_ins
 from .wiring import OutputSpecs
 
 _RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], Tensors]

@@ -11,6 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _STATISTICS = ("running_mean", "running_var")
+_ORIGINAL = "_stands_in_for"
+
+
+def original_of(fake: torch.Tensor) -> torch.Tensor | None:
+    """The parameter or buffer in whose place a fake stands; None for any other tensor."""
+    original: torch.Tensor | None = getattr(fake, _ORIGINAL, None)
+    return original
 
 
 @contextmanager
@@ -30,8 +37,10 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
     for _, _, value in places:
         if id(value) not in fakes:
             fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-            is_parameter = isinstance(value, nn.Parameter)
-            fakes[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_parameter else fake
+            if isinstance(value, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=value.requires_grad)
+            fakes[id(value)] = fake
+            setattr(fake, _ORIGINAL, value)
     recurrent = [(part, part._flat_weights) for part in module.modules() if isinstance(part, nn.RNNBase)]
     for table, name, value in places:
         table[name] = fakes[id(value)]

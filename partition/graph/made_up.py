@@ -1,0 +1,187 @@
+"""Code that cannot run on fake tensors, since it reads values: it runs once on made-up ones, for its shapes alone.
+
+    fake arguments, parameters, buffers  ->  made-up values  ->  outputs  ->  fakes of their shapes
+
+Sparse mixtures of experts (`nonzero`), boolean masks, `.item()`, numpy and kernels without a shape function are such
+code. The values are small fractions, zeros for integers (any table has a row 0), True for flags. Parameters are one
+number each and take no memory. Buffers have their own values where these are at hand: code that reads values reads
+sizes, flags and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from .stand_ins import original_of
+from .untouched import Kept
+
+_READS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+_SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses")
+
+
+def call_for_shapes(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    call: Callable[..., Any] | None = None,
+) -> Any:
+    """What `module(*args, **kwargs)` returns; on fake tensors that is a matter of shapes.
+
+    Within a fake mode, with stand-ins in the module, code that reads values runs again, on made-up ones. What it then
+    returns, changes in place and assigns as buffers are fakes as well.
+
+    Arguments:
+        call: made in the place of the module.
+    """
+    run, named = call or module, dict(kwargs or {})
+    if detect_fake_mode((args, named)) is None:
+        return run(*args, **named)
+    devices = [x.device for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
+    kept = Kept([module], device=devices[0] if devices else torch.device("cpu"))
+    try:
+        return run(*args, **named)
+    except Exception as error:
+        if not _reads_values(error):
+            raise
+    kept.restore()
+    made_up = _MadeUp()
+    with _values_in(module, made_up):
+        args, named = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
+        with unset_fake_temporarily():
+            value = run(*args, **named)
+        made_up.show_changes()
+        return pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
+
+
+def _reads_values(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _READS_VALUES) or any(words in str(error) for words in _SAID_OF_FAKES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A fake, the value in its place, and what tells whether that has changed."""
+
+    fake: torch.Tensor
+    value: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+    def has_changed(self) -> bool:
+        """Also where no version counts it, as in batch_norm."""
+        return self.value._version != self.version or not torch.equal(self.value, self.copy)
+
+
+class _MadeUp:
+    """Values in the place of fakes, and fakes in the place of what came of them."""
+
+    def __init__(self) -> None:
+        self._pairs: list[_Pair] = []
+        self._memory: dict[object, torch.Tensor] = {}  # of a fake -> all of it, as one dimension
+        self._fakes: dict[object, torch.Tensor] = {}  # memory of a value -> the fake that has it
+
+    def value_of(self, fake: torch.Tensor) -> torch.Tensor:
+        """The value for a fake, the same one each time; fakes that share memory have values that do."""
+        known = next((pair.value for pair in self._pairs if pair.fake is fake), None)
+        if known is not None or not isinstance(fake, FakeTensor):
+            return fake if known is None else known
+        with unset_fake_temporarily():
+            value = self._parameter(fake) if isinstance(fake, nn.Parameter) else self._new(fake)
+            copy = value if isinstance(fake, nn.Parameter) else value.detach().clone()
+            self._pairs.append(_Pair(fake, value, value._version, copy))
+            self._fakes.setdefault(_memory_of(value), fake)
+        return value
+
+    def _parameter(self, fake: torch.Tensor) -> nn.Parameter:
+        """A matrix of one number that makes means of what it is multiplied by: nothing grows from layer to layer."""
+        count = fake[0].numel() if fake.dim() > 1 else 1
+        one = torch.ones((), dtype=fake.dtype, device=fake.device) / max(1, count)
+        return nn.Parameter(one.expand(fake.shape), requires_grad=fake.requires_grad)
+
+    def _new(self, fake: FakeTensor) -> torch.Tensor:
+        original = original_of(fake)
+        if original is not None and not original.is_meta:
+            return original.detach().to(fake.device, copy=True)
+        memory = (_memory_of(fake), fake.dtype)
+        if memory not in self._memory:
+            self._memory[memory] = _values(fake.untyped_storage().nbytes() // fake.element_size(), fake)
+        value = self._memory[memory].as_strided(fake.shape, fake.stride(), fake.storage_offset()).detach()
+        value.requires_grad_(fake.requires_grad)
+        return value if fake.is_leaf else value.clone()
+
+    def fake_of(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake like a value that came out: the one that went in, a view of its memory, or one with its own."""
+        known = next((pair.fake for pair in self._pairs if pair.value is value), None)
+        if known is not None or isinstance(value, FakeTensor):
+            return value if known is None else known
+        if value.layout != torch.strided:
+            return torch.empty_like(value)
+        source = self._fakes.get(_memory_of(value))
+        if source is None or isinstance(source, nn.Parameter) or source.dtype != value.dtype:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        else:
+            fake = source.detach().as_strided(value.shape, value.stride(), value.storage_offset())
+        return fake.requires_grad_(value.requires_grad)
+
+    def show_changes(self) -> None:
+        """Fakes whose values were changed in place count that."""
+        with unset_fake_temporarily():
+            changed = [pair.fake for pair in self._pairs if pair.has_changed()]
+        with torch.no_grad():
+            for fake in changed:
+                fake.detach().zero_()
+
+
+@contextmanager
+def _values_in(module: nn.Module, made_up: _MadeUp) -> Iterator[None]:
+    """Within: values in the place of a module's stand-ins; what it has assigned as a buffer is a fake afterwards."""
+    tables: list[dict[str, Any]] = [
+        table for part in module.modules() for table in (part._parameters, part._buffers) if table
+    ]
+    recurrent = [(part, part._flat_weights) for part in module.modules() if isinstance(part, nn.RNNBase)]
+    fakes = [(table, dict(table)) for table in tables]
+    for table, entries in fakes:
+        table.update({name: made_up.value_of(fake) for name, fake in entries.items() if fake is not None})
+    for rnn, _ in recurrent:
+        rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+    try:
+        yield
+    finally:
+        for table, entries in fakes:
+            for name, value in table.items():
+                table[name] = value if value is None else made_up.fake_of(value)
+            table.update({name: fake for name, fake in entries.items() if name not in table})
+        for rnn, flat in recurrent:
+            rnn._flat_weights = flat
+
+
+def _memory_of(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage()._cdata
+
+
+def _values(count: int, like: torch.Tensor) -> torch.Tensor:
+    """[count] small fractions above 0, since a variance is; zeros for integers; True for flags."""
+    if like.dtype == torch.bool:
+        return torch.ones(count, dtype=like.dtype, device=like.device)
+    if not like.dtype.is_floating_point and not like.dtype.is_complex:
+        return torch.zeros(count, dtype=like.dtype, device=like.device)
+    return (torch.arange(count, device=like.device) % 7 / 8 + 0.125).to(like.dtype)
