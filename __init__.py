@@ -7,9 +7,9 @@ at once.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipe import PipelineModule
+    from .pipe import PipelineModule, named
 
-__all__ = ["PipelineModule", "__version__"]
+__all__ = ["PipelineModule", "__version__", "named"]
 
 __version__ = "0.1.0"
 
@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Only here, never at the top: an import that runs with this file would load torch, and would break
     # pytest, which imports the file under a name of its own because the repository root is the package.
-    if name == "PipelineModule":
-        from .pipe import PipelineModule
+    if name in ("PipelineModule", "named"):
+        from . import pipe
 
-        return PipelineModule
+        return getattr(pipe, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
+from ..partition.profiler.optimizers import named
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
 from .measure.steps import StepRecord
@@ -14,4 +15,5 @@ __all__ = [
     "StepResult",
     "Verification",
     "VerificationError",
+    "named",
 ]

@@ -372,7 +372,7 @@ def _loss_of(
     def is_trained(leaf: torch.Tensor) -> bool:
         if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
             return False
-        return settings.optimizer is None or any(one.optimizer.holds(leaf) for one in update.stages)
+        return settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
 
     untrained = UntrainedLeaves(parts.train.stages[-1].module, is_trained)
 

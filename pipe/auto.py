@@ -25,6 +25,7 @@ from ..partition.planner import plan
 from ..partition.plans.plan import Plan
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
+from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
 from .batch.batches import check_inputs, split_target, split_tensor, to_device
 from .layout import Layout, layout_of_plan
 from .settings import Settings
@@ -115,7 +116,7 @@ class AutoLayout:
                 [split_tensor(x.to(settings.device), parts)[0] for x in inputs],
                 target=to_device(target, settings.device),
                 loss_fn=settings.loss_fn,
-                optimizer=self._optimizer if settings.optimizer is not None else None,
+                optimizer=None if settings.optimizer is None else named(self._optimizers),
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
                 split_backward=False,
@@ -126,11 +127,13 @@ class AutoLayout:
         profile = median_profile([Profile.from_json(text) for text in texts]).typical()
         return replace(profile, microbatch_size=size)
 
-    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         assert self._settings.optimizer is not None
-        optimizer = self._settings.optimizer(parameters)
+        optimizers = make_optimizers(self._settings.optimizer, parameters, where="a unit")
         limit = self._settings.max_grad_norm
-        return optimizer if limit is None else _clipping(optimizer, limit)
+        if limit is not None and optimizers:
+            _clip_before(optimizers[0], [p for _, p in parameters], limit)
+        return optimizers
 
     def _cluster(self) -> Cluster:
         """The ranks, their links and memory."""
@@ -193,9 +196,8 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Optimizer:
-    """The optimizer with the clipping in front of its step, which is a part of the update's cost."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def _clip_before(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float) -> None:
+    """Clip gradients in front of the optimizer's step, as a part of the update's cost."""
     step = optimizer.step
 
     def clip_and_step(*arguments: Any, **options: Any) -> Any:
@@ -205,7 +207,6 @@ def _clipping(optimizer: torch.optim.Optimizer, limit: float) -> torch.optim.Opt
         return step(*arguments, **options)
 
     optimizer.step = clip_and_step  # type: ignore[method-assign]
-    return optimizer
 
 
 def _memory_bytes(device: torch.device, *, sharing: int) -> float:

@@ -1,6 +1,6 @@
 """State of training in checkpoints: weights, optimizers, learning-rate schedulers, step.
 
-    stage's file    model: name -> tensor; optimizer: name -> its state; options: name -> lr, betas, ...
+    stage's file    model: name -> tensor; state and optimizers: see `checkpoint_optimizers`
                     versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
     rule: weight rule and updates a step by which they are numbered; another one begins with the newest weights
     loader (stage 0's file alone): where the data loader stands
@@ -22,9 +22,9 @@ import torch
 from ..comm import Collectives
 from ..schedules import Schedule
 from .checkpoint_files import Manifest, StageFile, complete, new_name, read, write_stage
+from .checkpoint_optimizers import SavedOptimizers, optimizer_content
 from .stages.ownership import Ownership
 from .update.interface import StageState
-from .update.optimizers import StageOptimizer
 
 
 class HasState(Protocol):
@@ -61,7 +61,7 @@ def save(
     for stage in written_stages:
         model = {key: value.detach() for key, value in state.items() if stage in ownership.stages[key]}
         kept = stages.get(stage)
-        content = {"model": model, **_optimizer_content(None if kept is None else kept.optimizer)}
+        content = {"model": model, **optimizer_content(None if kept is None else kept.optimizers)}
         if kept is not None and kept.versions is not None:
             content["versions"] = kept.versions.older()
             content["rule"] = _rule(schedule)
@@ -75,20 +75,6 @@ def save(
         files = tuple(everywhere[stage] for stage in range(schedule.num_stages))
         complete(path, Manifest(name=name, step=step, files=files))
     collectives.gather(None, what=f"completing the checkpoint {path}")
-
-
-def _optimizer_content(stage: StageOptimizer | None) -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    if stage is None or stage.optimizer is None:
-        return {"optimizer": states, "options": options, "scheduler": None}
-    for group in stage.optimizer.param_groups:
-        for parameter in group["params"]:
-            name = stage.names[id(parameter)]
-            states[name] = dict(stage.optimizer.state.get(parameter, {}))
-            options[name] = {key: value for key, value in group.items() if key != "params"}
-    scheduler = None if stage.scheduler is None else stage.scheduler.state_dict()
-    return {"optimizer": states, "options": options, "scheduler": scheduler}
 
 
 def load(
@@ -107,42 +93,23 @@ def load(
     path = Path(folder)
     manifest, contents = read(path)
     model: dict[str, torch.Tensor] = {}
-    states: dict[str, Any] = {}
-    options: dict[str, Any] = {}
     versions: dict[int, dict[str, torch.Tensor]] = {}
     for content in contents:
         model.update(content["model"])
-        states.update(content["optimizer"])
-        options.update(content["options"])
         is_alike = content.get("rule") == _rule(schedule)
         for number, tensors in content.get("versions", {}).items() if is_alike else ():
             versions.setdefault(number, {}).update(tensors)
-    scheduler = next((content["scheduler"] for content in contents if content["scheduler"]), None)
-    used = [one.optimizer for one in stages if one.optimizer.optimizer is not None]
-    needed = [
-        one.names[id(p)] for one in used if one.optimizer for g in one.optimizer.param_groups for p in g["params"]
-    ]
-    missing = sorted(set(needed) - states.keys())
-    if missing:
-        raise ValueError(
-            f"checkpoint {path} has no optimizer state of {missing[:3]}: expected one saved with an optimizer"
-        )
+    saved = SavedOptimizers.of(contents, where=str(path))
+    for one in stages:
+        saved.check(one.optimizers)
     _load_loader(path, contents[0].get("loader"), loader)
     ownership.load_state_dict(model)  # checks all names and shapes first
     for stage_weights in (one.versions for one in stages if one.versions is not None):
         for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
             own.data.copy_(model[name])
         stage_weights.restore(manifest.step * schedule.groups_per_batch, versions)
-    for one in used:
-        assert one.optimizer is not None
-        for group in one.optimizer.param_groups:
-            for parameter in group["params"]:
-                name = one.names[id(parameter)]
-                state = {key: _like(value, parameter, device) for key, value in states[name].items()}
-                one.optimizer.state[parameter] = state
-                group.update(options[name])
-        if one.scheduler is not None and scheduler is not None:
-            one.scheduler.load_state_dict(scheduler)
+    for one in stages:
+        saved.load_into(one.optimizers, device)
     return manifest.step
 
 
@@ -162,10 +129,3 @@ def _load_loader(path: Path, state: Mapping[str, Any] | None, loader: HasState |
 
 def _rule(schedule: Schedule) -> list[str | int]:
     return [schedule.weight_rule, schedule.groups_per_batch]
-
-
-def _like(value: Any, parameter: torch.Tensor, device: torch.device) -> Any:
-    """A state tensor where its parameter is; a step count stays where it was."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to(device).clone() if value.shape == parameter.shape else value.clone()

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import torch
 
-_VERSION = 2
+_VERSION = 3
 _LATEST = "latest"
 _MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
+from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import Costs, Schedule, ScheduleError
 from .assembly import Pipeline, assemble
 from .batch.batches import check_inputs
@@ -34,7 +35,7 @@ from .model_options import check_flag, check_model, device_of, refuse_beside
 from .run.engine import check_runnable
 from .settings import Settings
 from .training import Training
-from .update.optimizers import OptimizerFactory, SchedulerFactory
+from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
 
 if TYPE_CHECKING:
@@ -62,8 +63,10 @@ class PipelineModule:
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count). An nn.Module belongs to
             the last stage, which trains its parameters; its tensors are named `loss_fn.` and their names in it.
-        optimizer: parameters -> torch optimizer; called once a stage. Needed by `train_step`.
-        lr_scheduler: optimizer -> learning-rate scheduler; called once a stage, stepped by `train_step`.
+        optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
+            `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.
+        lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
+            whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
         max_grad_norm: `train_step` clips the global gradient norm to it.
         example_inputs: one local batch, dimension 0 is the batch; without it, the first call builds the stages.
         mesh: {"pipe": P, "data": D}; by default "auto": a pipeline over all processes (alone: over 1). With D > 1
@@ -423,9 +426,11 @@ class PipelineModule:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of this process's stages, in order.
+        """Optimizers of this process's stages, in order; of a stage in the order in which they were returned.
 
-        Under an asynchronous schedule each replica of a stage has its own: a change is for all of them.
+        A stage without parameters to train has none. What ranks change in them must be the same for all copies of a
+        weight (replicas, tied weights). Under an asynchronous schedule each replica of a stage has optimizers of its
+        own, also in one process: a change is for all of them, behind a flush().
         """
         return self._built("optimizers").state.optimizers
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ..partition.profiler.optimizers import OptimizerFactory
 from .measure.steps import StepRecord
-from .update.optimizers import OptimizerFactory, SchedulerFactory
+from .update.optimizers import SchedulerFactory
 
 _SUCH = "optimizer=lambda params: AdamW(params)"
 

@@ -34,8 +34,8 @@ class State:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the local stages, in order, each copy's own."""
-        return [one.optimizer.optimizer for one in self.update.stages if one.optimizer.optimizer is not None]
+        """Optimizers of the local stages, in order, each copy's own; of a stage as they were returned."""
+        return [optimizer for one in self.update.stages for optimizer in one.optimizers.optimizers]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
@@ -82,10 +82,11 @@ class State:
         """See PipelineModule.held_bytes."""
         tensors = list(self.ownership.state_dict().values())
         tensors += [p.grad for _, p in self.ownership.named_parameters() if p.grad is not None]
-        for _, optimizer, versions in self.update.stages:
+        for _, optimizers, versions in self.update.stages:
             tensors += versions.tensors() if versions is not None else ()
-            tensors += optimizer.tensors()
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+            tensors += optimizers.tensors()
+        dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())
 
     def _first(self) -> dict[int, StageState]:

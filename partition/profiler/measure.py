@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..profile import Node, Profile
 from .clock import Clock, clock_for
 from .estimate import Estimate, typical
 from .memory import bytes_of, peaks
+from .optimizers import OptimizerFactory, make_optimizers
 from .passes import Passes, Sample
 from .state import profiled
 
@@ -30,7 +30,6 @@ SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
 UPDATES = 5  # optimizer steps that are timed, behind one that makes its state
 
 LossFunction = Callable[[Any, Any], Any]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def profile_model(
@@ -61,7 +60,8 @@ def profile_model(
         example_inputs: arguments of ONE microbatch, batch in dimension 0: a tuple, or a dict of keywords.
         target: for `loss_fn`.
         loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit.
-        optimizer: makes the optimizer of a stage; it steps on copies. None: no update is measured.
+        optimizer: makes the optimizers of a stage, as that of PipelineModule; they step on copies. None: no update is
+            measured.
         autocast: run forwards under torch.autocast with this type.
         repetitions: passes that count, at most.
         seconds: stop earlier after so long [s]; LEAST passes are made in any case.
@@ -99,7 +99,8 @@ def profile_model(
             _repeat((passes.run_split,), repetitions=repetitions, seconds=left, what="I, W", tell=tell)
         tell("memory")
         workspaces = _workspaces(passes, device)
-        updates = {i: _update(passes.samples[i], optimizer, clock) for i in passes.firsts}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        updates = {i: _update(passes.samples[i], optimizer, names, clock) for i in passes.firsts}
     return _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
 
 
@@ -193,28 +194,25 @@ class _Update:
     parameter_bytes: int
 
 
-def _update(sample: Sample, optimizer: OptimizerFactory | None, clock: Clock) -> _Update:
-    """The optimizer's step on copies of a unit's parameters."""
+def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[int, str], clock: Clock) -> _Update:
+    """The optimizers' steps on copies of a unit's parameters."""
     if optimizer is None or not sample.parameters:
         return _Update(seconds=0.0, state_bytes=0, parameter_bytes=0)
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
-    made = optimizer(copies)
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"optimizer {type(made).__name__} evaluates the model again in its step (it needs a closure): expected one "
-            f"that steps from gradients alone, such as AdamW"
-        )
-    made.step()
-    marks = [clock.stamp()]
-    for _ in range(UPDATES):
-        made.step()
+    pairs = list(zip(sample.parameters, copies, strict=True))
+    called = [(names.get(id(p), f"parameter {number}"), copy) for number, (p, copy) in enumerate(pairs)]
+    made = make_optimizers(optimizer, called, where=f"unit {sample.unit.name}")
+    marks = []
+    for _ in range(1 + UPDATES):
+        for one in made:
+            one.step()
         marks.append(clock.stamp())
     clock.settle()
     spans = [clock.between(a, b) for a, b in pairwise(marks)]
-    state = [value for each in made.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    states = [state for one in made for state in one.state.values()]
+    state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
     return _Update(seconds=Estimate.of(spans).seconds, state_bytes=bytes_of(state), parameter_bytes=bytes_of(copies))
 
 

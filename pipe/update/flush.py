@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ...comm import Collectives
 from ...schedules import Action, Op, Schedule, Timeline, check_lowered, lower
@@ -16,9 +15,18 @@ from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_timeline
 from ..stages.ownership import Ownership
-from .gradients import FlatGradients, clip_gradients, flatten, scale_gradients, squared_norm, unflatten
+from .gradients import (
+    FlatGradients,
+    added,
+    clip_gradients,
+    flatten,
+    refuse_sparse_modules,
+    scale_gradients,
+    squared_norm,
+    unflatten,
+)
 from .interface import Known, Programs, StageState, Update, UpdateParts
-from .optimizers import StageOptimizer
+from .optimizers import differing_options
 from .rank_update import RankUpdate
 
 _SUMMING = "summing shared gradients (replicas, tied weights)"
@@ -52,6 +60,13 @@ def batch_programs(schedule: Schedule, *, has_loss: bool) -> Sequence[RankProgra
     return lowered.programs
 
 
+class _Shared(NamedTuple):
+    """Gradients that are summed over ranks."""
+
+    ranks: tuple[int, ...]
+    gradients: FlatGradients
+
+
 class FlushUpdate(Update):
     """The `.grad`s of this process's parameters, and what becomes of them behind each batch.
 
@@ -63,13 +78,15 @@ class FlushUpdate(Update):
 
     def __init__(self, execution: FlushExecution, parts: UpdateParts) -> None:
         schedule, ownership, local = execution.schedule, parts.ownership, tuple(parts.recorders)
+        refuse_sparse_modules(
+            parts.model.root, {name for name, holders in ownership.tied() if not set(holders) <= set(local)}
+        )
         # Replicas in one process have one optimizer: the first of them steps it.
         first = {stage: rank for rank in reversed(local) for stage in schedule.placement[rank]}
-        factory = parts.optimizer
         optimizers = [
-            StageOptimizer(s, ownership.stage_parameters(s), factory, parts.scheduler)
+            parts.make_optimizers(s, ownership.stage_parameters(s), may_hold_others=True)
             for s in sorted(first)
-            if factory is not None
+            if parts.optimizer is not None
         ]
         super().__init__(
             schedule,
@@ -88,12 +105,15 @@ class FlushUpdate(Update):
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        by_holders: dict[tuple[int, ...], list[str]] = {}
         named = dict(ownership.named_parameters())
         for name, holders in ownership.tied():
             if not set(holders).isdisjoint(local) and not set(holders) <= set(local):
-                by_holders.setdefault(holders, []).append(named[name])
-        self._shared = [(holders, own, FlatGradients(own)) for holders, own in by_holders.items()]
+                by_holders.setdefault(holders, []).append(name)
+        self._shared = [
+            _Shared(holders, FlatGradients([(name, named[name]) for name in names]))
+            for holders, names in by_holders.items()
+        ]
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -114,19 +134,20 @@ class FlushUpdate(Update):
     def gradients_ready(self) -> None:
         """Scale the batch's gradients, sum what several ranks hold, and add what was there before."""
         scale_gradients([p.grad for p in self._parameters], self._scale)
-        for holders, parameters, flat in self._shared:
-            self._sum(holders, parameters, flat)
+        numbers = self._option_numbers() if self._shared else {}
+        for shared in self._shared:
+            self._sum(shared, numbers)
         for parameter, grad in zip(self._parameters, self._before, strict=True):
             if grad is None:
                 continue
             if parameter.grad is not None:
-                grad += parameter.grad
+                grad = added(grad, parameter.grad)
             parameter.grad = grad
         self._before = []
 
     def step(self) -> Known:
         """Clip, and step every optimizer."""
-        norm = None
+        known, norm = self.accumulated(), None
         if self._max_grad_norm is not None:
             recorder = next(iter(self._recorders.values()))
             start = recorder.clock.stamp()
@@ -136,9 +157,9 @@ class FlushUpdate(Update):
             recorder = self._recorders[rank]
             for optimizer in optimizers:
                 start = recorder.clock.stamp()
-                optimizer.step()
+                optimizer.step(known.loss)
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
-        return self.accumulated()._replace(grad_norm=norm)
+        return known._replace(grad_norm=norm)
 
     def abandon(self, error: BaseException) -> None:
         """The gradients that were there before are there again."""
@@ -163,19 +184,18 @@ class FlushUpdate(Update):
         """One batch."""
         return assemble_timeline(self.schedule, records)
 
-    def _sum(self, ranks: tuple[int, ...], parameters: Sequence[nn.Parameter], flat: FlatGradients) -> None:
+    def _sum(self, shared: _Shared, options: Mapping[int, int]) -> None:
         """All-reduce bucket by bucket; a rank to which nothing came gives zeros."""
-        number = self._options_number(parameters)
-        own = flat.flags([p.grad for p in parameters]).to(torch.float64)
-        flags = torch.cat([own, own.new_tensor([number, number**2])])
+        ranks, flat = shared
+        parameters = flat.parameters
+        numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
+        flags = torch.cat([flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
         self._collectives.all_reduce(flags, what=_SUMMING, ranks=ranks)
-        *present, total, squares = flags.tolist()
-        if len(ranks) * squares != total**2:  # the same on all ranks, so that none goes on alone
-            raise ValueError(
-                f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options "
-                f"for them (a learning rate that was changed on some of them?): the copies would drift apart. Expected "
-                f"the same change of pipe.optimizers on every rank, or lr_scheduler="
-            )
+        present, totals, squares = flags.view(3, -1)
+        differing = (len(ranks) * squares != totals.square()).nonzero().flatten().tolist()
+        if differing:  # the same on all ranks, so that none goes on alone
+            raise ValueError(differing_options([flat.names[position] for position in differing], ranks))
+        present = present.tolist()
         for bucket in flat.buckets:
             gradients = []
             for parameter in (parameters[i] for i in bucket if present[i]):
@@ -190,19 +210,12 @@ class FlushUpdate(Update):
                 self._collectives.all_reduce(buffer, what=_SUMMING, ranks=ranks)
                 torch._foreach_copy_(gradients, unflatten(buffer, gradients))
 
-    def _options_number(self, parameters: Sequence[nn.Parameter]) -> int:
-        """A number under 65,536 of what the optimizers do with these parameters: learning rates, betas, ..."""
-        ids = {id(parameter) for parameter in parameters}
-        groups = [
-            group
-            for _, optimizers in self._steppers
-            for one in optimizers
-            if one.optimizer is not None
-            for group in one.optimizer.param_groups
-            if any(id(parameter) in ids for parameter in group["params"])
-        ]
-        shown = sorted({repr(sorted((k, v) for k, v in group.items() if _is_option(k, v))) for group in groups})
-        return zlib.crc32("; ".join(shown).encode()) & 0xFFFF
+    def _option_numbers(self) -> dict[int, int]:
+        """Of all parameters of this process."""
+        numbers: dict[int, int] = {}
+        for one in self.stages:
+            numbers.update(one.optimizers.option_numbers())
+        return numbers
 
     def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """Kept from batch to batch: on a CPU fresh memory costs more than the copy into it."""
@@ -210,7 +223,3 @@ class FlushUpdate(Update):
         if known is None or known.numel() < size:
             known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return known[:size]
-
-
-def _is_option(key: str, value: object) -> bool:
-    return key != "params" and isinstance(value, bool | int | float | tuple | None)

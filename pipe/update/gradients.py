@@ -5,9 +5,10 @@ Both updates use these: a flush all-reduces flat buckets, a stream sends them as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from ...comm import TensorSpec
 from ...schedules.messages import BUCKET_BYTES
@@ -25,10 +26,42 @@ def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> 
 def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.device) -> torch.Tensor:
     """Sum of squares of all gradients, float64 scalar on `device`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    present = [gradient for gradient in gradients if gradient is not None]
+    present = [_values(gradient) for gradient in gradients if gradient is not None]
     for norm in torch._foreach_norm(present) if present else ():
         total += norm.to(torch.float64).square()
     return total
+
+
+def added(gradient: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """The sum, in the first one's memory where that has room for it."""
+    if gradient.is_sparse or more.is_sparse:
+        return gradient + more
+    gradient += more
+    return gradient
+
+
+def refuse_sparse(names: Sequence[str], gradients: Grads) -> None:
+    """ValueError for a sparse gradient that would have to travel to other ranks."""
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of {name!r} is sparse, and ranks that hold copies of it (replicas, tied weights) would "
+                f"have to add it up: expected a dense one, as of F.embedding(..., sparse=False)"
+            )
+
+
+def refuse_sparse_modules(root: nn.Module, shared: Collection[str]) -> None:
+    """ValueError for an embedding with sparse gradients whose weight is one of these, which ranks add up."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    for path, module in root.named_modules():
+        if not (isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse):
+            continue
+        if module.weight.requires_grad and names[id(module.weight)] in shared:
+            raise ValueError(
+                f"module {path!r} has sparse gradients, and ranks that hold copies of its weight (replicas, tied "
+                f"weights) would have to add them up: expected {type(module).__name__}(..., sparse=False) with "
+                f"an optimizer for dense gradients, or one rank that holds it"
+            )
 
 
 def clip_factor(*, norm: float, max_norm: float) -> float:
@@ -46,45 +79,53 @@ class FlatGradients:
     """How the gradients of some parameters travel to other ranks: a flag for each, and flat buckets.
 
     A bucket holds gradients of one type, together at most BUCKET_BYTES; a larger one stands alone. A flag is 1, or 0
-    where no gradient came: one that no rank has is left None, since optimizers leave such a parameter alone.
+    where no gradient came: one that no rank has is left None, since optimizers leave such a parameter alone. A note
+    of the sender's travels with the flags: any n + 1 numbers.
 
     Arguments:
-        parameters: in the same order on all ranks.
+        parameters: n of them, with their names, in the same order on all ranks.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = tuple(parameters)
-        self.buckets = tuple(_buckets(self._parameters))
+    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.names = tuple(name for name, _ in parameters)
+        self.parameters = tuple(parameter for _, parameter in parameters)
+        self.buckets = tuple(_buckets(self.parameters))
 
     def flags(self, gradients: Grads) -> torch.Tensor:
-        """[n] float32: 1 where there is a gradient."""
-        device = self._parameters[0].device
-        return torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
+        """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""
+        refuse_sparse(self.names, gradients)
+        return self._numbers([float(gradient is not None) for gradient in gradients])
 
     def specs(self) -> list[TensorSpec]:
         """Layouts of the tensors of a message."""
-        numels = [sum(self._parameters[i].numel() for i in bucket) for bucket in self.buckets]
-        types = [self._parameters[bucket[0]].dtype for bucket in self.buckets]
+        numels = [sum(self.parameters[i].numel() for i in bucket) for bucket in self.buckets]
+        types = [self.parameters[bucket[0]].dtype for bucket in self.buckets]
         flat = [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
-        return [TensorSpec((len(self._parameters),), (1,), torch.float32, False), *flat]
+        return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *flat]
 
-    def pack(self, gradients: Grads) -> tuple[torch.Tensor, ...]:
-        """A message: the flags, then every bucket as a copy, zeros where no gradient came."""
+    def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
+        """A message: flags and the note, then every bucket as a copy, zeros where no gradient came."""
+        flags = torch.cat([self.flags(gradients), self._numbers(note)])
         whole = [
             torch.zeros_like(parameter) if gradient is None else gradient.detach()
-            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        return (self.flags(gradients), *(flatten([whole[i] for i in bucket]) for bucket in self.buckets))
+        return (flags, *(flatten([whole[i] for i in bucket]) for bucket in self.buckets))
 
-    def unpack(self, message: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients of a message, views of it."""
+    def unpack(self, message: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[float]]:
+        """The gradients of a message, views of it, and the note."""
         flags, *flats = message
-        present = flags.tolist()
-        found: list[torch.Tensor | None] = [None] * len(present)
+        count = len(self.parameters)
+        numbers: list[float] = flags.tolist()
+        present, note = numbers[:count], numbers[count:]
+        found: list[torch.Tensor | None] = [None] * count
         for bucket, flat in zip(self.buckets, flats, strict=True):
-            for i, part in zip(bucket, unflatten(flat, [self._parameters[i] for i in bucket]), strict=True):
+            for i, part in zip(bucket, unflatten(flat, [self.parameters[i] for i in bucket]), strict=True):
                 found[i] = part if present[i] else None
-        return found
+        return found, note
+
+    def _numbers(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.parameters[0].device)
 
 
 def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,6 +137,11 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     """Views of `flat` with the shapes of the tensors that it was made of."""
     parts = torch.split(flat, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """What is stored of a gradient, each element once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

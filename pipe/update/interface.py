@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ...comm import Collectives
+from ...partition.profiler.optimizers import OptimizerFactory
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
@@ -29,7 +31,7 @@ from ..measure.recorder import RankRecord, Recorder
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
-from .optimizers import OptimizerFactory, SchedulerFactory, StageOptimizer
+from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
 
 Programs = Mapping[int, RankProgram]  # by local rank
@@ -51,10 +53,10 @@ class Aside(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """Optimizer and weight versions of a stage on one local rank."""
+    """Optimizers and weight versions of a stage on one local rank."""
 
     stage: int
-    optimizer: StageOptimizer
+    optimizers: StageOptimizers
     versions: WeightVersions | None
 
 
@@ -76,6 +78,21 @@ class UpdateParts:
     max_grad_norm: float | None
     device: torch.device
 
+    def make_optimizers(
+        self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]], *, may_hold_others: bool
+    ) -> StageOptimizers:
+        """The optimizers of a stage's parameters; see StageOptimizers."""
+        assert self.optimizer is not None
+        return StageOptimizers(
+            stage,
+            parameters,
+            self.optimizer,
+            self.scheduler,
+            where=f"stage {stage} ({self.model.names[stage]})",
+            model={id(parameter) for parameter in self.model.root.parameters()},
+            may_hold_others=may_hold_others,
+        )
+
 
 class Update(ABC):
     """The updates of one process, between two batches at rest unless said otherwise.
@@ -90,6 +107,7 @@ class Update(ABC):
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages
+        warn_of_unheld(one.optimizers for one in stages)
 
     @property
     def is_lost(self) -> bool:
@@ -102,8 +120,8 @@ class Update(ABC):
 
     def learning_rates(self) -> list[float]:
         """By parameter group of each local stage, as they stand."""
-        optimizers = [one.optimizer.optimizer for one in self.stages if one.optimizer.optimizer is not None]
-        return [float(group["lr"]) for one in optimizers for group in one.param_groups if "lr" in group]
+        groups = [group for one in self.stages for made in one.optimizers.optimizers for group in made.param_groups]
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     # One batch, in this order
 

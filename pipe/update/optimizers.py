@@ -1,20 +1,38 @@
-"""Optimizers: one a stage, over that stage's own parameters."""
+"""Optimizers: one or several a stage, over that stage's own parameters, each with its learning-rate schedule."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+
+_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 
 
-class StageOptimizer:
-    """The optimizer of one stage and its learning-rate schedule; nothing where the stage has no parameter to train."""
+class StageOptimizers:
+    """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
+
+    Arguments:
+        parameters: that they are made of, with their names.
+        scheduler: called once an optimizer.
+        model: ids of all of the model's parameters.
+        may_hold_others: whether an optimizer may hold a tensor beside the model's.
+
+    Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
+
+    Attributes:
+        optimizers: in the order in which they were returned.
+        schedulers: of each optimizer; empty without `scheduler`.
+    """
 
     def __init__(
         self,
@@ -22,44 +40,19 @@ class StageOptimizer:
         parameters: Sequence[tuple[str, nn.Parameter]],
         factory: OptimizerFactory,
         scheduler: SchedulerFactory | None,
+        *,
+        where: str,
+        model: Collection[int],
+        may_hold_others: bool,
     ) -> None:
         self.stage = stage
-        self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
         self.names = {id(parameter): name for name, parameter in parameters}
-        own = [parameter for _, parameter in parameters]
-        self.optimizer = factory(own) if own else None
-        if parameters and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"optimizer= returned {type(self.optimizer).__name__}: expected a callable that takes a list of "
-                f"parameters and returns a torch.optim.Optimizer, such as lambda params: torch.optim.AdamW(params)"
-            )
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
-        if scheduler is not None and self.optimizer is not None and not callable(getattr(self.scheduler, "step", None)):
-            raise ValueError(
-                f"lr_scheduler= returned {type(self.scheduler).__name__}: expected a callable that takes an optimizer "
-                f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
-            )
-
-    def refuse_if_it_cannot_stream(self) -> None:
-        """ValueError for an optimizer that steps with anything but gradients and parameters given to it."""
-        if self.optimizer is None:
-            return
-        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
-        kind = type(self.optimizer).__name__
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"optimizer {kind} evaluates the model again in its step (it needs a closure): expected one that steps "
-                f"from gradients alone, such as AdamW, under an asynchronous schedule; or schedule='1f1b' and a loop "
-                f"of your own"
-            )
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self.names:
-                    raise ValueError(
-                        f"optimizer {kind} holds a parameter of shape {tuple(parameter.shape)} that it was not given: "
-                        f"expected the stage's own parameters, whose versions the pipeline exchanges; or a flush "
-                        f"schedule such as schedule='1f1b'"
-                    )
+        self._parameters = [parameter for _, parameter in parameters]
+        self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
+        self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
+        self._refuse_others(where, model, may_hold_others)
+        self._refuse_twice(where)
+        self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
@@ -71,27 +64,125 @@ class StageOptimizer:
             self._take = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it updates this very tensor."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return any(parameter is tensor for group in groups for parameter in group["params"])
+        """Whether one of them updates this very tensor."""
+        return any(parameter is tensor for parameter in self._held())
+
+    def unheld(self) -> list[str]:
+        """Names of the parameters that none of them updates."""
+        held = {id(parameter) for parameter in self._held()}
+        return [name for key, name in self.names.items() if key not in held]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The optimizer's state."""
-        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        """The optimizers' state."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
-    def step(self) -> None:
-        """Update, step the learning rate, drop the gradients."""
-        if self.optimizer is None:
-            return
+    def option_numbers(self) -> dict[int, int]:
+        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, ...)."""
+        numbers: dict[int, int] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
+                number = zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+                numbers.update((id(parameter), number) for parameter in group["params"])
+        return numbers
+
+    def step(self, loss: float | None) -> None:
+        """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
+
+        Arguments:
+            loss: mean of the batch whose last update this is, for schedules that follow it; None for an earlier update.
+        """
         if self._take is not None:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._take(self.names[id(parameter)], parameter.grad)
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            for parameter in self._parameters:
+                self._take(self.names[id(parameter)], parameter.grad)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for scheduler in self.schedulers:
+                if not required_arguments(type(scheduler).step):
+                    scheduler.step()
+                elif loss is not None:
+                    scheduler.step(loss)  # type: ignore[arg-type]  # torch types the one of ReduceLROnPlateau by itself
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
+
+    def _held(self) -> Iterator[nn.Parameter]:
+        for optimizer in self.optimizers:
+            yield from _parameters(optimizer)
+
+    def _refuse_others(self, where: str, model: Collection[int], may_hold_others: bool) -> None:
+        for parameter in self._held():
+            is_models = id(parameter) in model
+            if id(parameter) not in self.names and (is_models or not may_hold_others):
+                holder = next(one for one in self.optimizers if any(parameter is p for p in _parameters(one)))
+                what = f", one of the model's, but not of {where}" if is_models else ""
+                raise ValueError(
+                    f"optimizer {type(holder).__name__} holds a parameter of shape {tuple(parameter.shape)} that it "
+                    f"was not given{what}: expected the parameters that optimizer= is called with, once a stage; or, "
+                    f"for a tensor of the loss, the module that owns it as loss_fn="
+                )
+
+    def _refuse_twice(self, where: str) -> None:
+        seen: set[int] = set()
+        for parameter in self._held():
+            if id(parameter) in seen:
+                name = self.names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+                raise ValueError(
+                    f"parameter {name!r} of {where} is held twice by what optimizer= returned: expected each parameter "
+                    f"in one group of one optimizer"
+                )
+            seen.add(id(parameter))
+
+
+def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
+    """Say once which parameters nobody trains."""
+    names = sorted({name for one in stages for name in one.unheld()})
+    if names:
+        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"no optimizer that optimizer= returned holds {shown}: train_step leaves them as they are and drops their "
+            f"gradients, which count in the gradient norm. Expected requires_grad_(False) for what is not to learn",
+            stacklevel=2,
+        )
+
+
+def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
+    """The error of ranks that would update their copies of these parameters in different ways."""
+    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
+        f"{shown} (a learning rate that was changed on some of them?): the copies would drift apart. Expected the same "
+        f"change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or lr_scheduler="
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    made = factory(optimizer)
+    if not callable(getattr(made, "step", None)):
+        raise ValueError(
+            f"lr_scheduler= returned {type(made).__name__}: expected a callable that takes an optimizer "
+            f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
+        )
+    needed = required_arguments(type(made).step)
+    if len(needed) > 1:
+        raise ValueError(
+            f"the step of the scheduler {type(made).__name__} needs {', '.join(needed)}: expected one that takes "
+            f"nothing, or the loss alone as ReduceLROnPlateau does"
+        )
+    return made
+
+
+def _shown_option(key: str, value: object) -> str:
+    """An option as text; empty for what is no option."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else ""
+    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

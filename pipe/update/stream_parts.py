@@ -12,8 +12,8 @@ from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from .gradients import refuse_sparse_modules
 from .interface import UpdateParts
-from .optimizers import StageOptimizer
 from .stream import StreamUpdate
 from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
@@ -32,6 +32,7 @@ class StreamExecution:
     def make_update(self, parts: UpdateParts) -> StreamUpdate:
         """With weight versions and optimizers of each local rank."""
         schedule = self.stream.schedule
+        refuse_sparse_modules(parts.model.root, {name for name, _ in parts.ownership.tied()})
         peaks = check(schedule).peak_versions
         taken: set[str] = set()  # parameters that another rank of this process has already
         ranks: dict[int, StreamRank] = {}
@@ -44,7 +45,12 @@ class StreamExecution:
                 rank,
                 stream=self.stream,
                 weights=weights,
-                optimizers={stage: _optimizer_of(stage, one, parts) for stage, one in weights.items()},
+                optimizers={
+                    stage: parts.make_optimizers(
+                        stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False
+                    )
+                    for stage, one in weights.items()
+                },
                 shared=shared,
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
@@ -112,14 +118,6 @@ def _weights_of(
             copied={name for name, _ in held if name in taken},
         )
     return weights
-
-
-def _optimizer_of(stage: int, weights: WeightVersions, parts: UpdateParts) -> StageOptimizer:
-    assert parts.optimizer is not None, "check_runnable asks for one"
-    own = list(zip(weights.names, weights.own, strict=True))
-    made = StageOptimizer(stage, own, parts.optimizer, parts.scheduler)
-    made.refuse_if_it_cannot_stream()
-    return made
 
 
 def _shared_and_counted(

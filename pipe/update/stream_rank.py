@@ -24,8 +24,9 @@ from ..batch.batches import Batch, GroupLoss
 from ..stages.weights import WeightVersions
 from .gradients import FlatGradients, clip_gradients, scale_gradients, squared_norm
 from .interface import Known
-from .optimizers import StageOptimizer
+from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
+from .same_options import SameOptions
 
 
 class ParameterPlace(NamedTuple):
@@ -48,6 +49,7 @@ class _Group:
 
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
     added: set[int] = field(default_factory=set)  # positions of shared gradients that are whole
+    notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # squared, by rank
     norm: float | None = None
     clipped: bool = False
@@ -71,7 +73,7 @@ class StreamRank(RankUpdate):
         *,
         stream: Stream,
         weights: Mapping[int, WeightVersions],
-        optimizers: Mapping[int, StageOptimizer],
+        optimizers: Mapping[int, StageOptimizers],
         shared: Sequence[SharedGradient],
         counted: Sequence[ParameterPlace],
         max_grad_norm: float | None,
@@ -92,12 +94,14 @@ class StreamRank(RankUpdate):
         self._first_batch = 0
         self._groups: dict[int, _Group] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
+        names = [self.weights[at.stage].names[at.number] for at, _ in self._shared]
+        self._same_options = SameOptions(rank, names, num_stages=len(self.weights))
         peers = {other for one in self._shared for other in one.ranks} - {rank}
         self._with = {
             peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
         }
         self._flat = {
-            peer: FlatGradients([self.weights[s].own[i] for s, i in (self._shared[p].at for p in positions)])
+            peer: FlatGradients([(names[p], self._parameter(self._shared[p].at)) for p in positions])
             for peer, positions in self._with.items()
         }
 
@@ -142,8 +146,9 @@ class StreamRank(RankUpdate):
             case MessageKind.LOSS:
                 return super().take(message)
             case MessageKind.SUM:
-                places = [self._shared[position].at for position in self._with[message.dst]]
-                return self._flat[message.dst].pack([self._gradient(at, message.index) for at in places])
+                positions = self._with[message.dst]
+                gradients = [self._gradient(self._shared[position].at, message.index) for position in positions]
+                return self._flat[message.dst].pack(gradients, self._same_options.note(positions))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
@@ -169,18 +174,26 @@ class StreamRank(RankUpdate):
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
             group.clipped = True
-        self.weights[stage].update(index, self.optimizers[stage].step)
+        optimizers = self.optimizers[stage]
+        if self._shared:
+            self._same_options.used(index, self._option_numbers(stage))
+        batch = index // self._per_batch
+        is_batchs_last = (index + 1) % self._per_batch == 0
+        loss = self._batch_loss(batch) if is_batchs_last else None
+        self.weights[stage].update(index, lambda: optimizers.step(loss))
         group.updates += 1
         if group.updates == len(self.weights):
             del self._groups[index]
-            if (index + 1) % self._per_batch == 0:
-                self._complete(index // self._per_batch, group.norm)
+            if loss is not None:
+                self._known_losses.pop(batch)
+                self.known.append(Known(self.batches.pop(batch).step, loss, group.norm))
 
     def drop(self) -> None:
         """Forget all batches and groups under way (after an error)."""
         super().drop()
         self._groups.clear()
         self._known_losses.clear()
+        self._same_options.drop()
         for weights in self.weights.values():
             weights.drop_gradients()
 
@@ -192,12 +205,13 @@ class StreamRank(RankUpdate):
         if self._rank == 0:
             group.norm = float(torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum().sqrt())
 
-    def _complete(self, batch: int, grad_norm: float | None) -> None:
-        step = self.batches.pop(batch).step
-        parts = self._known_losses.pop(batch)
+    def _batch_loss(self, batch: int) -> float:
+        """Mean over the batch, all of whose groups are known."""
+        parts = self._known_losses[batch]
+        if len(parts) == 1:
+            return parts[0].mean
         shares = [part.num_samples if part.counts is None else part.counts for part in parts]
-        loss = sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)
-        self.known.append(Known(step, parts[0].mean if len(parts) == 1 else loss, grad_norm))
+        return sum(share * part.mean for share, part in zip(shares, parts, strict=True)) / sum(shares)
 
     def _add_shared(self, index: int) -> None:
         """Sum what has come of the gradients shared with other ranks, in the order of the ranks."""
@@ -206,24 +220,37 @@ class StreamRank(RankUpdate):
             return
         parts: dict[int, dict[int, torch.Tensor | None]] = {}  # position -> rank -> gradient
         for peer, message in group.sums.items():
-            for position, gradient in zip(self._with[peer], self._flat[peer].unpack(message), strict=True):
+            gradients, note = self._flat[peer].unpack(message)
+            if peer not in group.notes:
+                group.notes.add(peer)
+                self._same_options.told(peer, self._with[peer], note)
+            for position, gradient in zip(self._with[peer], gradients, strict=True):
                 parts.setdefault(position, {})[peer] = gradient
         for position, by_rank in parts.items():
             (stage, number), ranks = self._shared[position]
             if position in group.added or len(by_rank) < len(ranks) - 1:
                 continue
             group.added.add(position)
-            gradients = self.weights[stage].gradients(index)
-            by_rank[self._rank] = gradients[number]
+            own = self.weights[stage].gradients(index)
+            by_rank[self._rank] = own[number]
             present = [gradient for rank in ranks if (gradient := by_rank[rank]) is not None]
             if present:
                 total = present[0].clone()
                 for gradient in present[1:]:
                     total += gradient
-                gradients[number] = total
+                own[number] = total
 
     def _gradients(self, index: int) -> list[torch.Tensor | None]:
         return [gradient for weights in self.weights.values() for gradient in weights.gradients(index)]
+
+    def _option_numbers(self, stage: int) -> dict[int, int]:
+        """Of the shared parameters of a stage, by position."""
+        numbers = self.optimizers[stage].option_numbers()
+        places = [(position, one.at) for position, one in enumerate(self._shared) if one.at.stage == stage]
+        return {position: numbers.get(id(self._parameter(at)), 0) for position, at in places}
+
+    def _parameter(self, at: ParameterPlace) -> torch.nn.Parameter:
+        return self.weights[at.stage].own[at.number]
 
     def _gradient(self, at: ParameterPlace, index: int) -> torch.Tensor | None:
         return self.weights[at.stage].gradients(index)[at.number]

@@ -220,7 +220,7 @@ class Verifier:
             return result.loss, {name: p.grad for name, p in self._ownership.named_parameters()}
         with ExitStack() as stack:
             for position, one in enumerate(self._update.stages):
-                stack.enter_context(one.optimizer.held_back(partial(take, position)))
+                stack.enter_context(one.optimizers.held_back(partial(take, position)))
             results = [self._training.step(arguments, is_reported=False), *self._training.flush()]
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None

@@ -91,10 +91,11 @@ def test_results_that_a_flush_returned_do_not_come_again() -> None:
 
 def test_a_gradient_that_no_rank_has_stays_none_on_its_way() -> None:
     parameters = [torch.zeros(2, 3), torch.zeros(4), torch.zeros((), dtype=torch.float64)]
-    flat = FlatGradients(parameters)
+    flat = FlatGradients([(str(number), p) for number, p in enumerate(parameters)])
     for present in ((True, False, True), (False, True, False), (False, False, False)):
         gradients = [torch.ones_like(p) if there else None for p, there in zip(parameters, present, strict=True)]
-        found = flat.unpack(flat.pack(gradients))
+        found, note = flat.unpack(flat.pack(gradients, [4.0, 3.0, 2.0, 1.0]))
+        assert note == [4.0, 3.0, 2.0, 1.0]
         assert [gradient is not None for gradient in found] == list(present)
         assert all(g is None or torch.equal(g, torch.ones_like(p)) for g, p in zip(found, parameters, strict=True))
 

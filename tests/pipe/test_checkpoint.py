@@ -161,7 +161,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     manifest = saved(tmp_path / "c") / "checkpoint.json"
     good = json.loads(manifest.read_text())
     for changed, message in [
-        (json.dumps(good | {"version": 9}), r"checkpoint\.json is unreadable: expected version 2"),
+        (json.dumps(good | {"version": 9}), r"checkpoint\.json is unreadable: expected version 3"),
         (json.dumps(good | {"files": []}), "at least one stage"),
         (json.dumps(good | {"more": 1}), "more"),
         (json.dumps(good | {"step": -1}), "expected a step"),

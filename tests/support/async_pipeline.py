@@ -10,7 +10,7 @@ from torch import nn
 from .async_reference import AsyncCase, AsyncOutcome, autocast, case_bounds, make_batch, make_model, optimizer_states
 from .models import task_of
 from .pipeline import assembled, random_state
-from .reference import copied, make_optimizer, make_scheduler
+from .reference import copied, make_scheduler, pipeline_optimizer
 
 
 def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
@@ -19,8 +19,8 @@ def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
     settings: dict[str, Any] = {
         "schedule": make_schedule(case),
         "loss_fn": task_of(case.task).loss,
-        "optimizer": make_optimizer(case.optimizer),
-        "lr_scheduler": make_scheduler if case.decay else None,
+        "optimizer": pipeline_optimizer(case.optimizer),
+        "lr_scheduler": make_scheduler(case.decay),
         "max_grad_norm": case.max_grad_norm,
         "example_inputs": inputs,
         "mesh": {"pipe": case.num_ranks},

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from . import models
 from .cases import listed, same
 from .models import Chain, masked_token_loss, seeded_units, task_of
-from .reference import Seeder, copied, cut, make_optimizer, make_scheduler
+from .reference import Seeder, copied, cut, make_optimizers, make_scheduler, step_scheduler
 
 UNEVEN = (11, 13, 8, 10, 9, 7)
 
@@ -58,7 +58,7 @@ class AsyncCase:
     evals: tuple[int, ...] = ()
     optimizer: str = "sgd"
     max_grad_norm: float | None = None
-    decay: bool = False
+    decay: bool | str = False
     recompute: str = "none"
     autocast: bool = False  # float32 weights, bfloat16 around the whole loop
     as_stages: bool = False
@@ -80,7 +80,7 @@ class AsyncCase:
         reordered = self.replicas or task.tied or task.kind == "traced" or task.loss is masked_token_loss
         if not reordered and self.max_grad_norm is None:
             return 0.0
-        return 1e-10 if self.optimizer.startswith("adamw") else 1e-12
+        return 1e-10 if self.optimizer.startswith(("adamw", "rates")) else 1e-12
 
     @property
     def loss_tolerance(self) -> float:
@@ -221,8 +221,9 @@ class _Replay:
         self.case, self.mistake = case, mistake
         self.task = task_of(case.task)
         self.live = make_model(case)
-        self.optimizer = make_optimizer(case.optimizer)(self.live.parameters())
-        self.scheduler = make_scheduler(self.optimizer) if case.decay else None
+        self.optimizers = make_optimizers(case.optimizer, list(self.live.named_parameters()))
+        scheduler = make_scheduler(case.decay)
+        self.schedulers = [scheduler(optimizer) for optimizer in self.optimizers] if scheduler is not None else []
         self.seeder = _Seeder([], seed=case.seed)
         self.versions: list[nn.Module] = []
         self.gradients: dict[str, Tensor | None] = {}
@@ -274,8 +275,11 @@ class _Replay:
         for name, used, _ in parameters:
             self.gradients[name], used.grad = used.grad, None
 
-    def update(self, t: int) -> None:
-        """A step of the newest weights with the gradients of one update group, wherever these were computed."""
+    def update(self, t: int, loss: float | None) -> None:
+        """A step of the newest weights with the gradients of one update group, wherever these were computed.
+
+        loss: the batch's, behind its last group.
+        """
         for name, parameter in self.live.named_parameters():
             grad = self.gradients.get(name)
             if grad is not None and self.count:
@@ -286,10 +290,11 @@ class _Replay:
         if self.case.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.live.parameters(), self.case.max_grad_norm)
             self.outcome.grad_norms.append(norm.item())
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self.schedulers:
+            step_scheduler(scheduler, loss)
         self.gradients, self.count = {}, 0
         self.keep()
 
@@ -316,7 +321,7 @@ class _Replay:
             with autocast(case):
                 self.backward(piece, row)
             if (k + 1) % group == 0:
-                self.update(t)
+                self.update(t, None if k + 1 < M else loss / count if count else loss)
         return loss / count if count else loss
 
     def run(self) -> AsyncOutcome:
@@ -326,7 +331,7 @@ class _Replay:
             if t in self.case.evals:
                 self.outcome.evals.append(self.evaluate(t))
         self.outcome.state = copied(self.live.state_dict())
-        self.outcome.optimizer_state = optimizer_states(list(self.live.named_parameters()), [self.optimizer])
+        self.outcome.optimizer_state = optimizer_states(list(self.live.named_parameters()), self.optimizers)
         return self.outcome
 
     def evaluate(self, t: int) -> float:

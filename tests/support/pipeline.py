@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .cases import Case, Layout, Outcome
 from .models import TASKS, Chain, make_batch
-from .reference import copied, make_optimizer, make_scheduler, reference_model
+from .reference import copied, make_scheduler, pipeline_optimizer, reference_model
 
 
 def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) -> Any:
@@ -21,8 +21,8 @@ def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) 
         "num_microbatches": case.num_microbatches,
         "num_chunks": layout.num_chunks,
         "loss_fn": TASKS[case.task].loss,
-        "optimizer": make_optimizer(case.optimizer),
-        "lr_scheduler": make_scheduler if case.decay else None,
+        "optimizer": pipeline_optimizer(case.optimizer),
+        "lr_scheduler": make_scheduler(case.decay),
         "max_grad_norm": case.max_grad_norm,
         "example_inputs": inputs,
         "mesh": {"pipe": layout.num_ranks},

@@ -6,7 +6,7 @@ Written from the specification alone; nothing here imports stagewright.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,8 +121,68 @@ def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     return optimizers[name]
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+def _rates_by_name(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
+    """Up to three groups: a rate of its own for the first module, no decay on what has one dimension."""
+    first = [p for name, p in named if name.startswith("0.")]
+    flat = [p for name, p in named if not name.startswith("0.") and p.ndim < 2]
+    others = [p for name, p in named if not name.startswith("0.") and p.ndim >= 2]
+    groups = [{"params": first, "lr": 3e-2}, {"params": flat, "weight_decay": 0.0}, {"params": others}]
+    return [torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, weight_decay=0.1)]
+
+
+def _muon(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
+    """Two optimizers; Muon computes in bfloat16 within, so nothing may differ in front of it."""
+    matrices = [p for _, p in named if p.ndim == 2]
+    others = [p for name, p in named if p.ndim != 2 and "bias" not in name]
+    biases = [p for name, p in named if p.ndim != 2 and "bias" in name]
+    groups = [{"params": biases, "lr": 3e-2}, {"params": others}]
+    return [
+        torch.optim.Muon(matrices, lr=2e-2) if matrices else None,
+        torch.optim.SGD([group for group in groups if group["params"]], lr=5e-2, momentum=0.9)
+        if biases or others
+        else None,
+    ]
+
+
+BY_NAME = {"rates-by-name": _rates_by_name, "muon": _muon}  # over named parameters, several optimizers
+
+
+def make_optimizers(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """All of a model."""
+    if name in BY_NAME:
+        return [optimizer for optimizer in BY_NAME[name](named) if optimizer is not None]
+    return [make_optimizer(name)([parameter for _, parameter in named])]
+
+
+def pipeline_optimizer(name: str) -> Any:
+    """The same as `optimizer=` of a pipeline."""
+    from stagewright import named
+
+    return named(BY_NAME[name]) if name in BY_NAME else make_optimizer(name)
+
+
+def make_scheduler(decay: bool | str) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """None without decay; True halves the rate behind each update."""
+    lr = torch.optim.lr_scheduler
+    schedulers: dict[bool | str, Callable[[torch.optim.Optimizer], Any] | None] = {
+        False: None,
+        True: lambda optimizer: lr.StepLR(optimizer, step_size=1, gamma=0.5),
+        "plateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1),
+        "one-cycle": lambda optimizer: lr.OneCycleLR(optimizer, max_lr=0.05, total_steps=40),
+        "cyclic": lambda optimizer: lr.CyclicLR(optimizer, base_lr=1e-3, max_lr=5e-2, step_size_up=3),
+        "sequential": lambda optimizer: lr.SequentialLR(
+            optimizer, [lr.LinearLR(optimizer, total_iters=2), lr.ExponentialLR(optimizer, 0.5)], milestones=[2]
+        ),
+    }
+    return schedulers[decay]
+
+
+def step_scheduler(scheduler: Any, loss: float | None) -> None:
+    """Behind an update; `loss` is the batch's behind its last one."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step()
+    elif loss is not None:
+        scheduler.step(loss)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -141,7 +201,8 @@ def reference(case: Case) -> Outcome:
     model = reference_model(case)
     seeder = Seeder(seeded_units(model), seed=case.seed)
     optimizer = make_optimizer(case.optimizer)(model.parameters())
-    scheduler = make_scheduler(optimizer) if case.decay else None
+    schedule = make_scheduler(case.decay)
+    scheduler = None if schedule is None else schedule(optimizer)
     sizes = case.batch_sizes
     outcome = Outcome()
 

@@ -1,0 +1,102 @@
+"""The user's callable that makes a stage's optimizers: over parameters, or over named ones; one or several."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+NamedParameters = list[tuple[str, nn.Parameter]]  # as model.named_parameters() gives them
+Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFactory:
+    """What `named` returns."""
+
+    make: Callable[[NamedParameters], Made]
+
+    def __call__(self, parameters: NamedParameters) -> Made:
+        """The optimizer, or several, of a stage's named parameters."""
+        return self.make(parameters)
+
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Made] | NamedFactory
+
+
+def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
+    """Mark an `optimizer=` that takes named parameters: a list of (name, parameter), as `model.named_parameters()`.
+
+    Names are those in the user's model, whatever the cut. It is called once for each stage with a parameter to train
+    and returns an optimizer, or a list of them; None in the list stands for one that has nothing to hold there.
+
+        @stagewright.named
+        def optimizer(parameters):
+            embedding = [p for name, p in parameters if name.startswith("embedding.")]
+            others = [p for name, p in parameters if not name.startswith("embedding.")]
+            groups = [{"params": embedding, "lr": 1e-4}, {"params": others}]
+            return torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-4)
+
+        pipe = stagewright.PipelineModule(model, optimizer=optimizer, ...)
+
+    >>> sgd = named(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    >>> sgd(list(nn.Linear(2, 1).named_parameters())).param_groups[0]["param_names"]
+    ['weight', 'bias']
+    """
+    return NamedFactory(make)
+
+
+def make_optimizers(
+    factory: OptimizerFactory, parameters: Sequence[tuple[str, nn.Parameter]], *, where: str
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of some parameters, of which there must be one at least.
+
+    Arguments:
+        where: the parameters' place, for people, as "stage 2 (3, 4)".
+
+    Raises ValueError for what is no optimizer, and for one that steps with anything but gradients.
+    """
+    try:
+        made = factory(list(parameters)) if isinstance(factory, NamedFactory) else factory([p for _, p in parameters])
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ValueError(
+            f"optimizer= made an optimizer of no parameters for {where}: it is called once a stage, and "
+            f"{[name for name, _ in parameters][:3]} ... are all that is there. Expected None in its place, as in "
+            f"return [Muon(matrices) if matrices else None, AdamW(others) if others else None]"
+        ) from error
+    given = list(made) if isinstance(made, list | tuple) else [made]
+    optimizers: list[torch.optim.Optimizer] = []
+    for optimizer in given:
+        if optimizer is None and isinstance(made, list | tuple):
+            continue
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            shown = f"a {type(made).__name__} with a " if isinstance(made, list | tuple) else ""
+            raise ValueError(
+                f"optimizer= returned {shown}{type(optimizer).__name__}: expected a callable that takes a list of "
+                f"parameters (with their names: stagewright.named) and returns a torch.optim.Optimizer, or a list of "
+                f"them, such as lambda params: torch.optim.AdamW(params)"
+            )
+        if required_arguments(type(optimizer).step):
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} evaluates the model again in its step (it needs a closure), and "
+                f"each stage steps by itself, behind the last backward: expected one that steps from gradients alone, "
+                f"such as AdamW"
+            )
+        optimizers.append(optimizer)
+    return optimizers
+
+
+def required_arguments(method: Callable[..., object]) -> list[str]:
+    """Names of the arguments, behind `self`, that a method of a class cannot be called without."""
+    one_by_one = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = list(inspect.signature(method).parameters.values())[1:]
+    return [
+        each.name
+        for each in known
+        if each.default is each.empty and each.kind in (*one_by_one, inspect.Parameter.KEYWORD_ONLY)
+    ]

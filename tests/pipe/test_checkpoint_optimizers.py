@@ -1,0 +1,212 @@
+"""Optimizers in checkpoints: groups, several a stage and their schedules go on exactly, on any cut, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.pool import Pool
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import lr_scheduler as lr
+
+import stagewright
+from stagewright.pipe import PipelineModule
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def make(schedule: str, ranks: int, optimizer: Any, scheduler: Any = None, chunks: int | None = None) -> PipelineModule:
+    torch.manual_seed(3)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    return PipelineModule(
+        nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double(),
+        schedule=schedule,
+        num_microbatches=4,
+        num_chunks=chunks,
+        mesh={"pipe": ranks},
+        loss_fn=nn.functional.mse_loss,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
+        timeout=30.0,
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(8, 6, generator=generator, dtype=torch.float64),
+        torch.randn(8, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+def train(pipe: PipelineModule, steps: range) -> list[float | None]:
+    """Losses of these steps, by step."""
+    results = [pipe.train_step(*batch(step)) for step in steps]
+    told = {result.loss_step: result.loss for result in (*results, *pipe.flush())}
+    return [told[step] for step in steps]
+
+
+@stagewright.named
+def groups(parameters: Named) -> list[Optimizer | None]:
+    """Muon for the matrices but the first and last; a group of AdamW for the first one, which one stage alone has."""
+    inner = [p for name, p in parameters if p.ndim == 2 and name not in ("0.weight", "9.weight")]
+    first = [p for name, p in parameters if name == "0.weight"]
+    flat = [p for _, p in parameters if p.ndim < 2]
+    last = [p for name, p in parameters if name == "9.weight"]
+    rest = [
+        {"params": first, "lr": 3e-2},
+        {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)},
+        {"params": last, "lr": 2e-2},
+    ]
+    return [
+        Muon(inner, lr=1e-2) if inner else None,
+        AdamW([group for group in rest if group["params"]], lr=1e-2),
+    ]
+
+
+def peaks(optimizer: Optimizer) -> list[float]:
+    """A figure a group."""
+    return [3 * group["lr"] for group in optimizer.param_groups]
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda o: lr.LambdaLR(o, lambda step: 0.8**step),
+    "step": lambda o: lr.StepLR(o, step_size=2, gamma=0.5),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, factor=0.5, patience=1, threshold=0.2, min_lr=0.0),
+    "one-cycle": lambda o: lr.OneCycleLR(o, max_lr=peaks(o), total_steps=40, cycle_momentum=isinstance(o, AdamW)),
+    "cyclic": lambda o: lr.CyclicLR(
+        o, base_lr=[p / 9 for p in peaks(o)], max_lr=peaks(o), step_size_up=3, cycle_momentum=isinstance(o, AdamW)
+    ),
+    "sequential": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, total_iters=2), lr.CosineAnnealingLR(o, 10)], milestones=[2]
+    ),
+    "chained": lambda o: lr.ChainedScheduler([lr.LinearLR(o, total_iters=4), lr.LambdaLR(o, lambda s: 0.9**s)], o),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_groups_and_their_schedules_go_on_on_any_cut(scheduler: Callable[[Optimizer], Any], tmp_path: Path) -> None:
+    """To the last bit: each group's figures are found by the names in it, though stages have other groups."""
+    pipe = make("1f1b", 2, groups, scheduler)
+    train(pipe, range(3))
+    pipe.save(tmp_path)
+    expected = train(pipe, range(3, 7))
+    for schedule, ranks, chunks in [("1f1b", 2, None), ("interleaved", 2, 2), ("gpipe", 1, None), ("gpipe", 5, None)]:
+        other = make(schedule, ranks, groups, scheduler, chunks)
+        train(other, range(2))  # whatever stands there is replaced
+        other.load(tmp_path)
+        assert train(other, range(3, 7)) == expected, (schedule, ranks)
+        back = tmp_path / f"{schedule}-{ranks}"
+        other.save(back)
+        again = make("1f1b", 2, groups, scheduler)
+        again.load(back)
+        assert train(again, range(7, 9)) == train(other, range(7, 9))
+
+
+def test_groups_of_a_stream_go_on(tmp_path: Path) -> None:
+    pipe = make("2bw", 3, groups, SCHEDULES["plateau"])
+    train(pipe, range(3))
+    pipe.save(tmp_path)
+    expected = train(pipe, range(3, 6))
+    other = make("2bw", 2, groups, SCHEDULES["plateau"])
+    other.load(tmp_path)
+    assert train(other, range(3, 6)) == expected
+
+
+def _save_and_go_on(folder: str) -> list[float | None]:
+    pipe = make("1f1b", torch.distributed.get_world_size(), groups, SCHEDULES["plateau"])
+    train(pipe, range(2))
+    pipe.save(folder)
+    losses = train(pipe, range(2, 4))
+    pipe.close()
+    return losses
+
+
+@pytest.mark.gloo
+def test_groups_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
+    losses = gloo.run(_save_and_go_on, ranks=3, args=(str(tmp_path),))
+    pipe = make("interleaved", 2, groups, SCHEDULES["plateau"], 2)
+    pipe.load(tmp_path)
+    assert train(pipe, range(2, 4)) == losses[0] == losses[2]
+
+
+# --- what is refused ---
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=1e-2)
+
+
+def decays(parameters: list[nn.Parameter]) -> Optimizer:
+    """No decay on what has one dimension."""
+    matrices, flat = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return AdamW([{"params": matrices}, {"params": flat, "weight_decay": 0.0}], lr=1e-2)
+
+
+OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
+    "optimizer": (
+        adamw,
+        None,
+        lambda parameters: SGD(parameters, lr=0.1),
+        None,
+        r"has '0.weight' under the optimizer AdamW, and it is under SGD now: expected the same one",
+    ),
+    "schedule": (
+        adamw,
+        SCHEDULES["step"],
+        adamw,
+        SCHEDULES["lambda"],
+        r"has '0.weight' under the schedule StepLR, and it is under LambdaLR now: expected the same lr_scheduler=",
+    ),
+    "joined groups": (
+        decays,
+        None,
+        adamw,
+        None,
+        r"weight_decay=0.0 for '0.bias' and weight_decay=0.01 for '0.weight', which stand in one parameter group now",
+    ),
+    "divided groups": (
+        adamw,
+        None,
+        decays,
+        None,
+        r"has '0.bias' and '0.weight' in one parameter group, and they stand in groups with different options now",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS.keys())
+def test_other_optimizers_are_refused_and_nothing_is_changed(case: tuple[Any, ...], tmp_path: Path) -> None:
+    """What plain PyTorch takes half, or refuses by a number of groups."""
+    before, first, after, second, message = case
+    pipe = make("1f1b", 2, before, first)
+    train(pipe, range(2))
+    pipe.save(tmp_path)
+    other = make("1f1b", 2, after, second)
+    train(other, range(1))
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        other.load(tmp_path)
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+
+
+def test_a_schedule_may_end_or_begin_with_a_checkpoint(tmp_path: Path) -> None:
+    """Rates are those that were saved; a new schedule starts from its first step."""
+    pipe = make("1f1b", 2, adamw, SCHEDULES["step"])
+    train(pipe, range(3))
+    pipe.save(tmp_path)
+    without = make("1f1b", 2, adamw)
+    without.load(tmp_path)
+    assert [group["lr"] for one in without.optimizers for group in one.param_groups] == [5e-3] * 2
+
+
+def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
+    scale = nn.Parameter(torch.ones(()))
+    pipe = make("1f1b", 2, lambda parameters: SGD([*parameters, scale], lr=0.1))
+    with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(\) that is none of the model's, so that a"):
+        pipe.save(tmp_path)

@@ -1,0 +1,228 @@
+"""Optimizers over named parameters, several of them a stage, and schedules of their rates, against one plain process.
+
+The replay of support/async_reference.py knows no stages: it makes the same optimizers once, of all named parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.async_pipeline import run
+from support.async_reference import UNEVEN, AsyncCase, agree, replay
+from support.pool import Pool
+from support.small import X, Y, layers, make, sgd, stream
+from torch import nn
+
+import stagewright
+from stagewright.comm import PeerLost
+from stagewright.pipe import PipelineModule
+
+RULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "2bw": {"schedule": "2bw"},
+    "pipedream": {"schedule": "pipedream"},
+    "pipedream-k2": {"schedule": "pipedream", "update_every": 2},
+}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def check(**options: Any) -> None:
+    settings: dict[str, Any] = {"task": "conv-norm", "num_ranks": 3, "sizes": UNEVEN[:4]}
+    case = AsyncCase(**(settings | options))
+    agree(run(case), case)
+
+
+# --- groups by name, several optimizers ---
+
+
+@each_rule
+@pytest.mark.parametrize("optimizer", ["rates-by-name", "muon"])
+def test_groups_and_several_optimizers(rule: dict[str, Any], optimizer: str) -> None:
+    check(optimizer=optimizer, decay=True, flushes=(2,), **rule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": (2, 1), "num_ranks": 3},
+        {"task": "small-tied"},
+        {"max_grad_norm": 0.05},
+        {"task": "mlp", "num_ranks": 4, "bounds": (1, 3, 6)},  # a stage with nothing to train
+    ],
+    ids=["replicas", "tied", "clipped", "no-parameters"],
+)
+def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
+    check(schedule=schedule, optimizer="rates-by-name", **options)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_groups_with_replicas_over_processes(gloo: Pool, schedule: str) -> None:
+    case = AsyncCase(
+        task="conv-norm", schedule=schedule, num_ranks=3, replicas=(2, 1), optimizer="rates-by-name", decay="plateau"
+    )
+    agree(gloo.run(run, ranks=3, args=(case,)), case)
+
+
+# --- schedules ---
+
+
+@each_rule
+@pytest.mark.parametrize(
+    ("decay", "optimizer"),
+    [("plateau", "momentum"), ("one-cycle", "adamw"), ("cyclic", "momentum"), ("sequential", "rates-by-name")],
+)
+def test_schedules(rule: dict[str, Any], decay: str, optimizer: str) -> None:
+    """Those of one cycle change momentum and betas, too; a plateau takes the batch's loss."""
+    check(task="mlp", optimizer=optimizer, decay=decay, **rule)
+
+
+def test_a_plateau_has_come_in_that_test() -> None:
+    one = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:4], optimizer="momentum")
+    other = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:4], optimizer="momentum", decay="plateau")
+    assert not torch.equal(replay(one).state["0.weight"], replay(other).state["0.weight"])
+
+
+# --- what nobody trains ---
+
+
+@pytest.mark.parametrize("begin", [make, stream])
+@pytest.mark.filterwarnings("default")
+def test_a_parameter_that_no_optimizer_holds_stays_and_is_told_once(begin: Any) -> None:
+    def weights(parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        return [sgd([p for name, p in parameters if not name.endswith("bias")])]
+
+    model = layers()
+    with pytest.warns(UserWarning, match=r"holds '0.bias', .*'4.bias' and 1 more: train_step leaves them") as told:
+        pipe = begin(model=model, optimizer=stagewright.named(weights), max_grad_norm=1e-3)
+    assert len(told) == 1
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    norms = []
+    for _ in range(3):
+        norms.append(pipe.train_step(X, Y).grad_norm)
+        pipe.flush()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name]) is name.endswith("bias"), name
+    # What an earlier batch left on a bias would make the norm grow by half and more.
+    assert max(norm for norm in norms if norm) < 1.2 * min(norm for norm in norms if norm)
+    pipe.verify(X, Y)
+
+
+def test_a_stage_without_an_optimizer_of_a_kind() -> None:
+    """None in the list; an optimizer of no parameters is refused, and says so."""
+
+    def halves(parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
+        first = [p for name, p in parameters if name.startswith("0.")]
+        others = [p for name, p in parameters if not name.startswith("0.")]
+        return [torch.optim.AdamW(first) if first else None, torch.optim.SGD(others, lr=0.1)]
+
+    pipe = make(optimizer=stagewright.named(halves))
+    assert [type(optimizer).__name__ for optimizer in pipe.optimizers] == ["AdamW", "SGD", "SGD"]
+    pipe.train_step(X, Y)
+    with pytest.raises(
+        ValueError, match=r"an optimizer of no parameters for stage 1 \(3 .. 5\).* Expected None in its"
+    ):
+        make(optimizer=stagewright.named(lambda named: sgd([p for n, p in named if n.startswith("0.")])))
+
+
+def test_a_frozen_stage_calls_no_factory() -> None:
+    model = layers()
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    called: list[list[str]] = []
+
+    def factory(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        called.append([name for name, _ in parameters])
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    make(model=model, optimizer=stagewright.named(factory)).train_step(X, Y)
+    assert called == [["3.weight", "3.bias", "4.weight", "4.bias", "5.weight", "5.bias"]]
+
+
+# --- what is refused ---
+
+
+class NeedsLoss(torch.optim.SGD):
+    """Like LBFGS: its step asks for more than gradients."""
+
+    def step(self, loss: float) -> None:  # type: ignore[override]
+        raise AssertionError(loss)
+
+
+WHOLE = layers()
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a list with something else": (
+        lambda params: [sgd(params), "sgd"],
+        r"optimizer= returned a list with a str: expected",
+    ),
+    "a closure": (torch.optim.LBFGS, r"optimizer LBFGS evaluates the model again in its step .* such as AdamW"),
+    "a closure of another name": (lambda params: NeedsLoss(params, lr=0.1), r"optimizer NeedsLoss evaluates the model"),
+    "held by two optimizers": (
+        lambda params: [sgd(params), sgd(params[-1:])],
+        r"parameter '2.bias' of stage 0 \(0 .. 2\) is held twice by what optimizer= returned: expected each",
+    ),
+    "another stage's": (
+        lambda params: sgd(list(WHOLE.parameters())),
+        r"optimizer SGD holds a parameter of shape \(6, 6\) that it was not given, one of the model's, but not",
+    ),
+}
+
+
+@pytest.mark.parametrize("begin", [make, stream])
+@pytest.mark.parametrize(("optimizer", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(begin: Any, optimizer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        begin(model=WHOLE, optimizer=optimizer)
+
+
+class NeedsTwo:
+    """A schedule of the user's own."""
+
+    def step(self, loss: float, accuracy: float) -> None:
+        raise AssertionError(loss, accuracy)
+
+
+def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="the step of the scheduler NeedsTwo needs loss, accuracy: expected one that"):
+        make(lr_scheduler=lambda optimizer: NeedsTwo())
+
+
+def _change_a_rate(who: list[int]) -> str:
+    """Under 2bw, while batches are under way."""
+    torch.manual_seed(0)
+    schedule = stagewright.schedules.build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    pipe: PipelineModule = stream(schedule, model=layers())
+    local = [pipe.rank] if pipe.world.distributed else [0, 1, 2]
+    pipe.train_step(X, Y)
+    pipe.flush()
+    for rank, optimizer in zip(local, pipe.optimizers, strict=True):
+        if rank in who:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    try:
+        for _ in range(3):
+            pipe.train_step(X, Y)
+        pipe.flush()
+        pipe.close()
+    except (ValueError, PeerLost) as error:
+        return str(error)
+    return ""
+
+
+MESSAGE = (
+    "the ranks [0, 1] hold copies of the same weights, and their optimizers have different options for '0.weight', "
+)
+
+
+def test_rates_that_differ_between_copies_of_a_stream_are_refused() -> None:
+    assert _change_a_rate([]) == _change_a_rate([0, 1]) == _change_a_rate([2]) == ""
+    assert _change_a_rate([1]).startswith(MESSAGE)
+
+
+@pytest.mark.gloo
+def test_rates_that_differ_between_copies_of_a_stream_are_refused_over_processes(gloo: Pool) -> None:
+    assert gloo.run(_change_a_rate, ranks=3, args=([0, 1],)) == [""] * 3
+    assert all(MESSAGE in answer for answer in gloo.run(_change_a_rate, ranks=3, args=([0],)))
