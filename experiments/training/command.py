@@ -1,4 +1,4 @@
-"""`stagewright train`: a GPT on real text, through a pipeline of local processes.
+"""`stagewright train`: the example GPT, or a model of the user's, through a pipeline of local processes.
 
     stagewright train --ranks 2       (no WORLD_SIZE)   -> launcher -> 2 x `python -m stagewright train ...`
     torchrun ... -m stagewright train (WORLD_SIZE set)  -> this process is one rank
@@ -43,9 +43,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _check_before_launch(options: TrainOptions) -> None:
     """Raise here, once, what would fail on every rank."""
-    from .corpus import load_corpus
-
     assert options.name is not None
     RunFolder.check_free(options.name)
-    model_config(options)
-    load_corpus(options.text).check_length(options.length)
+    if options.model is None:
+        from .corpus import load_corpus
+
+        model_config(options)
+        load_corpus(options.text).check_length(options.length)

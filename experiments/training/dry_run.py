@@ -10,14 +10,15 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...partition.plans.plan import Plan
 from ...schedules import Costs, Schedule, lower_bound, simulate
-from .corpus import loss_fn
-from .gpt import GPT
+from ...schedules.wording import count, size
+from ..own_task import Batch
 from .options import TrainOptions
-from .recipe import make_model, make_pipe
+from .pipeline import make_pipe
+from .task import Task, make_task
 
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
 BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
@@ -43,7 +44,7 @@ class DryRun:
         bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
         peak_activations: per rank, in stage activations.
         state_bytes: per rank; parameters (all versions) with their gradients and optimizer state.
-        activation_bytes: per rank, of the microbatches in flight.
+        activation_bytes: per rank, of the microbatches in flight; None where they were not counted.
         costs: origin of the costs, for people.
     """
 
@@ -58,14 +59,19 @@ class DryRun:
     lower_bound_ratio: float
     peak_activations: tuple[int, ...]
     state_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...] | None
     costs: str = "proportional to parameters (forward 1, backward 2); a real run measures its own"
 
 
-def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
+def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     """Cut the model as a run would, and simulate one batch."""
-    tokens = torch.zeros((options.batch, options.length), dtype=torch.int64)
-    pipe = make_pipe(options, schedule, model, tokens)  # all ranks in this process
+    model, batch = task.make_model(), next(task.batches())
+    kept = None
+    if options.recompute == "none":
+        kept = kept_bytes(model, microbatch(batch, schedule.num_microbatches), task)
+    elif options.model is None:
+        kept = stage_input_bytes(options, schedule)
+    pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
     stages = tuple(
         StagePlan(stage=number, rank=schedule.owners[number][0], name=name, parameters=parameters)
         for number, (name, parameters) in enumerate(zip(pipe.stage_names, pipe.stage_num_parameters, strict=True))
@@ -74,8 +80,6 @@ def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
     costs = Costs(forward=weights, backward=[2 * weight for weight in weights])
     timeline = simulate(schedule, costs)
     peaks = timeline.peak_activations
-    largest = tokens.tensor_split(schedule.num_microbatches)[0]
-    kept = kept_bytes(model, largest, recompute=options.recompute, num_stages=schedule.num_stages)
     held = [sum(s.parameters for s in stages if s.rank == rank) for rank in range(schedule.num_ranks)]
     return DryRun(
         schedule=schedule.name,
@@ -92,17 +96,24 @@ def predict(options: TrainOptions, schedule: Schedule, model: GPT) -> DryRun:
             (BYTES_A_PARAMETER + (versions - 1) * BYTES_A_VERSION) * parameters
             for parameters, versions in zip(held, timeline.peak_versions, strict=True)
         ),
-        activation_bytes=tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
+        activation_bytes=None if kept is None else tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
     )
 
 
-def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -> int:
-    """Bytes that autograd keeps of one microbatch over all stages, parameters apart; counted in one forward.
+def microbatch(batch: Batch, num_microbatches: int) -> Batch:
+    """The largest of its microbatches."""
+    samples = -(-len(batch[0]) // num_microbatches)
+    return tuple(each[:samples] if isinstance(each, Tensor) else each for each in batch)
 
-    With recompute="full" a stage keeps its input alone: hidden vectors, float32 [B, T, D].
-    """
-    if recompute == "full":
-        return num_stages * tokens.numel() * model.config.width * torch.float32.itemsize
+
+def stage_input_bytes(options: TrainOptions, schedule: Schedule) -> int:
+    """Bytes that a GPT keeps of one microbatch under recompute="full": each stage's input, float32 [B, T, D]."""
+    samples = -(-options.batch_size // schedule.num_microbatches)
+    return schedule.num_stages * samples * options.length * options.width * torch.float32.itemsize
+
+
+def kept_bytes(model: nn.Module, batch: Batch, task: Task) -> int:
+    """Bytes that autograd keeps of one microbatch over all stages, parameters apart; counted in one forward."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -113,8 +124,8 @@ def kept_bytes(model: GPT, tokens: Tensor, *, recompute: str, num_stages: int) -
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = loss_fn(model(tokens), tokens)
-    assert loss.grad_fn is not None  # the graph is still there: no storage was freed and counted a second time
+        loss = task.loss_fn(model(*batch[:-1]), batch[-1])
+    assert loss is not None  # the graph is still there: no storage was freed and counted a second time
     return sum(kept.values())
 
 
@@ -129,7 +140,7 @@ def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
         print(what.to_json() if options.json else _plan_text(what))
         return 0
     schedule = what
-    answer = predict(options, schedule, make_model(options))
+    answer = predict(options, schedule, make_task(options))
     if options.json:
         print(json.dumps(asdict(answer)))
     else:
@@ -139,7 +150,8 @@ def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
 
 def check_plan(options: TrainOptions, plan: Plan) -> None:
     """Cut the model as the run would, in this process; ValueError where the plan is for another one."""
-    make_pipe(options, plan, make_model(options), torch.zeros((options.batch, options.length), dtype=torch.int64))
+    task = make_task(options)
+    make_pipe(options, plan, task, task.make_model(), next(task.batches()))
 
 
 def _plan_text(plan: Plan) -> str:
@@ -152,8 +164,9 @@ def _plan_text(plan: Plan) -> str:
 def _text(answer: DryRun, schedule: Schedule) -> str:
     width = max(len(stage.name) for stage in answer.stages)
     lines = [
-        f"{answer.parameters:,} parameters in {answer.num_stages} stages on {answer.num_ranks} ranks, "
-        f"{answer.schedule}, {answer.num_microbatches} microbatches (nothing is trained)",
+        f"{count(answer.parameters, 'parameter')} in {count(answer.num_stages, 'stage')} on "
+        f"{count(answer.num_ranks, 'rank')}, {answer.schedule}, {count(answer.num_microbatches, 'microbatch')} "
+        f"(nothing is trained)",
         "",
         f"stage  rank  {'holds':<{width}}  parameters",
         *(f"{s.stage:>5}  {s.rank:>4}  {s.name:<{width}}  {s.parameters:>10,}" for s in answer.stages),
@@ -165,12 +178,10 @@ def _text(answer: DryRun, schedule: Schedule) -> str:
         f"                   costs {answer.costs}",
         "predicted memory   rank   parameters, gradients, AdamW   activations in flight",
     ]
-    for rank, (state, activations, peak) in enumerate(
-        zip(answer.state_bytes, answer.activation_bytes, answer.peak_activations, strict=True)
-    ):
-        lines.append(
-            f"                   {rank:>4}   {state / 1e6:>26.1f} MB   {activations / 1e6:.1f} MB ({peak} stages)"
-        )
+    for rank, (state, peak) in enumerate(zip(answer.state_bytes, answer.peak_activations, strict=True)):
+        activations = answer.activation_bytes
+        held = "not counted" if activations is None else size(activations[rank])
+        lines.append(f"                   {rank:>4}   {size(state):>29}   {held} ({count(peak, 'stage')})")
     return "\n".join(lines)
 
 

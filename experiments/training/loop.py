@@ -7,33 +7,31 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
 
 from ...partition.plans.plan import Plan
 from ...partition.profiler.memory import peaks
-from ...pipe import StepResult
+from ...pipe import StepRecord, StepResult
 from ...schedules import Schedule, simulate
+from ...schedules.wording import count, duration, size
 from ..host import MemoryMeter
 from ..launcher import report_to_launcher
-from .corpus import Corpus, bits_per_byte, load_corpus
-from .gpt import GPT, sample
+from ..own_task import Batch
+from .corpus import bits_per_byte
 from .options import TrainOptions
-from .progress import Progress, make_progress
-from .recipe import learning_rate_curve, make_model, make_pipe, may_verify
+from .pipeline import make_pipe, may_verify
+from .progress import Progress, make_progress, speed
 from .run_folder import Manifest, Metrics, RunFolder, Summary
+from .task import Task, make_task
 from .traces import Traces
 
-VALIDATION_WINDOWS = 512
 TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
 WATCHED_STEP = 2  # when all memory has been in use once
 FIRST_TRACE = 3  # the steps before warm up caches and allocators
-SAMPLE_PROMPT = b"import "
-SAMPLE_BYTES = 240
 
 
 def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
@@ -44,10 +42,9 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
     """
     with report_to_launcher():
         rank = int(os.environ.get("RANK", "0"))
-        corpus = load_corpus(options.text)
-        corpus.check_length(options.length)
-        folder = _make_folder(options, corpus) if rank == 0 else None
-        _Training(options, what, corpus, folder).run()
+        task = make_task(options)
+        folder = _make_folder(options, task) if rank == 0 else None
+        _Training(options, what, task, folder).run()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -57,84 +54,61 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
 class _Record:
     """Measurements so far."""
 
-    losses: list[float] = field(default_factory=list)  # [nats]
+    losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     predicted_bubbles: list[float] = field(default_factory=list)
     traces: Traces | None = None
+    samples: int = 0
     seconds: float = 0.0
     tensor_bytes: int = 0  # of this process at the peak of the watched step
 
-
-def _metrics(
-    loss: float,
-    grad_norm: float | None,
-    *,
-    step: int,
-    batch_tokens: int,
-    learning_rate: float,
-    step_seconds: float,
-    bubble: float | None,
-    predicted_bubble: float | None,
-) -> Metrics:
-    return Metrics(
-        step=step,
-        tokens=(step + 1) * batch_tokens,
-        loss=loss,
-        bits_per_byte=bits_per_byte(loss),
-        learning_rate=learning_rate,
-        grad_norm=grad_norm,
-        step_seconds=step_seconds,
-        tokens_per_s=batch_tokens / step_seconds,
-        bubble=bubble,
-        predicted_bubble=predicted_bubble,
-    )
+    def newest_bubbles(self) -> tuple[float, float] | None:
+        """Measured and predicted."""
+        return (self.bubbles[-1], self.predicted_bubbles[-1]) if self.bubbles else None
 
 
 class _Training:
     """One rank's run; the collective calls stand in the same order on all ranks."""
 
     def __init__(
-        self, options: TrainOptions, what: Schedule | Plan | None, corpus: Corpus, folder: RunFolder | None
+        self, options: TrainOptions, what: Schedule | Plan | None, task: Task, folder: RunFolder | None
     ) -> None:
         self.options = options
-        self.corpus = corpus
+        self.task = task
         self.folder = folder
         self.meter = MemoryMeter()
-        model = make_model(options)
-        self.config = model.config
+        self.record = _Record()
+        self.told: list[StepRecord] = []  # by the pipeline, and not yet logged
+        model = task.make_model()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        first = self._batch(0)
+        self.batches = task.batches()
+        self.first = next(self.batches)
         self.verifies = may_verify(model)  # before the stages of others are let go
-        self.pipe = make_pipe(options, what, model, first[0])
+        self.pipe = make_pipe(options, what, task, model, self.first, on_step=self.told.append)
         if what is None:
             if self.pipe.rank == 0 and not options.json:
                 print("profiling the model and the links, and planning ...", file=sys.stderr, flush=True)
-            self.pipe.build(*first)
-        self.record = _Record()
+            self.pipe.build(*self.first)
 
     def run(self) -> None:
         with self.pipe:
-            val_bits, resident, tensors, weights = self._run()
+            val_loss, resident, tensors, weights = self._run()
         if self.folder is not None:
-            self._leave_behind(self.folder, val_bits=val_bits, resident=resident, tensors=tensors, weights=weights)
+            self._leave_behind(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
 
-    def _run(self) -> tuple[float, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
-        """Validation bits a byte, peak bytes of processes and of tensors, and the weights."""
+    def _run(self) -> tuple[float | None, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
+        """Validation loss, peak bytes of processes and of tensors, and the weights."""
         with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
             if self.pipe.plan is not None:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
-        val_bits = bits_per_byte(self._validate())
+        val_loss = self._validate()
         weights = self.pipe.full_state_dict()
         resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
-        return val_bits, resident, tensors, weights
-
-    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        options = self.options
-        return self.corpus.batch(seed=options.seed, step=step, batch_size=options.batch, length=options.length)
+        return val_loss, resident, tensors, weights
 
     def _verify(self, progress: Progress) -> None:
         """The first batch against the plain model, before the clock and the memory meter count."""
@@ -143,71 +117,56 @@ class _Training:
         if not self.verifies:
             progress.note("not verified: a plain copy of the model would take more than an eighth of the memory")
             return
-        found = self.pipe.verify(*self._batch(0))
+        found = self.pipe.verify(*self.first)
         self.pipe.forget_measurements()
         self.meter.forget_peak()
         progress.note(
-            f"verified against the plain model: loss, {found.num_gradients} gradients, outputs "
-            f"({found.seconds:.1f} s, a copy of {found.copy_bytes / 1e6:.0f} MB)"
+            f"verified against the plain model: loss, {count(found.num_gradients, 'gradient')}, outputs "
+            f"({duration(found.seconds)}, a copy of {size(found.copy_bytes)})"
         )
 
     def _train(self, progress: Progress) -> None:
         started = time.perf_counter()
-        rate = learning_rate_curve(self.options.steps)
-        under_way: dict[int, Callable[[float, float | None], Metrics]] = {}  # steps whose loss is not known yet
+        bubbles: dict[int, tuple[float, float] | None] = {}  # the newest when a step had run
+        for step, batch in enumerate(islice(chain([self.first], self.batches), self.options.steps)):
+            if step == 1:
+                self.pipe.measured_costs()  # the link's latency: measured while little is under way
+            before = time.perf_counter()
+            result = self._step(step, batch)
+            self.record.step_seconds.append(time.perf_counter() - before)
+            if self._is_traced(step):
+                self._trace(result)
+            bubbles[step] = self.record.newest_bubbles()
+            self._log(bubbles, progress)
+        self.pipe.flush()
+        self._log(bubbles, progress)
+        self.record.seconds = time.perf_counter() - started
 
-        def known(result: StepResult) -> None:
-            make_metrics = None if result.loss_step is None else under_way.pop(result.loss_step, None)
-            if make_metrics is None or result.loss is None:
-                return
-            metrics = make_metrics(result.loss, result.grad_norm)
-            self.record.losses.append(result.loss)
+    def _log(self, bubbles: dict[int, tuple[float, float] | None], progress: Progress) -> None:
+        """What became known of steps."""
+        for told in self.told:
+            self.record.losses.append(told.loss)
+            self.record.samples += told.num_samples
+            metrics = _metrics(told, self.record.samples, self.task.sample_bytes, bubbles.pop(told.step))
             progress.step(metrics)
             if self.folder is not None:
                 self.folder.log(metrics)
+        self.told.clear()
 
-        for step in range(self.options.steps):
-            if step == 1:
-                self.pipe.measured_costs()  # the link's latency: measured while little is under way
-            tokens, targets = self._batch(step)
-            before = time.perf_counter()
-            result, *late = self._step(step, tokens, targets)
-            seconds = time.perf_counter() - before
-            self.record.step_seconds.append(seconds)
-            if self._is_traced(step):
-                self._trace(result)
-            under_way[step] = partial(
-                _metrics,
-                step=step,
-                batch_tokens=tokens.numel(),
-                learning_rate=self.options.lr * rate(step),
-                step_seconds=seconds,
-                bubble=self.record.bubbles[-1] if self.record.bubbles else None,
-                predicted_bubble=self.record.predicted_bubbles[-1] if self.record.bubbles else None,
-            )
-            for each in sorted((result, *late), key=lambda one: -1 if one.loss_step is None else one.loss_step):
-                known(each)
-        for result in self.pipe.flush():
-            known(result)
-        self.record.seconds = time.perf_counter() - started
-
-    def _step(self, step: int, tokens: torch.Tensor, targets: torch.Tensor) -> list[StepResult]:
-        """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty.
-
-        Returns its result, and then those of earlier and later batches that a flush has told.
-        """
+    def _step(self, step: int, batch: Batch) -> StepResult:
+        """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty."""
         if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
-            return [self.pipe.train_step(tokens, targets)]
+            return self.pipe.train_step(*batch)
         results: list[StepResult] = []
-        before = self.pipe.flush()
+        self.pipe.flush()
         held = self.pipe.held_bytes()
 
         def watched() -> None:
-            results.append(self.pipe.train_step(tokens, targets))
-            results.extend(self.pipe.flush())
+            results.append(self.pipe.train_step(*batch))
+            self.pipe.flush()
 
         self.record.tensor_bytes = held + peaks([watched], self.pipe.device)[0][0]
-        return [*results, *before]
+        return results[0]
 
     def _trace(self, result: StepResult) -> None:
         measured = result.timeline()
@@ -220,37 +179,35 @@ class _Training:
         """Now and then, and at the end, so that a run of any length has a trace."""
         return step % TRACE_EVERY == FIRST_TRACE or step == self.options.steps - 1
 
-    def _validate(self) -> float:
-        """Mean loss over the fixed windows of the held-out text [nats]."""
-        batches = self.corpus.validation_batches(
-            num_batches=max(1, VALIDATION_WINDOWS // self.options.batch),
-            batch_size=self.options.batch,
-            length=self.options.length,
-        )
-        losses = [self.pipe.eval_step(tokens, targets).loss for tokens, targets in batches]
-        return statistics.fmean(loss for loss in losses if loss is not None)  # None: without a loss_fn only
+    def _validate(self) -> float | None:
+        """Mean loss over the held-out batches; None without any."""
+        losses = [self.pipe.eval_step(*batch).loss for batch in self.task.validation()]
+        return statistics.fmean(loss for loss in losses if loss is not None) if losses else None
 
     def _title(self) -> str:
-        schedule, options = self.pipe.schedule, self.options
+        schedule, options, task = self.pipe.schedule, self.options, self.task
+        samples = len(self.first[0])
+        what = count(samples, "sample") if task.sample_bytes is None else f"{samples} x {task.sample_bytes} bytes"
+        loss = "" if options.model is None else f"; loss: {task.loss_name}"
         return (
-            f"{self.num_parameters:,} parameters in {schedule.num_stages} stages on "
-            f"{schedule.num_ranks} ranks, {schedule.name}, {schedule.num_microbatches} microbatches; "
-            f"{options.steps} steps of "
-            f"{options.batch} x {options.length} bytes of {self.corpus.source}"
+            f"{count(self.num_parameters, 'parameter')} in {count(schedule.num_stages, 'stage')} on "
+            f"{count(schedule.num_ranks, 'rank')}, {schedule.name}, {count(schedule.num_microbatches, 'microbatch')}; "
+            f"{count(options.steps, 'step')} of {what} of {task.source}{loss}"
         )
 
     def _leave_behind(
         self,
         folder: RunFolder,
         *,
-        val_bits: float,
+        val_loss: float | None,
         resident: tuple[int, ...],
         tensors: tuple[int, ...],
         weights: dict[str, torch.Tensor],
     ) -> None:
         record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
         assert record.traces is not None
-        tokens = self.options.steps * self.options.batch * self.options.length
+        text = self.task.sample_bytes
+        train_loss = statistics.fmean(record.losses[-20:])
         summary = Summary(
             schedule=schedule.name,
             num_ranks=schedule.num_ranks,
@@ -258,11 +215,15 @@ class _Training:
             num_microbatches=schedule.num_microbatches,
             parameters=self.num_parameters,
             steps=self.options.steps,
-            tokens=tokens,
+            samples=record.samples,
+            tokens=None if text is None else record.samples * text,
             seconds=record.seconds,
-            tokens_per_s=tokens / record.seconds,
-            train_bits_per_byte=bits_per_byte(statistics.fmean(record.losses[-20:])),
-            val_bits_per_byte=val_bits,
+            samples_per_s=record.samples / record.seconds,
+            tokens_per_s=None if text is None else record.samples * text / record.seconds,
+            train_loss=train_loss,
+            train_bits_per_byte=None if text is None else bits_per_byte(train_loss),
+            val_loss=val_loss,
+            val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
             step_seconds=statistics.median(record.step_seconds),
             predicted_step_seconds=record.traces.predicted.batch_seconds,
             bubble=statistics.median(record.bubbles),
@@ -281,16 +242,9 @@ class _Training:
             print(json.dumps({**asdict(summary), "folder": str(folder.path)}))
             return
         print(report(summary))
-        print(f"\nsample after {SAMPLE_PROMPT.decode()!r}, from the gathered weights:\n")
-        print(self._sample(weights))
+        if self.task.describe is not None:
+            print(f"\n{self.task.describe(weights)}")
         print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, timeline.perfetto.json")
-
-    def _sample(self, weights: dict[str, torch.Tensor]) -> str:
-        """Text from a fresh model with the gathered weights: proof that they are whole."""
-        fresh = GPT(self.config)
-        fresh.load_state_dict(weights)
-        text = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=self.config.length, seed=self.options.seed)
-        return printable(SAMPLE_PROMPT + text)
 
 
 def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:
@@ -299,14 +253,6 @@ def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:
     if num_processes == 1:
         return (sum(by_rank.values()),)
     return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))
-
-
-def printable(text: bytes) -> str:
-    """Text that a terminal shows as it is: a young model may well write escape sequences."""
-    decoded = text.decode(errors="replace")
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
-    )
 
 
 def gather(number: int) -> tuple[int, ...]:
@@ -320,34 +266,61 @@ def gather(number: int) -> tuple[int, ...]:
 
 def report(summary: Summary) -> str:
     """The summary for people."""
-    bits, predicted = summary.val_bits_per_byte, summary.predicted_step_seconds
-    peaks = ", ".join(f"{peak / 1e6:.0f} MB" for peak in summary.peak_memory_bytes)
-    planned = ""
+    lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
+    lines += [
+        f"step         {duration(summary.step_seconds)} measured, {duration(summary.predicted_step_seconds)} predicted "
+        f"without clipping",
+        f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
+        f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above what stood at its start",
+    ]
     step, held, expected = summary.planned_step_seconds, summary.peak_tensor_bytes, summary.planned_memory_bytes
     if step is not None and held is not None and expected is not None:
         memory = ", ".join(
-            f"{each / 1e6:.1f} / {there / 1e6:.1f} MB ({each / max(there, 1) - 1:+.1%})"
+            f"{size(each)} / {size(there)} ({each / max(there, 1) - 1:+.1%})"
             for each, there in zip(expected, held, strict=True)
         )
-        planned = (
-            f"\nplan         step {step * 1e3:.1f} / {summary.step_seconds * 1e3:.1f} ms "
+        lines.append(
+            f"plan         step {duration(step)} / {duration(summary.step_seconds)} "
             f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
-    return f"""
-validation   {bits:.3f} bits/byte (training {summary.train_bits_per_byte:.3f})
-speed        {summary.tokens_per_s:,.0f} tokens/s ({summary.tokens:,} tokens in {summary.seconds:.0f} s)
-step         {summary.step_seconds * 1e3:.1f} ms measured, {predicted * 1e3:.1f} ms predicted without clipping
-bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted
-peak memory  {peaks}, by process, above what stood at its start{planned}"""
+    return "\n".join(lines)
 
 
-def _make_folder(options: TrainOptions, corpus: Corpus) -> RunFolder:
+def _loss_line(summary: Summary) -> str:
+    train, val = summary.train_bits_per_byte, summary.val_bits_per_byte
+    if train is not None and val is not None:
+        return f"{val:.3f} bits/byte in validation, {train:.3f} in training"
+    validation = "" if summary.val_loss is None else f", {summary.val_loss:.4g} in validation"
+    return f"{summary.train_loss:.4g} over the last steps{validation}"
+
+
+def _speed_line(summary: Summary) -> str:
+    done = count(summary.samples, "sample") if summary.tokens is None else count(summary.tokens, "token")
+    rate = speed(samples_per_s=summary.samples_per_s, tokens_per_s=summary.tokens_per_s)
+    return f"{rate} ({done} in {duration(summary.seconds)})"
+
+
+def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubbles: tuple[float, float] | None) -> Metrics:
+    rate = told.num_samples / told.seconds
+    measured, predicted = (None, None) if bubbles is None else bubbles
+    return Metrics(
+        step=told.step,
+        samples=samples,
+        tokens=None if sample_bytes is None else samples * sample_bytes,
+        loss=told.loss,
+        bits_per_byte=None if sample_bytes is None else bits_per_byte(told.loss),
+        learning_rate=told.learning_rates[0] if told.learning_rates else None,
+        grad_norm=told.grad_norm,
+        step_seconds=told.seconds,
+        samples_per_s=rate,
+        tokens_per_s=None if sample_bytes is None else rate * sample_bytes,
+        bubble=measured,
+        predicted_bubble=predicted,
+    )
+
+
+def _make_folder(options: TrainOptions, task: Task) -> RunFolder:
     assert options.name is not None
     return RunFolder.create(
-        Manifest.of(
-            name=options.name,
-            config=asdict(options),
-            corpus_source=corpus.source,
-            corpus_sha256=corpus.sha256,
-        )
+        Manifest.of(name=options.name, config=asdict(options), corpus_source=task.source, corpus_sha256=task.sha256)
     )

@@ -13,25 +13,35 @@ import tyro
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.text import read_schedule
+from ...schedules.wording import count
+from ..own_options import OwnOptions, given
 
 if TYPE_CHECKING:
     from .gpt import GPTConfig
 
 DEFAULT_RANKS = 2
 DEFAULT_MICROBATCHES = 8
+DEFAULT_BATCH = 16
 DEFAULT_SCHEDULE = "interleaved"
+DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
+DEFAULT_LR = 2e-3
 AUTO = "auto"
+_GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """Train a GPT over bytes through a pipeline; writes runs/<name>/.
+class TrainOptions(OwnOptions):
+    """Train a model of your own, or the example GPT over bytes, through a pipeline; writes runs/<name>/.
 
     The defaults train 5.1 million parameters on 698,368 bytes of the Python standard library's source.
     """
 
     schedule: Annotated[
-        str | None, tyro.conf.arg(help=f"{', '.join(FAMILIES)}, or a file (.csv or .json) (default: interleaved).")
+        str | None,
+        tyro.conf.arg(
+            help=f"{', '.join(FAMILIES)}, or a file (.csv or .json) (default: {DEFAULT_SCHEDULE}; with --model "
+            f"{DEFAULT_OWN_SCHEDULE})."
+        ),
     ] = None
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
@@ -42,19 +52,22 @@ class TrainOptions:
     microbatches: int | None = None
     """M, microbatches of a batch (default: 8)."""
     layers: int = 4
-    """Transformer blocks."""
+    """Transformer blocks of the GPT."""
     width: int = 320
     """Size of the hidden vectors."""
     heads: int | None = None
     """Attention heads a block (default: one for each 64 of the width)."""
     length: int = 128
     """Bytes of one sequence."""
-    batch: int = 16
-    """Sequences of one batch."""
+    batch: int | None = None
+    """Samples of one batch (default: 16, or those of the batches that --data gives)."""
     steps: int = 341
     """Batches to train on."""
-    lr: float = 2e-3
-    """Peak learning rate of AdamW: warmed up over the first tenth, then down along a cosine."""
+    lr: float | None = None
+    """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002; with --model the
+    optimizer's own)."""
+    clip: float = 1.0
+    """Clip the global gradient norm to this; 0: do not."""
     dropout: float = 0.0
     """Probability of dropping a value."""
     text: tuple[str, ...] = ()
@@ -78,8 +91,10 @@ class TrainOptions:
         """ValueError for numbers that cannot be meant."""
         for option, least in (("steps", 1), ("batch", 1), ("length", 1), ("lr", 0.0), ("timeout", 0.0)):
             value = getattr(self, option)
-            if value < least or (isinstance(least, float) and value == 0):
+            if value is not None and (value < least or (isinstance(least, float) and value == 0)):
                 raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if not self.clip >= 0:
+            raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
             raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
         if self.plan is None:
@@ -93,19 +108,31 @@ class TrainOptions:
         if self.plan == AUTO and self.dry_run:
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of one batch of the GPT."""
+        return DEFAULT_BATCH if self.batch is None else self.batch
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak rate of the GPT."""
+        return DEFAULT_LR if self.lr is None else self.lr
+
 
 def resolve(options: TrainOptions) -> TrainOptions:
     """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
     options.check()
+    options.check_own(given(options, _GPT))
     world = os.environ.get("WORLD_SIZE")
     planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
     ranks = options.ranks if options.ranks is not None else int(world or planned or DEFAULT_RANKS)
     if world is not None and int(world) != ranks:
         raise ValueError(
-            f"--ranks {ranks} in one of {world} processes (WORLD_SIZE={world}): leave --ranks away under "
-            f"torchrun, or start {ranks} processes"
+            f"--ranks {ranks} in one of {count(int(world), 'process')} (WORLD_SIZE={world}): leave --ranks away under "
+            f"torchrun, or start {count(ranks, 'process')}"
         )
-    name = options.name or time.strftime("gpt-%Y%m%d-%H%M%S")
+    called = "gpt" if options.model is None else options.model.rpartition(":")[2]
+    name = options.name or time.strftime(f"{called}-%Y%m%d-%H%M%S")
     return replace(options, ranks=ranks, name=name)
 
 
@@ -116,17 +143,19 @@ def read_plan(options: TrainOptions) -> Plan | None:
     plan = _load(str(options.plan))
     if plan.num_devices != options.ranks:
         raise ValueError(
-            f"{options.plan} is for {plan.num_devices} ranks: expected --ranks {plan.num_devices}, not {options.ranks}"
+            f"{options.plan} is for {count(plan.num_devices, 'rank')}: expected --ranks {plan.num_devices}, not "
+            f"{options.ranks}"
         )
     try:
         schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
     except ValueError as error:  # such as a schedule that nobody knows
         raise ValueError(f"{options.plan}: {error}") from None
     _check_batch(options, schedule)
-    if plan.microbatch_size is not None and plan.microbatch_size * schedule.num_microbatches != options.batch:
+    size = options.batch_size if options.model is None else options.batch
+    if plan.microbatch_size is not None and size not in (None, plan.microbatch_size * schedule.num_microbatches):
         raise ValueError(
-            f"{options.plan} is for {schedule.num_microbatches} microbatches of {plan.microbatch_size} sequences: "
-            f"expected --batch {schedule.num_microbatches * plan.microbatch_size}, not {options.batch}"
+            f"{options.plan} is for {count(schedule.num_microbatches, 'microbatch')} of {plan.microbatch_size} "
+            f"samples: expected --batch {schedule.num_microbatches * plan.microbatch_size}, not {size}"
         )
     return plan
 
@@ -144,7 +173,7 @@ def _load(name: str) -> Plan:
 def make_schedule(options: TrainOptions) -> Schedule:
     """The schedule that the options mean, checked."""
     assert options.ranks is not None
-    name = options.schedule or DEFAULT_SCHEDULE
+    name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
     if name.endswith((".csv", ".json")):
         schedule = read_schedule(Path(name))
         for option in ("chunks", "microbatches"):
@@ -152,7 +181,8 @@ def make_schedule(options: TrainOptions) -> Schedule:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
         if schedule.num_ranks != options.ranks:
             raise ValueError(
-                f"{name} is for {schedule.num_ranks} ranks: expected --ranks {schedule.num_ranks}, not {options.ranks}"
+                f"{name} is for {count(schedule.num_ranks, 'rank')}: expected --ranks {schedule.num_ranks}, not "
+                f"{options.ranks}"
             )
     else:
         schedule = build(
@@ -167,9 +197,10 @@ def make_schedule(options: TrainOptions) -> Schedule:
 
 
 def _check_batch(options: TrainOptions, schedule: Schedule) -> None:
-    if options.batch < schedule.num_microbatches:
+    size = options.batch_size if options.model is None else options.batch
+    if size is not None and size < schedule.num_microbatches:
         raise ValueError(
-            f"--batch {options.batch} for {schedule.num_microbatches} microbatches: one would be empty; "
+            f"--batch {size} for {count(schedule.num_microbatches, 'microbatch')}: one would be empty; "
             f"expected --batch {schedule.num_microbatches} or more, or fewer --microbatches"
         )
 

@@ -97,10 +97,19 @@ def make_progress(*, rank: int, steps: int, json: bool) -> Progress:
     return PlainProgress(steps=steps, stream=stream)
 
 
+def speed(*, samples_per_s: float, tokens_per_s: float | None) -> str:
+    """In tokens where they are counted, else in samples."""
+    if tokens_per_s is not None:
+        return f"{tokens_per_s:,.0f} tokens/s"
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
+
+
 def describe(metrics: Metrics) -> str:
     """Figures of a step in one line."""
-    loss = f"loss {metrics.loss:.3f} = {metrics.bits_per_byte:.2f} bits/byte"
-    text = f"{loss}  {metrics.tokens_per_s:,.0f} tokens/s"
+    text = f"loss {metrics.loss:.3f}"
+    if metrics.bits_per_byte is not None:
+        text += f" = {metrics.bits_per_byte:.2f} bits/byte"
+    text += f"  {speed(samples_per_s=metrics.samples_per_s, tokens_per_s=metrics.tokens_per_s)}"
     if metrics.bubble is not None and metrics.predicted_bubble is not None:
         text += f"  bubble {metrics.bubble:.1%} (predicted {metrics.predicted_bubble:.1%})"
     return text

@@ -25,7 +25,7 @@ class Manifest:
     Arguments:
         name: the run's.
         config: every option of the command, defaults included.
-        corpus_source, corpus_sha256: the text that it was trained on.
+        corpus_source, corpus_sha256: the text or the function that gave the data; no hash where none is known.
         versions: of Python and of the packages that matter, by name.
         host: name, processor, cores and system.
         command: the words that started it.
@@ -35,14 +35,14 @@ class Manifest:
     name: str
     config: Mapping[str, object]
     corpus_source: str
-    corpus_sha256: str
+    corpus_sha256: str | None
     versions: Mapping[str, str]
     host: Mapping[str, str]
     command: tuple[str, ...]
     started: str
 
     @classmethod
-    def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str) -> Manifest:
+    def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str | None) -> Manifest:
         """Describe this process, now."""
         return cls(
             name=name,
@@ -66,16 +66,18 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One logged step: loss in nats and in bits a byte, times in seconds; None where it was not measured."""
+    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None where there is none."""
 
     step: int
-    tokens: int
+    samples: int
+    tokens: int | None = None
     loss: float
-    bits_per_byte: float
-    learning_rate: float
+    bits_per_byte: float | None = None
+    learning_rate: float | None
     grad_norm: float | None
     step_seconds: float
-    tokens_per_s: float
+    samples_per_s: float
+    tokens_per_s: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
     val_bits_per_byte: float | None = None
@@ -87,9 +89,11 @@ class Summary:
 
     Arguments:
         schedule, num_ranks, num_stages, num_microbatches, parameters: what was run.
-        steps, tokens: trained in all.
-        train_bits_per_byte: mean over the last steps; val_bits_per_byte: on the held-out text at the end.
-        tokens_per_s, seconds: of the training loop, without set-up and validation.
+        steps, samples, tokens: trained in all; tokens (bytes of text) and what is counted in them are None for data
+            that is no text.
+        train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
+            end, None without any.
+        samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation.
         step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
         bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
         peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
@@ -103,11 +107,15 @@ class Summary:
     num_microbatches: int
     parameters: int
     steps: int
-    tokens: int
+    samples: int
+    tokens: int | None
     seconds: float
-    tokens_per_s: float
-    train_bits_per_byte: float
-    val_bits_per_byte: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    train_loss: float
+    train_bits_per_byte: float | None
+    val_loss: float | None
+    val_bits_per_byte: float | None
     step_seconds: float
     predicted_step_seconds: float
     bubble: float

@@ -16,12 +16,14 @@ from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFo
 
 METRICS = Metrics(
     step=0,
+    samples=2,
     tokens=8,
     loss=2.0,
     bits_per_byte=2.9,
     learning_rate=0.1,
     grad_norm=None,
     step_seconds=0.5,
+    samples_per_s=4.0,
     tokens_per_s=16.0,
 )
 
@@ -42,9 +44,13 @@ def test_a_run_leaves_manifest_metrics_and_summary(tmp_path: Path) -> None:
             num_microbatches=4,
             parameters=10,
             steps=2,
+            samples=4,
             tokens=16,
             seconds=1.0,
+            samples_per_s=4.0,
             tokens_per_s=16.0,
+            train_loss=2.0,
+            val_loss=2.1,
             train_bits_per_byte=2.9,
             val_bits_per_byte=3.0,
             step_seconds=0.5,

@@ -13,23 +13,26 @@ import torch
 from support.commands import Done
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.training.dry_run import kept_bytes, predict
+from stagewright.experiments.training.dry_run import kept_bytes, predict, stage_input_bytes
 from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.experiments.training.loop import printable
 from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve
 from stagewright.experiments.training.progress import describe, make_progress
-from stagewright.experiments.training.recipe import learning_rate_curve, make_model, make_optimizer
+from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
 from stagewright.experiments.training.run_folder import Metrics
+from stagewright.experiments.training.task import make_gpt, make_task, printable
+from stagewright.schedules import build
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 SOME = Metrics(
     step=1,
+    samples=2,
     tokens=8,
     loss=2.0,
     bits_per_byte=2.885,
     learning_rate=0.1,
     grad_norm=1.0,
     step_seconds=0.5,
+    samples_per_s=308.5,
     tokens_per_s=1234.0,
     bubble=0.125,
     predicted_bubble=0.1,
@@ -45,7 +48,7 @@ def text(tmp_path: Path) -> str:
 
 def test_the_default_run_stays_within_its_budget() -> None:
     options = TrainOptions()
-    assert options.steps * options.batch * options.length <= 700_000
+    assert options.steps * options.batch_size * options.length <= 700_000
     with torch.device("meta"):
         config = GPTConfig(layers=options.layers, width=options.width, heads=options.heads, length=options.length)
         parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
@@ -72,7 +75,7 @@ def test_decay_pulls_at_matrices_only() -> None:
 
 def test_the_model_comes_from_the_seed_alone() -> None:
     options = TrainOptions(layers=1, width=16, heads=2, length=8, seed=3)
-    one, other = make_model(options).state_dict(), make_model(options).state_dict()
+    one, other = make_gpt(options).state_dict(), make_gpt(options).state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -102,7 +105,7 @@ def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
     assert make_schedule(TrainOptions(schedule=str(path), ranks=1)).num_stages == 1
     with pytest.raises(ValueError, match=r"--chunks beside .*: the file says it"):
         make_schedule(TrainOptions(schedule=str(path), ranks=1, chunks=2))
-    with pytest.raises(ValueError, match=r"is for 1 ranks: expected --ranks 1, not 2"):
+    with pytest.raises(ValueError, match=r"is for 1 rank: expected --ranks 1, not 2"):
         make_schedule(TrainOptions(schedule=str(path), ranks=2))
 
 
@@ -133,13 +136,13 @@ def test_a_run_that_exists_is_refused_before_any_process_starts(
 
 
 def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only() -> None:
-    model = GPT(GPTConfig(layers=2, width=32, heads=2, length=16))
-    tokens = torch.zeros((3, 16), dtype=torch.int64)
+    options = TrainOptions(layers=2, width=32, heads=2, length=16, batch=3, microbatches=1, ranks=1, schedule="gpipe")
+    task = make_task(options)
     one_vector = 3 * 16 * 32 * 4  # bytes of [B, T, D]
-    kept = kept_bytes(model, tokens, recompute="none", num_stages=2)
+    kept = kept_bytes(task.make_model(), next(task.batches()), task)
     # About 16 vectors a block (the inputs of its products and norms), and the logits.
     assert 2 * 10 * one_vector < kept < 2 * 24 * one_vector + 3 * 3 * 16 * 256 * 4
-    assert kept_bytes(model, tokens, recompute="full", num_stages=2) == 2 * one_vector
+    assert stage_input_bytes(options, build("gpipe", num_ranks=2, num_microbatches=1)) == 2 * one_vector
 
 
 def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +155,9 @@ def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.Ca
 
 def test_the_dry_run_adds_up() -> None:
     options = resolve(TrainOptions(layers=2, width=32, heads=2, length=16, batch=8, microbatches=4))
-    model = make_model(options)
-    parameters = sum(p.numel() for p in model.parameters())
-    answer = predict(options, make_schedule(options), model)
+    task = make_task(options)
+    parameters = sum(p.numel() for p in task.make_model().parameters())
+    answer = predict(options, make_schedule(options), task)
     assert answer.num_stages == len(answer.stages) == 4
     assert sum(stage.parameters for stage in answer.stages) == answer.parameters == parameters
     assert sum(answer.state_bytes) == 16 * parameters
@@ -175,7 +178,7 @@ def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.Ca
 
 
 def test_a_sample_cannot_command_the_terminal() -> None:
-    assert printable(b"a\n\tb\x1b[2J\xff") == "a\n\tb\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"
+    assert printable(b"a\n\tb\x1b[2J\r\xc2\x9b\xff") == "a\n\tb\\x1b[2J\\r\\x9b\N{REPLACEMENT CHARACTER}"
 
 
 def check_run(folder: Path, *, ranks: int) -> dict[str, object]:

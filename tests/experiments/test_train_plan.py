@@ -116,7 +116,7 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
         (("--plan", "auto", "--dry-run"), "--dry-run measures nothing"),
         (("--plan", "PLAN", "--microbatches", "4"), "--microbatches 4 beside --plan"),
         (("--plan", "PLAN", "--ranks", "3"), "is for 2 ranks: expected --ranks 2, not 3"),
-        (("--plan", "PLAN", "--batch", "12"), "is for 4 microbatches of 2 sequences: expected --batch 8, not 12"),
+        (("--plan", "PLAN", "--batch", "12"), "is for 4 microbatches of 2 samples: expected --batch 8, not 12"),
         (("--plan", "PLAN", "--batch", "3"), "--batch 3 for 4 microbatches: one would be empty"),
     ],
 )

@@ -1,0 +1,192 @@
+"""The user's own model, data, loss and optimizer, as the commands use them.
+
+    --model m:f      f() -> nn.Module, called once in each process, with the same seed
+    --data m:f       f() or f(batch_size=B) -> Dataset of samples          drawn from, shuffled anew each epoch
+                                            -> iterable of batches         gone through again and again
+                                            (an iterator that has ended is asked for again: f is called once more)
+    --loss m:f       f(output, target) -> scalar mean, or (sum, count); a Module class is made first
+    --optimizer m:f  f(parameters) or f(parameters, lr=...) -> Optimizer
+
+Python's, numpy's and torch's generators are seeded before each epoch, alike in every process: a DataLoader that
+shuffles gives every rank the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import Dataset, IterableDataset
+
+from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples
+from .own_options import OwnOptions
+from .user_code import UserCodeError, call, load, takes
+
+Batch = tuple[Any, ...]  # inputs..., target
+DEFAULT_BATCH = 16
+IGNORED = -100  # a target that counts for nothing, as in torch's own cross-entropy
+
+
+def make_model(options: OwnOptions, *, seed: int) -> nn.Module:
+    """The user's model; ValueError for what is no module."""
+    value = str(options.model)
+    function = load("model", value)
+    seed_all(seed)
+    model = call("model", value, function)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"--model {value} returned {type(model).__name__}: expected a torch.nn.Module; write `return model` at its "
+            f"end"
+        )
+    return model
+
+
+def make_loss(options: OwnOptions) -> Callable[[Any, Any], Any]:
+    """The user's loss, or the one that follows from the target's type."""
+    if options.loss is None:
+        return default_loss
+    loss = load("loss", options.loss)
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        module: nn.Module = call("loss", options.loss, loss)
+        return module
+    return loss
+
+
+def describe_loss(options: OwnOptions) -> str:
+    """Its name for people."""
+    return options.loss or "cross-entropy or mean squared error, by the target's type"
+
+
+def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: float | None) -> Optimizer:
+    """The user's optimizer, or AdamW; ValueError for what is none, and for an lr that it does not take."""
+    if options.optimizer is None:
+        return AdamW(parameters) if lr is None else AdamW(parameters, lr=lr)
+    value = options.optimizer
+    function = load("optimizer", value)
+    if lr is not None and not takes(function, "lr"):
+        raise ValueError(
+            f"--lr {lr} with --optimizer {value}, which has no parameter lr: leave --lr away, or write "
+            f"`def {value.rpartition(':')[2]}(parameters, lr)`"
+        )
+    optimizer = call("optimizer", value, function, parameters, **({} if lr is None else {"lr": lr}))
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"--optimizer {value} returned {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    return optimizer
+
+
+def batches(options: OwnOptions, *, batch_size: int | None, seed: int) -> Iterator[Batch]:
+    """The user's batches, epoch after epoch, for ever.
+
+    Arguments:
+        batch_size: samples of each; None: DEFAULT_BATCH where the function asks for it, else what it gives.
+
+    Raises ValueError for data of another form; UserCodeError where the user's code fails.
+    """
+    value = str(options.data)
+    function = load("data", value)
+    made, epoch, first_size = None, 0, None
+    while True:
+        seed_all(seed + epoch)
+        if made is None or isinstance(made, Iterator):
+            made = _made(value, function, batch_size or DEFAULT_BATCH, seed=seed)
+        empty = True
+        for batch in _run(value, made):
+            checked = _checked(value, batch)
+            size = _samples(checked)
+            if first_size is None and batch_size is not None and size != batch_size:
+                raise ValueError(
+                    f"--batch {batch_size} and --data {value} gives batches of {size}: leave --batch away, or let the "
+                    f"function take batch_size"
+                )
+            first_size, empty = size, False
+            yield checked
+        if empty:
+            again = "" if not epoch else f" when it was gone through again (epoch {epoch + 1})"
+            raise ValueError(
+                f"--data {value} gave no batch{again}: expected at least one, such as a list or DataLoader"
+            )
+        epoch += 1
+
+
+def default_loss(output: Any, target: Any) -> tuple[Tensor, Tensor] | Tensor:
+    """Cross-entropy of whole-number targets, as (sum, count of targets other than IGNORED); else mean squared error.
+
+    The classes are the dimension that the output has and the target has not: the last one, or the second.
+
+    Raises ValueError for outputs and targets of which that cannot be said.
+    """
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        kinds = " and ".join(type(each).__name__ for each in (output, target))
+        raise ValueError(f"output and target are {kinds}: expected tensors, or --loss package.module:function")
+    shapes = f"an output of shape {tuple(output.shape)} and a target of shape {tuple(target.shape)}"
+    if target.is_floating_point():
+        if output.shape != target.shape:
+            raise ValueError(f"{shapes}: expected equal shapes for mean squared error, or --loss")
+        return F.mse_loss(output, target)
+    last, second = output.shape[:-1] == target.shape, output.shape[:1] + output.shape[2:] == target.shape
+    if target.is_complex() or last == (second and output.dim() > 2):
+        which = "either may be" if last else "none is"
+        raise ValueError(f"{shapes}: {which} the dimension of the classes for cross-entropy: expected --loss")
+    if last:
+        output, target = output.flatten(0, -2), target.flatten()
+    count = (target != IGNORED).sum()
+    return F.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="sum"), count
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that the user's code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _made(value: str, function: Callable[..., Any], batch_size: int, *, seed: int) -> Iterable[Any]:
+    made = call("data", value, function, batch_size=batch_size)
+    if isinstance(made, Dataset) and not isinstance(made, IterableDataset):
+        return ReplicaLoader(made, ReplicaBatches(count_samples(made), batch_size=batch_size, seed=seed))
+    if isinstance(made, Iterable) and not isinstance(made, Tensor | nn.Module | str | dict):
+        return made
+    raise ValueError(
+        f"--data {value} returned {type(made).__name__}: expected a torch Dataset, or an iterable of batches "
+        f"(inputs..., target), such as a DataLoader, a list or a generator"
+    )
+
+
+def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
+    """One epoch; what the user's own code raises is told as that."""
+    try:
+        iterator = iter(made)
+    except Exception as error:
+        raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
+        yield batch
+
+
+def _checked(value: str, batch: Any) -> Batch:
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        shown = type(batch).__name__ if not isinstance(batch, tuple | list) else f"a {type(batch).__name__} of one"
+        raise ValueError(f"--data {value} gave a batch that is {shown}: expected (inputs..., target), two at least")
+    for position, x in enumerate(batch[:-1]):
+        if not isinstance(x, Tensor) or not x.dim():
+            shown = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"--data {value} gave a batch whose input {position} is {shown}: expected a tensor with the batch in "
+                f"dimension 0"
+            )
+    return tuple(batch)
+
+
+def _samples(batch: Batch) -> int:
+    return int(batch[0].shape[0])

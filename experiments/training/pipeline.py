@@ -1,0 +1,63 @@
+"""The pipeline of a training run, as its options describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...partition.plans.plan import Plan
+from ...pipe import PipelineModule, StepRecord
+from ...schedules import Schedule
+from ...schedules.wording import count
+from ..host import physical_bytes
+from ..own_task import Batch
+from .options import DEFAULT_MICROBATCHES, TrainOptions
+from .recipe import learning_rate_curve
+from .task import Task
+
+
+def make_pipe(
+    options: TrainOptions,
+    what: Schedule | Plan | None,
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    on_step: Callable[[StepRecord], object] | None = None,
+) -> PipelineModule:
+    """The pipeline that the options describe, for batches like this one."""
+    samples, parts = len(batch[0]), None if what is None else what.num_microbatches
+    if parts is not None and samples < parts:
+        raise ValueError(
+            f"{task.source} gives batches of {samples} for {count(parts, 'microbatch')}: one would be empty; expected "
+            f"{parts} samples or more, or --microbatches {samples}"
+        )
+    choice: dict[str, Any]
+    if isinstance(what, Plan):
+        choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
+    elif what is None:
+        mesh = {"pipe": options.ranks} if options.ranks else None
+        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches}
+    else:
+        choice = {"schedule": what, "mesh": {"pipe": what.num_ranks}, "recompute": options.recompute}
+    return PipelineModule(
+        model,
+        **choice,
+        loss_fn=task.loss_fn,
+        optimizer=task.make_optimizer,
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
+        max_grad_norm=options.clip or None,
+        example_inputs=batch[:-1],
+        verify=options.verify and may_verify(model),
+        seed=options.seed,
+        timeout=options.timeout,
+        on_step=on_step,
+    )
+
+
+def may_verify(model: nn.Module) -> bool:
+    """Whether a plain copy with its gradients takes little of the machine's memory."""
+    return 2 * sum(p.numel() * p.element_size() for p in model.parameters()) < physical_bytes() / 8

@@ -1,0 +1,121 @@
+"""What a run trains: a model, its batches, loss and optimizer. The example GPT is one, the user's own another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import own_task as own
+from .corpus import Corpus, load_corpus, loss_fn
+from .gpt import GPT, sample
+from .options import TrainOptions, model_config
+from .recipe import make_optimizer
+
+VALIDATION_WINDOWS = 512
+SAMPLE_PROMPT = b"import "
+SAMPLE_BYTES = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model to train, and all that it is trained with.
+
+    Arguments:
+        source, sha256: of the batches, for people; sha256 None where it is not known.
+        make_model: the model with the same weights in each process.
+        loss_name: for people.
+        batches: (inputs..., target) each, without an end, the same in each process.
+        validation: held-out batches; empty where there are none.
+        sample_bytes: bytes of text in one sample, of each of which the loss is a mean; None for other data.
+        describe: text from a model with these weights, to look at; None: there is nothing to see.
+    """
+
+    source: str
+    sha256: str | None
+    make_model: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Any], Any]
+    loss_name: str
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    batches: Callable[[], Iterator[own.Batch]]
+    validation: Callable[[], Iterable[own.Batch]]
+    sample_bytes: int | None
+    describe: Callable[[Mapping[str, torch.Tensor]], str] | None
+
+
+def make_task(options: TrainOptions) -> Task:
+    """The task that the options name. Raises ValueError for what cannot be trained."""
+    return _gpt(options) if options.model is None else _own(options)
+
+
+def _gpt(options: TrainOptions) -> Task:
+    corpus, batch_size = load_corpus(options.text), options.batch_size
+    corpus.check_length(options.length)
+
+    def text(weights: Mapping[str, torch.Tensor]) -> str:
+        """From a fresh model with the gathered weights: proof that they are whole."""
+        fresh = GPT(model_config(options))
+        fresh.load_state_dict(weights)
+        written = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=options.length, seed=options.seed)
+        return f"sample after {SAMPLE_PROMPT.decode()!r}, from the gathered weights:\n\n" + printable(
+            SAMPLE_PROMPT + written
+        )
+
+    return Task(
+        source=corpus.source,
+        sha256=corpus.sha256,
+        make_model=lambda: make_gpt(options),
+        loss_fn=loss_fn,
+        loss_name="cross-entropy",
+        make_optimizer=lambda parameters: make_optimizer(parameters, lr=options.learning_rate),
+        batches=lambda: _windows(corpus, options),
+        validation=lambda: corpus.validation_batches(
+            num_batches=max(1, VALIDATION_WINDOWS // batch_size), batch_size=batch_size, length=options.length
+        ),
+        sample_bytes=options.length,
+        describe=text,
+    )
+
+
+def _own(options: TrainOptions) -> Task:
+    return Task(
+        source=str(options.data),
+        sha256=None,
+        make_model=lambda: own.make_model(options, seed=options.seed),
+        loss_fn=own.make_loss(options),
+        loss_name=own.describe_loss(options),
+        make_optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
+        batches=lambda: own.batches(options, batch_size=options.batch, seed=options.seed),
+        validation=lambda: (),
+        sample_bytes=None,
+        describe=None,
+    )
+
+
+def make_gpt(options: TrainOptions) -> GPT:
+    """The same weights on each rank, from the seed."""
+    torch.manual_seed(options.seed)
+    return GPT(model_config(options))
+
+
+def _windows(corpus: Corpus, options: TrainOptions) -> Iterator[own.Batch]:
+    for step in count():
+        yield corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
+
+
+def printable(text: bytes) -> str:
+    """Text that a terminal shows as it is: a young model may well write escape sequences, which are shown as such.
+
+    >>> printable(b"a\\n\\x1b[2J")
+    'a\\n\\\\x1b[2J'
+    """
+    decoded = text.decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in decoded
+    )

@@ -1,0 +1,46 @@
+"""How counts, durations and sizes read wherever something is printed for people."""
+
+from __future__ import annotations
+
+import math
+
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things, the noun in its singular.
+
+    >>> count(1, "rank"), count(2, "microbatch"), count(12345, "parameter")
+    ('1 rank', '2 microbatches', '12,345 parameters')
+    """
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit in which it is at least 1, to three digits.
+
+    >>> duration(10.584088), duration(0.0123), duration(5.2e-5), duration(3599.0), duration(0.0)
+    ('10.6 s', '12.3 ms', '52.0 us', '3,599 s', '0 s')
+    """
+    return _scaled(seconds, _SECONDS)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the decimal unit in which they are at least 1, to three digits.
+
+    >>> size(5_123_456), size(80e9), size(12)
+    ('5.12 MB', '80.0 GB', '12 bytes')
+    """
+    return f"{num_bytes:.0f} bytes" if abs(num_bytes) < 1000 else _scaled(num_bytes, _BYTES)
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {units[0][0]}"
+    rounded = abs(float(f"{value:.3g}"))  # 0.9996 s are 1 s
+    name, unit = next((each for each in units if rounded >= each[1]), units[-1])
+    scaled = value / unit
+    digits = max(0, 2 - math.floor(math.log10(max(abs(float(f"{scaled:.3g}")), 1.0))))
+    return f"{scaled:,.{digits}f} {name}"

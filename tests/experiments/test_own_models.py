@@ -1,0 +1,287 @@
+"""Models, data, losses and optimizers that a user names on the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.commands import Done
+from torch import nn
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.own_options import OwnOptions
+from stagewright.experiments.own_task import batches, default_loss, make_loss
+from stagewright.experiments.training.recipe import learning_rate_curve
+from stagewright.experiments.user_code import UserCodeError, load
+
+MINE = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    answer = 42
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def few():
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+        y = x[:, :3].argmax(1)
+        return [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+
+    def samples():
+        return TensorDataset(torch.arange(12.0)[:, None], torch.arange(12))
+
+    def loader(batch_size):
+        return DataLoader(samples(), batch_size=batch_size, shuffle=True)
+
+    def stream():
+        yield from few()
+
+    def sgd(parameters, lr):
+        return torch.optim.SGD(parameters, lr=lr)
+
+    def plain_sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    def needs(width, *, depth):
+        return nn.Linear(width, depth)
+
+    def breaks():
+        raise ValueError("inside")
+
+    def empty():
+        return []
+
+    def alone():
+        return [torch.zeros(8, 4)]
+
+    def words():
+        return [("one", torch.zeros(8))]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module own_mine, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_mine", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "own_mine.py").write_text(textwrap.dedent(MINE))
+    return tmp_path
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_hand(steps: int) -> list[float]:
+    """What plain PyTorch makes of the same model, batches and recipe."""
+    own = sys.modules["own_mine"]
+    torch.manual_seed(3)
+    model, data = own.model(), own.few()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_curve(steps))
+    told = []
+    for step in range(steps):
+        x, y = data[step % len(data)]
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        scheduler.step()
+        told.append(loss.item())
+    return told
+
+
+COMMON = ("--steps", "7", "--microbatches", "4", "--seed", "3", "--clip", "0.25", "--lr", "0.5", "--json")
+
+
+@pytest.mark.parametrize("data", ["few", "stream"])
+def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
+    mine: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", "own_mine:model", "--data", f"own_mine:{data}", "--optimizer", "own_mine:sgd", "--name", "one")
+    assert main(["train", *words, *COMMON, "--ranks", "1"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["samples"], summary["tokens"], summary["val_loss"]) == (56, None, None)
+    assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7), rel=1e-12)
+    manifest = json.loads((mine / "runs" / "one" / "manifest.json").read_text())
+    assert (manifest["corpus_source"], manifest["corpus_sha256"]) == (f"own_mine:{data}", None)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_two_ranks_train_it_to_the_same_losses(command: Callable[..., Done], mine: Path, schedule: str) -> None:
+    words = ("--model", "own_mine:model", "--data", "own_mine.py:few", "--loss", "torch.nn:CrossEntropyLoss")
+    own = (*words, "--optimizer", "own_mine:sgd", *COMMON, "--schedule", schedule)
+    done = command("train", *own, "--name", "two")
+    assert done.status == 0, done.stderr
+    alone = command("train", *own, "--name", "one", "--ranks", "1")
+    assert alone.status == 0, alone.stderr
+    told = losses(mine / "runs" / "two")
+    if schedule == "1f1b":
+        assert told == pytest.approx(by_hand(7), rel=1e-12)
+    assert len(told) == 7
+    assert json.loads(done.stdout)["num_ranks"] == 2
+
+
+def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", "own_mine:model", "--data", "own_mine:few", "--dry-run", "--json")
+    assert main(["train", *words]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == 4 * 8 + 8 + 8 * 3 + 3
+    assert [stage["rank"] for stage in answer["stages"]] == [0, 1]
+    assert not (mine / "runs").exists()
+
+
+# --- data ---
+
+
+def take(value: str, number: int, *, batch_size: int | None = None) -> list[tuple[torch.Tensor, ...]]:
+    found = batches(OwnOptions(model="own_mine:model", data=value), batch_size=batch_size, seed=0)
+    return [next(found) for _ in range(number)]
+
+
+def test_a_dataset_is_drawn_from_once_an_epoch_in_another_order_each_time(mine: Path) -> None:
+    one, other = ([*take("own_mine:samples", 6, batch_size=4)] for _ in range(2))
+    order = [[int(y) for _, ys in epoch for y in ys] for epoch in (one[:3], one[3:])]
+    assert [sorted(epoch) for epoch in order] == [list(range(12))] * 2
+    assert order[0] != order[1]
+    assert all(
+        torch.equal(x, y) for mine, theirs in zip(one, other, strict=True) for x, y in zip(mine, theirs, strict=True)
+    )
+
+
+def test_a_loader_that_shuffles_by_itself_gives_every_process_the_same_batches(mine: Path) -> None:
+    one = take("own_mine:loader", 6, batch_size=4)
+    torch.rand(7)  # another process may have drawn other random numbers before
+    other = take("own_mine:loader", 6, batch_size=4)
+    assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(one, other, strict=True))
+    assert {int(y) for _, ys in one[:3] for y in ys} == set(range(12))
+
+
+def test_a_generator_is_asked_for_again_when_it_has_ended(mine: Path) -> None:
+    found = take("own_mine:stream", 7)
+    assert torch.equal(found[0][0], found[3][0])
+    assert torch.equal(found[0][0], found[6][0])
+
+
+# --- the loss that nobody named ---
+
+
+def test_the_default_loss_follows_the_type_of_the_target() -> None:
+    torch.manual_seed(0)
+    for output, target in (
+        (torch.randn(5, 3), torch.tensor([0, 2, 1, -100, 2])),
+        (torch.randn(2, 4, 3), torch.randint(3, (2, 4))),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
+    ):
+        total, count = default_loss(output, target)
+        classes_last = output.dim() == 3
+        wanted = F.cross_entropy(output.movedim(-1, 1) if classes_last else output, target)
+        assert total / count == pytest.approx(wanted.item(), rel=1e-6)
+    assert default_loss(torch.ones(2, 3), torch.zeros(2, 3)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "message"),
+    [
+        (torch.zeros(4, 1), torch.zeros(4), "expected equal shapes for mean squared error"),
+        (torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.long), "either may be the dimension of the classes"),
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long), "none is the dimension of the classes"),
+        ({"logits": 1}, torch.zeros(2), "output and target are dict and Tensor: expected tensors, or --loss"),
+    ],
+)
+def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, target: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        default_loss(output, target)
+
+
+def test_a_loss_class_is_made(mine: Path) -> None:
+    assert isinstance(make_loss(OwnOptions(loss="torch.nn:MSELoss")), nn.MSELoss)
+
+
+# --- mistakes ---
+
+OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--model", "own_mine", "--data", "own_mine:few"),
+            "--model own_mine: expected package.module:function or file",
+        ),
+        (("--model", "own_mime:model", "--data", "own_mine:few"), "no module 'own_mime' in .*did you mean own_mine?"),
+        (("--model", "own_mine.sub:model", "--data", "own_mine:few"), "no module 'own_mine.sub'"),
+        (("--model", "own-mine:model", "--data", "own_mine:few"), "'own-mine' is no module's name"),
+        (("--model", "nowhere.py:model", "--data", "own_mine:few"), "there is no file nowhere.py"),
+        (("--model", "own_mine:modle", "--data", "own_mine:few"), "own_mine has no 'modle': did you mean model"),
+        (("--model", "own_mine:answer", "--data", "own_mine:few"), "answer is an int: expected a function"),
+        (("--model", "own_mine:needs", "--data", "own_mine:few"), "needs width, depth, which nobody gives: expected"),
+        (
+            ("--model", "own_mine:few", "--data", "own_mine:few"),
+            "--model own_mine:few returned list: expected a torch.nn",
+        ),
+        (("--model", "own_mine:model"), "without --data: expected --data package.module:function"),
+        (("--data", "own_mine:few"), "--data own_mine:few without --model"),
+        ((*OWN, "--width", "32"), "--width 32 beside --model: leave it away"),
+        ((*OWN, "--batch", "16"), "--batch 16 and --data own_mine:few gives batches of 8"),
+        ((*OWN, "--loss", "own_mine:model"), "--loss own_mine:model: takes 0 arguments: expected a function of 2"),
+        (
+            (*OWN, "--optimizer", "own_mine:model"),
+            "--optimizer own_mine:model: takes 0 arguments: expected a function of 1",
+        ),
+        ((*OWN, "--optimizer", "own_mine:plain_sgd", "--lr", "1"), "has no parameter lr: leave --lr away"),
+        ((*OWN, "--microbatches", "9"), "own_mine:few gives batches of 8 for 9 microbatches"),
+        (("--model", "own_mine:model", "--data", "own_mine:empty"), "--data own_mine:empty gave no batch"),
+        (("--model", "own_mine:model", "--data", "own_mine:alone"), "gave a batch that is Tensor: expected"),
+        (("--model", "own_mine:model", "--data", "own_mine:words"), "whose input 0 is str: expected a tensor"),
+        (("--model", "own_mine:model", "--data", "own_mine:model"), "returned Sequential: expected a torch Dataset"),
+        (("--clip", "-1"), "--clip -1.0: expected a number above 0"),
+    ],
+)
+def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
+    mine: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--ranks", "1", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stagewright: error: ")
+    assert "Traceback" not in error
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("option", ["model", "data"])
+def test_an_error_in_the_users_own_code_keeps_its_traceback(mine: Path, option: str) -> None:
+    """As a ValueError it would be printed as one line, without the place."""
+    words = {"model": "own_mine:model", "data": "own_mine:few", option: "own_mine:breaks"}
+    with pytest.raises(UserCodeError, match=f"--{option} own_mine:breaks raised ValueError") as told:
+        main(["train", "--ranks", "1", *(word for name, its in words.items() for word in (f"--{name}", its))])
+    assert isinstance(told.value.__cause__, ValueError)
+
+
+def test_a_module_whose_own_import_fails_is_not_taken_for_a_missing_one(mine: Path) -> None:
+    (mine / "own_broken.py").write_text("import no_such_package\n")
+    with pytest.raises(UserCodeError, match="importing own_broken failed"):
+        load("model", "own_broken:model")
+
+
+def test_two_options_may_name_one_file(mine: Path) -> None:
+    one, other = load("model", "own_mine.py:model"), load("data", "own_mine.py:few")
+    assert one.__globals__ is other.__globals__
+    assert math.isfinite(one()[0].weight.sum().item())
