@@ -31,7 +31,14 @@ from .layout import (
     read_plan,
 )
 from .measure.steps import StepRecord
-from .model_options import check_flag, check_model, device_of, refuse_beside
+from .model_options import (
+    check_flag,
+    check_model,
+    device_of,
+    refuse_beside,
+    refuse_float16_autocast,
+    refuse_float16_parameters,
+)
 from .run.engine import check_runnable
 from .settings import Settings
 from .training import Training
@@ -115,6 +122,8 @@ class PipelineModule:
         check_model(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
         self._model, self._stages = model, stages
+        if loss_fn is not None:
+            refuse_float16_parameters(root, loss_fn)
         self._settings = Settings(
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -210,6 +219,7 @@ class PipelineModule:
 
     def _training_for(self, inputs_and_target: Sequence[Any]) -> Training:
         self._settings.require_loss()
+        refuse_float16_autocast(self.device)
         schedule = self._decided_for(inputs_and_target).schedule
         if not schedule.has_backward:
             raise ScheduleError(

@@ -199,8 +199,8 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
     if optimizer is None or not sample.parameters:
         return _Update(seconds=0.0, state_bytes=0, parameter_bytes=0)
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in sample.parameters]
-    for copy in copies:
-        copy.grad = torch.full_like(copy, 1e-3)
+    for parameter, copy in zip(sample.parameters, copies, strict=True):
+        copy.grad = _gradient(sample, parameter)
     pairs = list(zip(sample.parameters, copies, strict=True))
     called = [(names.get(id(p), f"parameter {number}"), copy) for number, (p, copy) in enumerate(pairs)]
     made = make_optimizers(optimizer, called, where=f"unit {sample.unit.name}")
@@ -214,6 +214,19 @@ def _update(sample: Sample, optimizer: OptimizerFactory | None, names: Mapping[i
     states = [state for one in made for state in one.state.values()]
     state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
     return _Update(seconds=Estimate.of(spans).seconds, state_bytes=bytes_of(state), parameter_bytes=bytes_of(copies))
+
+
+def _gradient(sample: Sample, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient to step with: of an embedding that makes sparse ones, as many rows as the inputs name at most."""
+    modules = sample.stage.module.modules()
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    dense = torch.full_like(parameter, 1e-3)
+    if not any(module.weight is parameter for module in embeddings):
+        return dense
+    named = sum(x.numel() for x in sample.inputs if not x.is_floating_point())
+    rows = dense[: max(1, min(len(dense), named))]
+    at = torch.arange(len(rows), device=rows.device)[None]
+    return torch.sparse_coo_tensor(at, rows, dense.shape, check_invariants=True)
 
 
 def _profile(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..topology import Floats
-from .cut_sums import Cuts
+from .antichains import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

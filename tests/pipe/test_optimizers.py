@@ -226,3 +226,37 @@ def test_rates_that_differ_between_copies_of_a_stream_are_refused() -> None:
 def test_rates_that_differ_between_copies_of_a_stream_are_refused_over_processes(gloo: Pool) -> None:
     assert gloo.run(_change_a_rate, ranks=3, args=([0, 1],)) == [""] * 3
     assert all(MESSAGE in answer for answer in gloo.run(_change_a_rate, ranks=3, args=([0],)))
+
+
+# --- float16 ---
+
+
+def test_float16_is_refused_by_name_until_there_is_a_loss_scale() -> None:
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' is torch.float16: expected torch.bfloat16.* GradScaler"
+    ):
+        make(model=layers().half(), example_inputs=None)
+    loss = nn.Linear(1, 1).half()
+    with pytest.raises(ValueError, match=r"parameter 'weight' is torch.float16"):
+        make(loss_fn=loss)
+    for begin in (make, stream):
+        pipe = begin(model=layers(), example_inputs=None)
+        for call in (pipe.train_step, pipe.forward_backward):
+            with (
+                torch.autocast("cpu", torch.float16),
+                pytest.raises(
+                    ValueError, match=r"autocast\('cpu', dtype=torch.float16\) around training: expected torch"
+                ),
+            ):
+                call(X, Y)
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.train_step(X, Y)
+            pipe.flush()
+    make(model=layers().bfloat16(), example_inputs=None).train_step(X.bfloat16(), Y.bfloat16())
+
+
+def test_float16_is_no_matter_where_nothing_is_trained() -> None:
+    pipe = make(model=layers().half(), example_inputs=None, loss_fn=None, optimizer=None)
+    output = pipe.predict(X.half())
+    assert isinstance(output, torch.Tensor)
+    assert output.dtype is torch.float16
