@@ -115,7 +115,7 @@ def assemble(
     schedule, place, device = layout.schedule, layout.place, settings.device
     replica, num_replicas = place.replica
     example = Arguments.of([split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs])
-    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device)
+    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, recompute=layout.recompute)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
@@ -229,6 +229,7 @@ def assemble(
     training = Training(
         engine,
         update,
+        seeder=seeder,
         reader=make_reader(train, has_target=settings.loss_fn is not None),
         guard=guard,
         collectives=collectives,
@@ -237,6 +238,7 @@ def assemble(
     )
     evaluation = Evaluation(
         make_forwards,
+        seeder=seeder,
         schedule=schedule,
         inference=evaluate.inference,
         example=microbatch,

@@ -17,6 +17,7 @@ from .batch.batches import join_outputs
 from .batch.reader import BatchReader
 from .batch.results import EvalResult
 from .run.engine import Engine
+from .stages.randomness import Seeder
 from .stages.shapes import InferredStages, Signature
 from .stages.unchanged import Unchanged
 from .training import Training
@@ -57,6 +58,7 @@ class Evaluation:
         self,
         forwards: Callable[[int, bool], Forwards],
         *,
+        seeder: Seeder,
         unchanged: Unchanged,
         schedule: Schedule,
         inference: InferredStages,
@@ -69,6 +71,7 @@ class Evaluation:
         has_loss: bool,
     ) -> None:
         self._forwards = cache(forwards)
+        self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
         self._least = max(map(len, schedule.owners))  # every replica of a stage has something to do
         self._inference = inference
@@ -113,7 +116,7 @@ class Evaluation:
             rank.enter(batch)
             local.recorder.begin()
         try:
-            with _evaluating(self._modules), self._guard.together():
+            with _evaluating(self._modules), self._guard.together(), self._seeder.call():
                 engine.run(forwards.programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:

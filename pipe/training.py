@@ -17,6 +17,7 @@ from .batch.results import StepResult
 from .measure.gather import gather_records
 from .measure.steps import StepReports
 from .run.engine import Engine
+from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
 from .update.interface import Known, Programs, Update
 
@@ -36,6 +37,7 @@ class Training:
         engine: Engine,
         update: Update,
         *,
+        seeder: Seeder,
         reader: BatchReader,
         guard: Guard,
         collectives: Collectives,
@@ -45,6 +47,7 @@ class Training:
         self.num_steps = 0
         self._engine = engine
         self._update = update
+        self._seeder = seeder
         self._reader = reader
         self._guard = guard
         self._collectives = collectives
@@ -136,7 +139,7 @@ class Training:
     def _under_way(self) -> Iterator[None]:
         """Around the engine: an error loses what runs."""
         try:
-            with self._guard.together():
+            with self._guard.together(), self._seeder.call():
                 yield
             self._update.losses_known()
         except BaseException as error:

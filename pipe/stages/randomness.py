@@ -1,20 +1,34 @@
-"""Random numbers that do not depend on the partition.
+"""Random numbers that do not depend on the partition: torch's, Python's and numpy's.
 
-At the entry of each cut unit the generators are seeded with `mix(seed, step, microbatch, unit)`. So a dropout
-mask is the same on one rank and on any cut of the model, with and without recomputation.
+At the entry of each cut unit the generators are seeded with `mix(seed, step, microbatch, unit)`. So a dropout mask, or
+the layer that LayerDrop leaves out, is the same on one rank and on any cut, with and without recomputation.
+
+torch's generator is seeded for every unit. Seeding Python's takes longer than a small layer, and numpy's is kept at
+some cost: both are seeded for units that drew from them in shape inference. A unit that begins to draw later, as where
+an attribute was changed, is noticed in its first batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import math
+import random
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from numpy.random.mtrand import get_bit_generator
+
+from ...partition.graph.generators import torch_generators
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
+_WORDS = 624  # of the state of a Mersenne Twister, which Python and numpy use; behind them the next one's place
 
 
 def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
@@ -23,80 +37,227 @@ def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
     >>> mix(0, 0, 0, 0) == mix(0, 0, 0, 0) != mix(0, 0, 1, 0)
     True
     """
-    state = seed & _MASK
-    for value in (step, microbatch, unit):
-        state = (state + _GOLDEN * (value + 1)) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+    return _fold(_fold(_fold(seed & _MASK, step), microbatch), unit)
+
+
+def _fold(state: int, value: int) -> int:
+    state = (state + _GOLDEN * (value + 1)) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 class Seeder:
-    """Seeds the CPU generator, and the CUDA generator of `device`, for the units of one action at a time.
+    """Seeds the generators for the units of one action at a time.
 
-    Units that draw nothing are found by shape inference (`watch`) and not seeded. The user's global state is
-    saved at the first unit of an action that draws, and restored at its end.
+        call: the user's states are kept    action: begin, enter(unit), ..., end    action: ...    they are put back
+
+    Arguments:
+        device: of the run, whose generator is seeded beside the CPU's.
+        recompute: [S]; where a stage runs again, nothing that an action draws may depend on what ran before it.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, *, recompute: Sequence[str] = ()) -> None:
         self.device = device
         self._seed = seed
-        self._step = 0
-        self._microbatch = 0
-        self._active = False
-        self._saved: list[torch.Tensor] = []
-        self._drawing: set[int] = set()  # units that draw random numbers
-        self._current = -1
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._runs_again = any(each != "none" for each in recompute)
+        self._torch = torch_generators(device)
+        self._others: tuple[_Global, ...] = (_Python(), _Numpy())
+        self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
+        self._begun = 0  # seed, step and microbatch, folded
+        self._step = self._newest = 0
+        self._called = self._active = self._watching = False
+        self._unit: int | None = None  # entered last
+        self._knows_loss = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around all actions of a call: afterwards the user's generators are where they were."""
+        self._called = True
+        before = [each.position() for each in self._others]
+        try:
+            yield
+        finally:
+            self._called = False
+            for generator, state in zip(self._torch, self._kept, strict=False):
+                generator.set_state(state)
+            self._kept = []
+            for each, position in zip(self._others, before, strict=True):
+                if not each.put_back() and each.position() != position:
+                    each.is_for_all_behind(self._newest)
 
     def begin(self, *, step: int, microbatch: int) -> None:
         """An action begins: `enter` seeds for this step and microbatch until `end`."""
-        self._step, self._microbatch, self._active = step, microbatch, True
+        self._begun = _fold(_fold(self._seed & _MASK, step), microbatch)
+        self._step, self._newest = step, max(self._newest, step)
+        self._active = True
+        self._unit = None
+        if self._runs_again:
+            for each in self._others:
+                each.seed(self._begun, keep=self._called)
+                each.is_for_unit = False
 
     def end(self) -> None:
-        """The action is over: the user's global state is as it was."""
+        """The action is over."""
         self._active = False
-        if self._saved:
-            for generator, state in zip(self._generators, self._saved, strict=True):
-                generator.set_state(state)
-            self._saved = []
+        if self._runs_again:
+            for each in self._others:
+                if not each.is_for_unit and each.has_moved():
+                    each.is_for_all_behind(self._newest)
+        if self._unit == _LOSS and not self._knows_loss:
+            self._knows_loss = True
+            for each in self._others:
+                if not each.has_moved():
+                    each.units.discard(_LOSS)
 
     def enter(self, unit: int) -> None:
-        """The unit begins: seed for it, if it draws. Outside an action (shape inference) nothing is seeded."""
-        self._current = unit
-        if self._active and unit in self._drawing:
-            self._seed_for(unit)
+        """The unit begins: seed for it. In shape inference, look at what the one before it drew from."""
+        if self._active:
+            if self._called and not self._kept:
+                self._kept = [generator.get_state() for generator in self._torch]
+            seed = _fold(self._begun, unit)
+            for generator in self._torch:
+                generator.manual_seed(seed)
+            for each in self._others:
+                if self._step > each.known_until or unit in each.units:
+                    each.seed(seed, keep=self._called)
+                    each.is_for_unit = True
+        elif self._watching:
+            self._look()
+        self._unit = unit
 
     def enter_loss(self) -> None:
-        """The loss begins: a unit of its own, seeded in any case, since shape inference does not run it."""
-        if self._active:
-            self._seed_for(_LOSS)
+        """The loss begins: a unit of its own, which shape inference does not run: its first run shows what it draws."""
+        self.enter(_LOSS)
 
-    def _seed_for(self, unit: int) -> None:
-        if not self._saved:
-            self._saved = [generator.get_state() for generator in self._generators]
-        seed = mix(self._seed, self._step, self._microbatch, unit)
-        for generator in self._generators:
-            generator.manual_seed(seed)
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Within, units run for the first time: it is noted which of them draw from Python's and numpy's generators."""
+        self._watching, self._unit = True, None
+        for each in self._others:
+            each.seen = each.position()
+        try:
+            yield
+            self._look()
+        finally:
+            self._watching = False
 
-    def watch(self) -> TorchDispatchMode:
-        """Within: random operations are noted for the unit that was entered last."""
-        return _Watch(lambda: self._drawing.add(self._current))
+    def _look(self) -> None:
+        for each in self._others:
+            before, each.seen = each.seen, each.position()
+            if each.seen != before and self._unit is not None:
+                each.units.add(self._unit)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
+class _Global(ABC):
+    """A generator of the whole process beside torch's.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._note()
-        return func(*args, **(kwargs or {}))
+    Attributes:
+        units: that draw from it; the loss until it is known.
+        known_until: the last step for which these are all; behind it all units count. A batch keeps to one rule.
+        seen: its position when it was last looked at.
+        is_for_unit: whether it was last seeded for a unit, not for an action.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.units = {_LOSS}
+        self.known_until = math.inf
+        self.is_for_unit = False
+        self.seen: object = None
+        self._kept: Any = None
+
+    @abstractmethod
+    def position(self) -> object:
+        """Another one once a number was drawn."""
+
+    @abstractmethod
+    def has_moved(self) -> bool:
+        """Whether a number was drawn since it was seeded."""
+
+    @abstractmethod
+    def _state(self) -> Any:
+        """All of it."""
+
+    @abstractmethod
+    def _set(self, state: Any) -> None:
+        """Let it stand there."""
+
+    @abstractmethod
+    def _start(self, seed: int) -> None:
+        """Begin anew."""
+
+    def seed(self, seed: int, *, keep: bool) -> None:
+        """Begin anew; `keep`: until it is put back."""
+        if keep and self._kept is None:
+            self._kept = self._state()
+        self._start(seed)
+
+    def put_back(self) -> bool:
+        """To where it was before it was seeded; False where it was not."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._set(kept)
+        return kept is not None
+
+    def is_for_all_behind(self, step: int) -> None:
+        """A unit drew that did not when the stages were built: all are seeded behind this step."""
+        if self.known_until == math.inf:
+            self.known_until = step
+            warnings.warn(
+                f"the model drew from {self.name}, and did not when its stages were built: in this batch these numbers "
+                f"depend on how it is cut; from the next one on they do not. Expected what switches them on, such as "
+                f"LayerDrop's probability, to be set before the pipeline is built",
+                stacklevel=2,
+            )
+
+
+class _Python(_Global):
+    name = "Python's random numbers"
+
+    def position(self) -> object:
+        """See _Global."""
+        return random.getstate()
+
+    def has_moved(self) -> bool:
+        """See _Global: a fresh state has used up none of its words."""
+        return bool(random.getstate()[1][-1] != _WORDS)
+
+    def _state(self) -> Any:
+        return random.getstate()
+
+    def _set(self, state: Any) -> None:
+        random.setstate(state)
+
+    def _start(self, seed: int) -> None:
+        random.seed(seed)
+
+
+class _Numpy(_Global):
+    name = "numpy's random numbers"
+
+    def position(self) -> object:
+        """See _Global; its memory, since asking for its state takes 20 times as long."""
+        generator = get_bit_generator()
+        if isinstance(generator, np.random.MT19937):
+            return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
+        return str(generator.state)
+
+    def has_moved(self) -> bool:
+        """See _Global."""
+        generator = get_bit_generator()
+        return not isinstance(generator, np.random.MT19937) or bool(generator.state["state"]["pos"] != _WORDS)
+
+    def _state(self) -> Any:
+        return np.random.get_state(legacy=False)
+
+    def _set(self, state: Any) -> None:
+        np.random.set_state(state)
+
+    def _start(self, seed: int) -> None:
+        generator = get_bit_generator()
+        if isinstance(generator, np.random.MT19937):
+            np.random.seed(seed & 0xFFFFFFFF)
+        else:  # the user's choice
+            generator.state = type(generator)(seed).state

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.dropout import _DropoutNd
 
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
@@ -58,7 +57,7 @@ class InferredStages:
         cut: the stages before anything ran.
         root: of the user's modules.
         example: arguments of the model that show how the stages go together; others have the same form.
-        seeder: learns which units draw random numbers.
+        seeder: learns which units draw from Python's and numpy's generators.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
 
@@ -95,10 +94,9 @@ class InferredStages:
 
         specs = self._specs(example, len(cut.pieces), run_first)
         self.stages = tuple(stages)
-        # Whether a module of a chain draws random numbers may change when these do; a graph's were fixed by tracing.
+        # What a module of a chain does, and draws, may change when these do; a graph's were fixed by tracing.
         live = {m: None for stage in stages if stage.form is not None for m in stage.module.modules()}
         self._modes = tuple(live) if training else ()
-        self._dropouts = [module for module in self._modes if isinstance(module, _DropoutNd)]
         self._known: dict[object, OutputSpecs] = {self._key(example): specs}
         self.written_buffers = tuple(writes)
         self.output_form = cut.form_of_output(stages[-1])
@@ -147,7 +145,7 @@ class InferredStages:
 
     def _key(self, inputs: Signature) -> object:
         autocast = Autocast.now(self._device.type)
-        return inputs, autocast, *(m.training for m in self._modes), *(m.p for m in self._dropouts)
+        return inputs, autocast, *(m.training for m in self._modes)
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
         """Walk over the stages with fake tensors."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.reference import mix
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -60,9 +63,8 @@ def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, 
     """The same in a pipeline."""
     model = made(make)
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "split_points": ["2"], "example_inputs": batch(0)[:1]}
-    pipe = PipelineModule(
-        model, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss, optimizer=sgd, **(settings | options)
-    )
+    settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
+    pipe = PipelineModule(model, **(settings | options))
     losses = []
     for step in range(STEPS):
         between(model, step)
@@ -188,3 +190,161 @@ def test_code_that_reads_values_over_processes(gloo: Pool) -> None:
     for other in gloo.run(experts, ranks=2):
         for mine, theirs in zip(one, other, strict=True):
             assert theirs == pytest.approx(mine, abs=1e-12)
+
+
+# --- random numbers of all three kinds ---
+
+
+class Draws(nn.Module):
+    """Augments with all three generators, as much as `strength` says."""
+
+    def __init__(self, strength: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.strength = linear(), strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if not self.strength or not self.training:
+            return x
+        if random.random() < 0.5:
+            x = x + random.gauss(0, 1)
+        if np.random.rand() < 0.5:
+            x = x * np.random.randn()
+        return x + self.strength * torch.randn_like(x)
+
+
+class LayerDrop(nn.Module):
+    """As wav2vec's encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.dropped = nn.ModuleList(linear() for _ in range(4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and random.random() < 0.5:
+                self.dropped += 1
+                continue
+            x = torch.tanh(block(x))
+        return x
+
+
+def drawing() -> nn.Sequential:
+    return nn.Sequential(linear(), Draws(), LayerDrop(), nn.Dropout(0.3), Draws(), LayerDrop())
+
+
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output * (1 + 0.1 * random.random() + 0.1 * np.random.rand()), target + torch.randn(()))
+
+
+def by_hand(make: Make, loss_fn: Any, between: Between = nothing) -> tuple[Any, list[float]]:
+    """One plain process that seeds each child of the model, and the loss, by itself."""
+    model = made(make)
+    optimizer, losses = sgd(model.parameters()), []
+    for step in range(STEPS):
+        between(model, step)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for k, (h, target) in enumerate(zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True)):
+            for unit, child in enumerate(model):
+                seed_all(mix(0, step, k, unit))
+                h = child(h)
+            seed_all(mix(0, step, k, -1))
+            loss = loss_fn(h, target) / MICROBATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    return model, losses
+
+
+def seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+ANY_CUT: dict[str, dict[str, Any]] = {
+    "one rank": {"mesh": {"pipe": 1}, "split_points": None},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "split_points": ["1", "2", "5"]},
+    "recompute": {"recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("options", ANY_CUT.values(), ids=ANY_CUT)
+def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, Any]) -> None:
+    """And the user's own generators stand where they stood."""
+    wanted, losses = by_hand(drawing, noisy_loss)
+    seed_all(7)
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    def check(model: Any, step: int) -> None:
+        if step == 0:
+            seed_all(7)
+        assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == states
+
+    model, found = piped(drawing, check, loss_fn=noisy_loss, **options)
+    check(model, STEPS)
+    assert found == pytest.approx(losses, abs=1e-12)
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor, wanted.state_dict()[name], rtol=0, atol=1e-12), name
+    assert sum(m.dropped for m in model.modules() if isinstance(m, LayerDrop)) == (
+        sum(m.dropped for m in wanted.modules() if isinstance(m, LayerDrop)) * (2 if options.get("recompute") else 1)
+    )
+
+
+class Drawn(nn.Module):
+    """Notes what it draws, and whether a graph is built meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.seen = False, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            self.seen.append((torch.is_grad_enabled(), random.random(), np.random.rand()))
+        return x + self.seen[-1][1] if self.draws else x
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_unit_that_begins_to_draw_later_is_seeded_from_the_next_batch_on(recompute: str) -> None:
+    """In its first batch, too, a second run draws what the first one drew."""
+    first: list[Any] = []
+
+    def switch(model: Any, step: int) -> None:
+        model[1].draws = step > 0
+        if step == 2:
+            first.extend(model[1].seen)
+            model[1].seen.clear()
+
+    with pytest.warns(UserWarning, match="the model drew from .* random numbers, and did not when its stages were"):
+        model, _ = piped(lambda: nn.Sequential(linear(), Drawn(), linear()), switch, recompute=recompute)
+    for k in range(MICROBATCHES):
+        seed_all(mix(0, 2, k, 1))
+        drawn = [draw[1:] for draw in model[1].seen]
+        assert drawn.count((random.random(), np.random.rand())) == 1 + (recompute == "full")
+    if recompute == "full":
+        runs = [{draw[1:] for draw in first if draw[0] is again} for again in (False, True)]
+        assert runs[0] == runs[1]
+        assert len(runs[0]) == MICROBATCHES
+
+
+def test_a_unit_that_begins_to_draw_from_torch_is_exact() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strength = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x) * self.strength if self.strength else x
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(linear(), Noise(), linear(), Noise())
+
+    def switch(model: Any, step: int) -> None:
+        model[1].strength = model[3].strength = float(step)
+
+    _, losses = by_hand(make, F.mse_loss, switch)
+    for recompute in ("none", "full"):
+        assert piped(make, switch, recompute=recompute)[1] == pytest.approx(losses, abs=1e-12)
