@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..comm import Collectives
 from ..schedules import Schedule
-from .checkpoint_files import Manifest, StageFile, complete, new_name, read, write_stage
+from .checkpoint_files import Manifest, OwnCheckpoints, StageFile, complete, new_name, read, write_stage
 from .checkpoint_optimizers import SavedOptimizers, optimizer_content
 from .stages.ownership import Ownership
 from .update.interface import StageState
@@ -37,6 +37,14 @@ class HasState(Protocol):
         """Go on from there; ValueError where that cannot be done."""
 
 
+class Answer(NamedTuple):
+    """What a rank has found: a checkpoint's name and place, or why it cannot be loaded."""
+
+    name: str
+    place: Path
+    problem: str
+
+
 def save(
     folder: str | os.PathLike[str],
     *,
@@ -47,6 +55,7 @@ def save(
     schedule: Schedule,
     collectives: Collectives,
     loader: Mapping[str, Any] | None,
+    own: OwnCheckpoints,
 ) -> None:
     """Write this process's stages beside the last checkpoint; stage 0's process completes the new one.
 
@@ -56,6 +65,7 @@ def save(
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: expected a folder, an existing or a new one, to save checkpoints in")
     name = collectives.gather(new_name(step), what=f"beginning the checkpoint {path}")[0]
+    own.begin(name)
     state = ownership.state_dict()
     written: dict[int, StageFile] = {}
     for stage in written_stages:
@@ -73,7 +83,7 @@ def save(
         everywhere |= elsewhere
     if 0 in written_stages:
         files = tuple(everywhere[stage] for stage in range(schedule.num_stages))
-        complete(path, Manifest(name=name, step=step, files=files))
+        complete(path, Manifest(name=name, step=step, files=files), own)
     collectives.gather(None, what=f"completing the checkpoint {path}")
 
 
@@ -85,13 +95,60 @@ def load(
     schedule: Schedule,
     device: torch.device,
     loader: HasState | None,
+    own: OwnCheckpoints,
+    agree: Callable[[Answer], None],
 ) -> int:
     """Load what this process holds; returns the step.
 
-    Everything is checked before anything is changed. Raises ValueError for no whole checkpoint of this model.
+    Everything is checked before anything is changed, on every rank: `agree` is told what was found, and raises
+    where ranks would not load the same. Raises ValueError for no whole checkpoint of
+    this model.
     """
     path = Path(folder)
-    manifest, contents = read(path)
+    try:
+        found = _read(path, ownership=ownership, stages=stages, schedule=schedule)
+    except ValueError as error:
+        agree(Answer("", path, str(error)))
+        raise
+    agree(Answer(found.manifest.name, found.place, ""))
+    step = found.manifest.step
+    _load_loader(path, found.loader, loader)
+    ownership.load_state_dict(found.model)
+    for stage_weights in (one.versions for one in stages if one.versions is not None):
+        for parameter, name in zip(stage_weights.own, stage_weights.names, strict=True):
+            parameter.data.copy_(found.model[name])
+        stage_weights.restore(step * schedule.groups_per_batch, found.versions)
+    for one in stages:
+        found.optimizers.load_into(one.optimizers, device)
+    own.adopt(found.place)
+    return step
+
+
+def refuse_differing(answers: Sequence[Answer]) -> None:
+    """ValueError unless all ranks, in order, have read one checkpoint."""
+    for rank, answer in enumerate(answers):
+        if answer.problem:
+            raise ValueError(f"rank {rank} cannot load the checkpoint, so no rank does: {answer.problem}")
+        if answer.name != answers[0].name:
+            raise ValueError(
+                f"rank 0 read {answers[0].place} and rank {rank} read {answer.place}: expected one folder that all "
+                f"ranks see and nobody saves into meanwhile, or pipe.load of one checkpoint in it"
+            )
+
+
+class _Read(NamedTuple):
+    """A checkpoint that fits, before anything is changed."""
+
+    place: Path
+    manifest: Manifest
+    model: Mapping[str, torch.Tensor]
+    versions: Mapping[int, Mapping[str, torch.Tensor]]
+    optimizers: SavedOptimizers
+    loader: Mapping[str, Any] | None
+
+
+def _read(path: Path, *, ownership: Ownership, stages: Sequence[StageState], schedule: Schedule) -> _Read:
+    place, manifest, contents = read(path)
     model: dict[str, torch.Tensor] = {}
     versions: dict[int, dict[str, torch.Tensor]] = {}
     for content in contents:
@@ -99,18 +156,11 @@ def load(
         is_alike = content.get("rule") == _rule(schedule)
         for number, tensors in content.get("versions", {}).items() if is_alike else ():
             versions.setdefault(number, {}).update(tensors)
-    saved = SavedOptimizers.of(contents, where=str(path))
+    optimizers = SavedOptimizers.of(contents, where=str(path))
     for one in stages:
-        saved.check(one.optimizers)
-    _load_loader(path, contents[0].get("loader"), loader)
-    ownership.load_state_dict(model)  # checks all names and shapes first
-    for stage_weights in (one.versions for one in stages if one.versions is not None):
-        for own, name in zip(stage_weights.own, stage_weights.names, strict=True):
-            own.data.copy_(model[name])
-        stage_weights.restore(manifest.step * schedule.groups_per_batch, versions)
-    for one in stages:
-        saved.load_into(one.optimizers, device)
-    return manifest.step
+        optimizers.check(one.optimizers)
+    ownership.check_state_dict(model)
+    return _Read(place, manifest, model, versions, optimizers, contents[0].get("loader"))
 
 
 def _load_loader(path: Path, state: Mapping[str, Any] | None, loader: HasState | None) -> None:

@@ -2,7 +2,7 @@
 
     folder/                   of pipe.save(folder) and pipe.load(folder)
       latest                  name of the newest whole checkpoint
-      step-8-3f9c21ab/        a checkpoint; the one before it is kept, too
+      step-8-3f9c21ab/        a checkpoint; the one before it is kept, too, and any of another run
         checkpoint.json       version, its name, step, and size and SHA-256 of each stage's file
         stage-0.pt ...        a file a stage, which says whose it is
 
@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -64,26 +65,63 @@ def write_stage(folder: Path, name: str, stage: int, content: Mapping[str, Any])
     return StageFile(num_bytes=hashed.num_bytes, sha256=hashed.digest.hexdigest())
 
 
-def complete(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, make this checkpoint the latest, and remove all but the one before it.
+class OwnCheckpoints:
+    """Names of the checkpoints of one run: those that it began to save, and those of the folders that it loaded from.
 
-    All stages' files must be written.
+    A save removes no others: two runs that save into one folder by mistake must not remove each other's.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}  # in order
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def begin(self, name: str) -> None:
+        """A save begins."""
+        self._names[name] = None
+
+    def adopt(self, place: Path) -> None:
+        """Go on from the checkpoint `place`: all that are beside it are this run's from now on."""
+        names = [each.name for each in place.parent.iterdir() if _NAME.fullmatch(each.name)]
+        latest = _latest(place.parent)
+        for name in sorted(names, key=lambda name: (name == latest, _step_of(name))):
+            self._names.pop(name, None)
+            self._names[name] = None
+
+    def older(self, folder: Path, name: str) -> list[str]:
+        """Those in `folder` that `name` replaces: all but the last whole one."""
+        others = [each for each in self._names if each != name and (folder / each).is_dir()]
+        whole = [each for each in others if (folder / each / _MANIFEST).exists()]
+        return [each for each in others if each not in whole[-1:]]
+
+
+def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> None:
+    """Write the manifest, make this checkpoint the latest, and remove the run's own ones but the one before it.
+
+    All stages' files must be written. A warning tells where another run has saved into the folder.
     """
     before = _latest(folder)
+    if before is not None and before not in own:
+        warnings.warn(
+            f"{folder / before} was saved by another run, or by this one before it was started again without "
+            f"pipe.load: it stays, but the latest checkpoint in {folder} is now {manifest.name}. Expected a folder for "
+            f"each run",
+            stacklevel=5,
+        )
     _write_text(folder / manifest.name / _MANIFEST, json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1))
     _flush_folder(folder / manifest.name)
     pointer = folder / f"{_LATEST}.partial"
     _write_text(pointer, manifest.name)
     pointer.replace(folder / _LATEST)
     _flush_folder(folder)
-    for each in folder.iterdir():
-        if _NAME.fullmatch(each.name) and each.name not in (manifest.name, before):
-            (each / _MANIFEST).unlink(missing_ok=True)  # without it nobody takes what is left for a checkpoint
-            shutil.rmtree(each, ignore_errors=True)
+    for name in own.older(folder, manifest.name):
+        (folder / name / _MANIFEST).unlink(missing_ok=True)  # without it nobody takes what is left for a checkpoint
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def read(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
-    """The latest checkpoint in `folder`, or the one that `folder` is: manifest, and [S] contents, on the CPU.
+def read(folder: Path) -> tuple[Path, Manifest, list[dict[str, Any]]]:
+    """The latest checkpoint in `folder`, or the one that `folder` is: place, manifest, and [S] contents, on the CPU.
 
     Raises ValueError for what is no whole checkpoint; it names the file, and a checkpoint that can be used instead.
     """
@@ -95,9 +133,10 @@ def read(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
         place = folder / name
     try:
         manifest = _read_manifest(place)
-        return manifest, [_read_stage(place, manifest, stage) for stage in range(len(manifest.files))]
+        return place, manifest, [_read_stage(place, manifest, stage) for stage in range(len(manifest.files))]
     except ValueError as error:
-        others = sorted(each.parent for each in place.parent.glob(f"step-*/{_MANIFEST}") if each.parent != place)
+        found = [each.parent for each in place.parent.glob(f"step-*/{_MANIFEST}") if each.parent != place]
+        others = sorted((each for each in found if _NAME.fullmatch(each.name)), key=lambda each: _step_of(each.name))
         hint = f"; there is another one: pipe.load({str(others[-1])!r})" if others else ""
         raise ValueError(f"{error}{hint}") from None
 
@@ -180,6 +219,11 @@ def _latest(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return name if _NAME.fullmatch(name) else None
+
+
+def _step_of(name: str) -> int:
+    """The step in the name of a checkpoint."""
+    return int(name.split("-")[1])
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -390,6 +390,8 @@ class PipelineModule:
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 
+        Collective over the processes: all of them load it, or none.
+
         Arguments:
             loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
 

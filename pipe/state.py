@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..comm import Collectives, Guard
 from . import checkpoint
+from .checkpoint_files import OwnCheckpoints
 from .stages.ownership import Ownership
 from .training import Training
 from .update.interface import StageState, Update
@@ -31,6 +32,7 @@ class State:
     guard: Guard
     written_stages: Sequence[int]
     device: torch.device
+    own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -62,6 +64,7 @@ class State:
                 schedule=self.update.schedule,
                 collectives=self.collectives,
                 loader=None if loader is None else loader.state_dict(),
+                own=self.own_checkpoints,
             )
 
     def load(self, folder: str | os.PathLike[str], loader: checkpoint.HasState | None) -> None:
@@ -75,8 +78,17 @@ class State:
             schedule=self.update.schedule,
             device=self.device,
             loader=loader,
+            own=self.own_checkpoints,
+            agree=self._agree,
         )
         self.update.restart()
+
+    def _agree(self, answer: checkpoint.Answer) -> None:
+        """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
+        with self.guard.together():
+            answers = self.collectives.gather(answer, what=f"loading the checkpoint {answer.place}")
+        if len(answers) > 1:
+            checkpoint.refuse_differing(answers)
 
     def held_bytes(self) -> int:
         """See PipelineModule.held_bytes."""

@@ -115,7 +115,16 @@ class Ownership:
                     tensor.data.copy_(value)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a full or a local state dict; ValueError names missing and unknown keys and wrong shapes."""
+        """Load a full or a local state dict; see `check_state_dict`."""
+        self.check_state_dict(state)
+        tensors = self._tensors()
+        with torch.no_grad():
+            for name in tensors:
+                if self.is_local(name):
+                    tensors[name].copy_(state[name])
+
+    def check_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """ValueError names missing and unknown keys and wrong shapes of a full or a local state dict."""
         tensors = self._tensors()
         wanted = {name for name in tensors if self.is_local(name)}
         missing, unknown = sorted(wanted - state.keys()), sorted(state.keys() - tensors.keys())
@@ -131,9 +140,6 @@ class Ownership:
                 raise ValueError(
                     f"state dict: {name!r} has shape {tuple(state[name].shape)}, expected {tuple(tensors[name].shape)}"
                 )
-        with torch.no_grad():
-            for name in wanted:
-                tensors[name].copy_(state[name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         with self._let_go.passing():

@@ -1,0 +1,115 @@
+"""Folders of checkpoints: several runs, several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.pool import Pool
+from support.small import X, Y, layers, make
+
+from stagewright.pipe import PipelineModule
+
+
+def trained(steps: int) -> PipelineModule:
+    torch.manual_seed(0)
+    pipe = make(model=layers())
+    for _ in range(steps):
+        pipe.train_step(X, Y)
+    return pipe
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(each.name.split("-")[1]) for each in folder.glob("step-*"))
+
+
+def latest(folder: Path) -> Path:
+    return folder / (folder / "latest").read_text()
+
+
+def test_runs_that_save_into_one_folder_are_told_and_remove_nothing_of_each_other(tmp_path: Path) -> None:
+    one, other = trained(5), trained(2)
+    one.save(tmp_path)
+    first = latest(tmp_path)
+    with pytest.warns(UserWarning, match=rf"{first.name} was saved by another run, .* Expected a folder for each run"):
+        other.save(tmp_path)
+    for _ in range(3):  # its own ones go, but for two
+        other.train_step(X, Y)
+        other.save(tmp_path)
+    assert steps_in(tmp_path) == [4, 5, 5]
+    with pytest.warns(UserWarning, match="was saved by another run"):
+        one.save(tmp_path)
+    assert steps_in(tmp_path) == [4, 5, 5, 5]
+    pipe = trained(1)
+    pipe.load(first)
+    assert pipe.num_steps == 5
+
+
+def test_a_run_that_goes_on_takes_the_folder_over(tmp_path: Path) -> None:
+    """No warning; what the run before has left is removed, too."""
+    before = trained(1)
+    before.save(tmp_path)
+    before.train_step(X, Y)
+    before.save(tmp_path)
+    (tmp_path / "step-2-00000000").mkdir()  # cut off
+    pipe = trained(0)
+    pipe.load(tmp_path)
+    pipe.train_step(X, Y)
+    pipe.save(tmp_path)
+    assert steps_in(tmp_path) == [2, 3]
+    assert latest(tmp_path).name.startswith("step-3-")
+    (tmp_path / "latest").write_text("")  # nothing but the folders' names
+    back = trained(0)
+    back.load(next(tmp_path.glob("step-2-*")))
+    back.save(tmp_path)
+    assert latest(tmp_path).name.startswith("step-2-")
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved by another run")
+def test_the_checkpoint_to_use_instead_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """Step 10 is behind step 9, whatever their letters say."""
+    pipe = trained(9)
+    pipe.save(tmp_path)
+    pipe.train_step(X, Y)
+    pipe.save(tmp_path)
+    trained(1).save(tmp_path)
+    (latest(tmp_path) / "stage-0.pt").unlink()
+    with pytest.raises(ValueError, match=r"stage-0.pt cannot be read.*; there is another one: pipe.load\(.*/step-10-"):
+        pipe.load(tmp_path)
+
+
+def _load(folders: list[str]) -> tuple[str, int, list[float]]:
+    """What loading said, and steps and weights behind it."""
+    torch.manual_seed(0)
+    pipe = make(model=layers(), mesh={"pipe": 2})
+    said = ""
+    try:
+        pipe.load(folders[pipe.rank])
+    except ValueError as error:
+        said = str(error)
+    sums = [float(value.detach().sum()) for value in pipe.state_dict().values()]
+    pipe.train_step(X, Y)  # it is as whole as before
+    steps = pipe.num_steps
+    pipe.close()
+    return said, steps, sums
+
+
+@pytest.mark.gloo
+def test_ranks_load_the_same_checkpoint_or_none(gloo: Pool, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    trained(2).save(one)
+    trained(3).save(other)
+    fresh = gloo.run(_load, ranks=2, args=([str(tmp_path / "no")] * 2,))
+    both = gloo.run(_load, ranks=2, args=([str(one), str(one)],))
+    mixed = gloo.run(_load, ranks=2, args=([str(one), str(other)],))
+    missing = gloo.run(_load, ranks=2, args=([str(one), str(tmp_path / "no")],))
+    assert [steps for _, steps, _ in both] == [3, 3]
+    assert not any(said for said, _, _ in both)
+    for rank in range(2):
+        assert f"rank 0 read {latest(one)} and rank 1 read {latest(other)}: expected one folder" in mixed[rank][0]
+        assert "rank 1 cannot load the checkpoint, so no rank does" in missing[rank][0]
+        assert "is no checkpoint: expected a folder from pipe.save" in fresh[rank][0]
+        for outcome in (mixed, missing, fresh):
+            assert outcome[rank][1:] == fresh[rank][1:]
+            assert outcome[rank][2] != both[rank][2]
