@@ -46,6 +46,7 @@ from .stages.build import CutModel, cut_model
 from .stages.loss import UntrainedLeaves
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
+from .stages.reruns import Reruns
 from .stages.shapes import InferredStages, Signature
 from .stages.stage import LossValue, Stage
 from .stages.unchanged import Unchanged
@@ -115,7 +116,7 @@ def assemble(
     schedule, place, device = layout.schedule, layout.place, settings.device
     replica, num_replicas = place.replica
     example = Arguments.of([split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs])
-    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, recompute=layout.recompute)
+    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, runs_again=layout.recompute.runs_again)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
@@ -127,6 +128,7 @@ def assemble(
         split_points=layout.split_points,
         plan=layout.plan,
         loss_fn=settings.loss_fn,
+        recompute=layout.recompute,
         seeder=seeder,
         device=device,
     )
@@ -177,7 +179,8 @@ def assemble(
             train=parts.train.stages[s],
             evaluate=parts.evaluate.stages[s],
             loss_of=loss_of if is_last else None,
-            recompute=layout.recompute[s],
+            runs_again=layout.recompute.stages[s] == "full",
+            reruns=Reruns(parts.recomputed.of_stage(s, parts.train.stages[s]), seeder),
             weights=update.versions_of(rank, s),
         )
 

@@ -17,7 +17,7 @@ from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
-from .stages.stage import RECOMPUTE
+from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 ScheduleLike = str | os.PathLike[str] | Schedule
 PlanLike = Plan | str | os.PathLike[str]
@@ -31,14 +31,14 @@ class Layout:
         schedule: over all replicas.
         split_points: of the user; None: even weights, or the plan's nodes.
         plan: where it came from, if from one.
-        recompute: [S].
+        recompute: what is computed again in the backward.
         place: where this process stands, and which of the schedule's ranks it runs.
     """
 
     schedule: Schedule
     split_points: Sequence[str] | None
     plan: Plan | None
-    recompute: tuple[str, ...]
+    recompute: Recompute
     place: MeshPlace
 
 
@@ -71,7 +71,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         schedule=schedule,
         split_points=None,
         plan=plan,
-        recompute=tuple(stage.recompute for stage in plan.stages),
+        recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
     )
 
@@ -83,7 +83,7 @@ def layout_of_options(
     num_microbatches: int | None,
     num_chunks: int | None,
     split_points: Sequence[str] | None,
-    recompute: str | Sequence[str],
+    recompute: RecomputeLike,
 ) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
@@ -103,7 +103,7 @@ def layout_of_options(
             schedule=replicate(one, axes.data),
             split_points=split_points,
             plan=None,
-            recompute=_recompute_by_stage(recompute, one.num_stages),
+            recompute=read_recompute(recompute, one.num_stages),
             place=MeshPlace(world=world, mesh=axes),
         )
 
@@ -154,13 +154,3 @@ def _build_schedule(
     if num_chunks is not None and num_chunks != chunks:
         raise ValueError(f"num_chunks={num_chunks} for a schedule with {chunks} stages a rank: expected {chunks}")
     return whole
-
-
-def _recompute_by_stage(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    kinds = (recompute,) * num_stages if isinstance(recompute, str) else tuple(recompute)
-    if len(kinds) != num_stages:
-        raise ValueError(f"recompute= has {len(kinds)} entries for {num_stages} stages: expected one, or one a stage")
-    for kind in kinds:
-        if kind not in RECOMPUTE:
-            raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}")
-    return kinds

@@ -41,6 +41,7 @@ from .model_options import (
 )
 from .run.engine import check_runnable
 from .settings import Settings
+from .stages.recompute import RecomputeLike
 from .training import Training
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
@@ -81,7 +82,9 @@ class PipelineModule:
             ranks in a row are replicas of a stage. In one process the one batch is shared out.
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
-        recompute: "none", "full" (keep a stage's inputs only, run its forward again in the backward), or one a stage.
+        recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
+            inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the results of its matrix
+            products are kept, too); or one a stage; or for single modules, {"blocks.*": "full", "head": "selective"}.
         verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
             stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
@@ -112,7 +115,7 @@ class PipelineModule:
         mesh: Mapping[str, int] | str | None = None,
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
-        recompute: str | Sequence[str] = "none",
+        recompute: RecomputeLike = "none",
         verify: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -141,7 +144,7 @@ class PipelineModule:
         if isinstance(mesh, str) and mesh != AUTO:
             raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
         sizes = None if isinstance(mesh, str) else mesh
-        decided = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
+        decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
         decided |= {"recompute": None if recompute == "none" else recompute}
         make_layout: Callable[[World], Layout] | None
         if plan is not None:

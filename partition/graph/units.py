@@ -82,6 +82,12 @@ class StageModule:
     clone_inputs: bool
     clone_outputs: frozenset[int]
 
+    @property
+    def units(self) -> tuple[nn.Module, ...]:
+        """The user's modules that it calls as its cut units, in `module.units`; none where it runs a graph."""
+        units = self.module._modules.get("units")
+        return () if units is None else tuple(units.children())
+
     def run(self, inputs: Tensors) -> Tensors:
         """The flat outputs."""
         return self.flatten(self.module(*([x.clone() for x in inputs] if self.clone_inputs else inputs)))

@@ -78,8 +78,8 @@ class MovingBuffers:
             elif not known and place.has_changed():
                 raise ValueError(
                     f"buffer {place.name!r} of {type(place.module).__name__} ({place.buffer.nbytes:,} bytes) changes "
-                    f"here and did not in the first forward: under recompute='full' its value from before is gone. "
-                    f"Expected a large buffer that changes in each forward, or recompute='none' for its stage"
+                    f"here and did not in the first forward: under recompute= its value from before is gone. Expected "
+                    f"a large buffer that changes in each forward, or a recompute= that leaves it out"
                 )
             if known:
                 moving.append(place)

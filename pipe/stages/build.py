@@ -16,6 +16,7 @@ from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
+from .recompute import Recompute, RecomputedModules
 from .shapes import InferredStages, Signature
 
 
@@ -29,6 +30,7 @@ class CutModel:
         names: [S] the units of each stage, for people.
         train, evaluate: the stages in both modes.
         is_traced: whether the stages are graphs of their own, not the user's modules.
+        recomputed: the modules that run again in the backward.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class CutModel:
     train: InferredStages
     evaluate: InferredStages
     is_traced: bool
+    recomputed: RecomputedModules
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
         """The model's output from the flat outputs of the last stage."""
@@ -52,13 +55,14 @@ def cut_model(
     split_points: Sequence[str] | None,
     plan: Plan | None,
     loss_fn: object,
+    recompute: Recompute,
     seeder: Seeder,
     device: torch.device,
 ) -> CutModel:
     """Cut a model, or take the user's stages as they are; a loss that is a module goes to the last one.
 
-    Raises ValueError for a model that cannot be traced or cut into so many stages, for wrong split points, and for a
-    plan for another model.
+    Raises ValueError for a model that cannot be traced or cut into so many stages, for wrong split points, for a plan
+    for another model, and for modules to be computed again that no stage runs.
     """
     if split_points is not None and len(split_points) != num_stages - 1:
         raise ValueError(
@@ -77,8 +81,13 @@ def cut_model(
         assert model is not None
         root = model
         cut = _cut(model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
+    recomputed = RecomputedModules(recompute, root)
+    is_traced = cut.output_form is not None
+    if is_traced:
+        recomputed.refuse_graphs()
     microbatch = Signature.of(example)
-    train = InferredStages(cut, microbatch, root=root, seeder=seeder, device=device, training=True)
+    with recomputed.checked():
+        train = InferredStages(cut, microbatch, root=root, seeder=seeder, device=device, training=True)
     evaluate = InferredStages(cut.evaluation(), microbatch, root=root, seeder=seeder, device=device, training=False)
     for mode in (train, evaluate):
         _refuse_shared_writes(root, mode)
@@ -91,7 +100,8 @@ def cut_model(
         names=tuple(piece.name for piece in cut.pieces),
         train=train,
         evaluate=evaluate,
-        is_traced=cut.output_form is not None,
+        is_traced=is_traced,
+        recomputed=recomputed,
     )
 
 

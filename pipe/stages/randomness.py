@@ -54,13 +54,13 @@ class Seeder:
 
     Arguments:
         device: of the run, whose generator is seeded beside the CPU's.
-        recompute: [S]; where a stage runs again, nothing that an action draws may depend on what ran before it.
+        runs_again: whether anything runs again: what an action draws may then not depend on what ran before it.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, recompute: Sequence[str] = ()) -> None:
+    def __init__(self, seed: int, device: torch.device, *, runs_again: bool = False) -> None:
         self.device = device
         self._seed = seed
-        self._runs_again = any(each != "none" for each in recompute)
+        self._runs_again = runs_again
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Python(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
@@ -113,8 +113,7 @@ class Seeder:
     def enter(self, unit: int) -> None:
         """The unit begins: seed for it. In shape inference, look at what the one before it drew from."""
         if self._active:
-            if self._called and not self._kept:
-                self._kept = [generator.get_state() for generator in self._torch]
+            self._keep()
             seed = _fold(self._begun, unit)
             for generator in self._torch:
                 generator.manual_seed(seed)
@@ -129,6 +128,28 @@ class Seeder:
     def enter_loss(self) -> None:
         """The loss begins: a unit of its own, which shape inference does not run: its first run shows what it draws."""
         self.enter(_LOSS)
+
+    def state(self) -> Sequence[Any]:
+        """Where the generators stand in the midst of a unit, for `resume`."""
+        moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
+        return [generator.get_state() for generator in self._torch], moved
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """In a later action of the same microbatch: they stand there again, for a second run of what followed."""
+        self._keep()
+        of_torch, others = state
+        for generator, then in zip(self._torch, of_torch, strict=True):
+            generator.set_state(then)
+        for each, then in zip(self._others, others, strict=True):
+            if then is not None:
+                each.set(then)
+                each.is_for_unit = True
+            elif each.has_moved():
+                each.seed(self._begun, keep=self._called)
+
+    def _keep(self) -> None:
+        if self._called and not self._kept:
+            self._kept = [generator.get_state() for generator in self._torch]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -177,11 +198,11 @@ class _Global(ABC):
         """Whether a number was drawn since it was seeded."""
 
     @abstractmethod
-    def _state(self) -> Any:
+    def state(self) -> Any:
         """All of it."""
 
     @abstractmethod
-    def _set(self, state: Any) -> None:
+    def set(self, state: Any) -> None:
         """Let it stand there."""
 
     @abstractmethod
@@ -191,14 +212,14 @@ class _Global(ABC):
     def seed(self, seed: int, *, keep: bool) -> None:
         """Begin anew; `keep`: until it is put back."""
         if keep and self._kept is None:
-            self._kept = self._state()
+            self._kept = self.state()
         self._start(seed)
 
     def put_back(self) -> bool:
         """To where it was before it was seeded; False where it was not."""
         kept, self._kept = self._kept, None
         if kept is not None:
-            self._set(kept)
+            self.set(kept)
         return kept is not None
 
     def is_for_all_behind(self, step: int) -> None:
@@ -224,10 +245,10 @@ class _Python(_Global):
         """See _Global: a fresh state has used up none of its words."""
         return bool(random.getstate()[1][-1] != _WORDS)
 
-    def _state(self) -> Any:
+    def state(self) -> Any:
         return random.getstate()
 
-    def _set(self, state: Any) -> None:
+    def set(self, state: Any) -> None:
         random.setstate(state)
 
     def _start(self, seed: int) -> None:
@@ -247,12 +268,15 @@ class _Numpy(_Global):
     def has_moved(self) -> bool:
         """See _Global."""
         generator = get_bit_generator()
-        return not isinstance(generator, np.random.MT19937) or bool(generator.state["state"]["pos"] != _WORDS)
+        if not isinstance(generator, np.random.MT19937):
+            return True
+        place = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * _WORDS)
+        return place.value != _WORDS
 
-    def _state(self) -> Any:
+    def state(self) -> Any:
         return np.random.get_state(legacy=False)
 
-    def _set(self, state: Any) -> None:
+    def set(self, state: Any) -> None:
         np.random.set_state(state)
 
     def _start(self, seed: int) -> None:

@@ -4,12 +4,14 @@
     backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back)
 
 The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
-backward runs it again with the same random numbers and the same buffers.
+backward runs it again with the same random numbers and the same buffers; what runs again of a forward that keeps its
+graph is up to `reruns`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +20,14 @@ from torch.utils import _pytree as pytree
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import StageModule
 from .buffers import MovingBuffers, Snapshot
+from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
 LossOf = Callable[[Tensors, object, bool], LossValue]
 
-RECOMPUTE = ("none", "full")
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Stage:
         name: the units in it, for people.
         train, evaluate: what it runs in both modes.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
-        recompute: "none" or "full".
+        runs_again: whether the backward runs the whole stage again.
+        reruns: the modules that run again by themselves.
         weights: the versions of its parameters, under an asynchronous schedule.
     """
 
@@ -61,14 +65,16 @@ class Stage:
         train: StageModule,
         evaluate: StageModule,
         loss_of: LossOf | None,
-        recompute: str,
+        runs_again: bool,
+        reruns: Reruns,
         weights: WeightVersions | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.train = train
         self.evaluate = evaluate
-        self.recompute = recompute
+        self._runs_again = runs_again
+        self._reruns = reruns
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
@@ -95,18 +101,20 @@ class Stage:
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
         weights, train = self._weights, self.train
-        runs_again = self.recompute == "full"
+        runs_again = self._runs_again
         if weights is not None:
             weights.bind(version)
+        self._reruns.begin()
         try:  # the module is called from here: every function in between costs each microbatch time
             buffers = self._buffers.before_forward() if runs_again else ()
             before = _Target.kept(target) if runs_again and self._loss_of is not None else None
-            with torch.set_grad_enabled(not runs_again):
+            with torch.set_grad_enabled(not runs_again), no_checkpoints_inside() if runs_again else _NOTHING:
                 value = train.module(*([x.clone() for x in leaves] if train.clone_inputs else leaves))
                 outputs, loss = self._with_loss(train.flatten(value), target)
             if runs_again:
                 buffers = self._buffers.after_forward(buffers)
         finally:
+            self._reruns.end()
             if weights is not None:
                 weights.release()
         seen = target if before is None else before.seen_by_loss()
@@ -144,6 +152,9 @@ class Stage:
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        except RuntimeError as error:
+            self._reruns.refuse_changed_inputs(error, stage=f"stage {self.index} ({self.name})")
+            raise
         finally:
             if self._weights is not None:
                 self._weights.end_backward(live.version, group)
@@ -155,7 +166,7 @@ class Stage:
 
     def _recomputed(self, live: _Live) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
-        with torch.enable_grad(), self._buffers.put_back(live.buffers):
+        with torch.enable_grad(), no_checkpoints_inside(), self._buffers.put_back(live.buffers):
             outputs, _ = self._with_loss(self.train.run(live.leaves), live.target)
         return outputs
 

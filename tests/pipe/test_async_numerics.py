@@ -148,9 +148,10 @@ def test_every_model(task: str, rule: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rule", [RULES["2bw"], RULES["pipedream"]], ids=["2bw", "pipedream"])
 @pytest.mark.parametrize("task", ["small-gpt", "conv-norm", "lstm"])
-def test_recompute(task: str, rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recompute", ["full", "layer", "selective"])
+def test_recompute(task: str, rule: dict[str, Any], recompute: str) -> None:
     """The backward runs the forward again: under the version of the microbatch, with its random numbers."""
-    check(AsyncCase(task=task, num_ranks=3, recompute="full", optimizer="momentum", flushes=(4,), **rule))
+    check(AsyncCase(task=task, num_ranks=3, recompute=recompute, optimizer="momentum", flushes=(4,), **rule))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -189,7 +190,9 @@ def test_traced_models(task: str) -> None:
 
 
 @one_of_each
-@pytest.mark.parametrize(("task", "recompute"), [("conv-norm", "none"), ("small-gpt", "full")])
+@pytest.mark.parametrize(
+    ("task", "recompute"), [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]
+)
 def test_autocast_around_the_whole_loop(task: str, rule: dict[str, Any], recompute: str) -> None:
     """Its cache of casted weights must not outlive a version."""
     check(

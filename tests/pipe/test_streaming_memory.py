@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from support.small import WIDTH, stream
+from support.storages import Storages
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.pipe.run.worker import TrainingWorker
-
-
-class _Storages(TorchDispatchMode):
-    """Counts the live storages of each size that were made within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: Counter[int] = Counter()
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.note(value)
-        return out
-
-    def note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
-            return
-        size, key = storage.nbytes(), storage._cdata
-        self._seen.add(key)
-        self.live[size] += 1
-
-        def gone() -> None:
-            self.live[size] -= 1
-            self._seen.discard(key)
-
-        weakref.finalize(storage, gone)
 
 
 class Bulge(nn.Module):
@@ -67,7 +35,7 @@ def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypat
     hidden = [11, 13, 17]
     stages = [Bulge(width) for width in hidden]
     pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
-    storages = _Storages()
+    storages = Storages()
     weights, activations = [0] * P, [0] * P
     work = TrainingWorker.run
 

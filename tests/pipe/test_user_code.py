@@ -346,5 +346,5 @@ def test_a_unit_that_begins_to_draw_from_torch_is_exact() -> None:
         model[1].strength = model[3].strength = float(step)
 
     _, losses = by_hand(make, F.mse_loss, switch)
-    for recompute in ("none", "full"):
+    for recompute in ("none", "full", "layer", "selective"):
         assert piped(make, switch, recompute=recompute)[1] == pytest.approx(losses, abs=1e-12)

@@ -58,13 +58,15 @@ def sample(*, ranks: Sequence[int]) -> list[Any]:
 def _rows(ranks: Sequence[int], **more: Sequence[Any]) -> list[Row]:
     factors = {"ranks": ranks, **more, "schedule": SCHEDULES, "chunks": CHUNKS, "microbatches": MICROBATCHES}
     return pairwise(
-        {**factors, "recompute": ("none", "full")},
+        {**factors, "recompute": ("none", "full", "layer", "selective")},
         allowed=lambda row: row["chunks"] == 1 or row["schedule"] in INTERLEAVING,
         cost=lambda row: row["ranks"],
     )
 
 
 def _parameter(task: str, row: Row) -> Any:
-    layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
+    # A graph has no modules that could run again by themselves.
+    recompute = "full" if TASKS[task].kind == "traced" and row["recompute"] != "none" else row["recompute"]
+    layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=recompute)
     case = make_case(task, layout, row["microbatches"])
     return pytest.param(case, layout, id=f"{task}-{layout}-M{row['microbatches']}")

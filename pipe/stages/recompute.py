@@ -1,0 +1,192 @@
+"""What a stage computes again in its backward instead of keeping it: options, and the modules that they mean.
+
+    "none"        nothing
+    "full"        the stage: it keeps its inputs only                                    (`stage`)
+    "layer"       each cut unit of the stage: it keeps its inputs only                    (`reruns`)
+    "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
+    a policy      each cut unit, but for what the policy keeps                            (`reruns`)
+
+Patterns of module names say the same of single modules, with "full", "selective" or a policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from ...partition.graph.units import StageModule
+from .calls import Calls
+
+# (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
+Policy = Callable[..., Any]
+Rule = str | Policy
+
+KINDS = ("none", "full", "layer", "selective")
+RULES = ("full", "selective")  # of a module
+RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What is computed again.
+
+    Arguments:
+        stages: [S] one of KINDS, or a policy.
+        modules: by pattern of module names, one of RULES or a policy; every stage is then "none". A pattern has as
+            many parts between dots as the names that it matches, each as in fnmatch.
+
+    Raises ValueError for anything else.
+    """
+
+    stages: tuple[Rule, ...]
+    modules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        for kind in self.stages:
+            if not callable(kind) and kind not in KINDS:
+                raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, KINDS))}, or a policy")
+        for pattern, rule in self.modules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"recompute={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*'")
+            if not callable(rule) and rule not in RULES:
+                raise ValueError(
+                    f"recompute={{{pattern!r}: {rule!r}}}: expected {' or '.join(map(repr, RULES))}, or a policy; "
+                    f"a module that nothing matches is not computed again"
+                )
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether anything is computed again."""
+        return bool(self.modules) or any(kind != "none" for kind in self.stages)
+
+    @property
+    def needs_modules(self) -> bool:
+        """Whether it speaks of the user's own modules, and not of whole stages alone."""
+        return bool(self.modules) or any(kind not in ("none", "full") for kind in self.stages)
+
+
+def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
+    """The option `recompute=` for so many stages. Raises ValueError for a value or a number that does not fit."""
+    if isinstance(recompute, Mapping):
+        return Recompute(stages=("none",) * num_stages, modules=MappingProxyType(dict(recompute)))
+    if isinstance(recompute, str) or callable(recompute):
+        return Recompute(stages=(recompute,) * num_stages)
+    if not isinstance(recompute, Sequence):
+        raise ValueError(
+            f"recompute={recompute!r:.60}: expected one of {', '.join(map(repr, KINDS))}, one a stage, or "
+            f"{{'blocks.*': 'full'}}"
+        )
+    if len(recompute) != num_stages:
+        raise ValueError(
+            f"recompute= has {len(recompute)} entries for {num_stages} stages: expected one, or one a stage"
+        )
+    return Recompute(stages=tuple(recompute))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRule:
+    """What a module computes again, and its name for errors."""
+
+    name: str
+    rule: Rule
+
+
+class RecomputedModules:
+    """Modules of a model that are computed again.
+
+    Arguments:
+        recompute: the options.
+        root: the model, or a ModuleList of the user's stages.
+
+    Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
+    patterns treat differently.
+    """
+
+    def __init__(self, recompute: Recompute, root: nn.Module) -> None:
+        self._stages = recompute.stages
+        self._needs_modules = recompute.needs_modules
+        self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
+        self._rules: dict[nn.Module, NamedRule] = {}
+        said: dict[nn.Module, str] = {}
+        for pattern, rule in recompute.modules.items():
+            for name, module in self._matches[pattern].items():
+                known = self._rules.setdefault(module, NamedRule(name=name, rule=rule))
+                if known.rule != rule:
+                    raise ValueError(
+                        f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known.rule!r} and "
+                        f"{rule!r}: expected patterns that do not match the same module, such as 'blocks.[!0]' beside "
+                        f"'blocks.0'"
+                    )
+                said.setdefault(module, pattern)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Within, all stages run once: ValueError behind it for a pattern of whose modules none was called."""
+        called: set[nn.Module] = set()
+
+        def note(module: nn.Module) -> Callable[..., Any]:
+            def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                called.add(module)
+                return forward(*args, **kwargs)
+
+            return call
+
+        with Calls({module: note(module) for module in self._rules}).through():
+            yield
+        for pattern, matches in self._matches.items():
+            if called.isdisjoint(matches.values()):
+                raise ValueError(
+                    f"recompute={{{pattern!r}: ...}} matches {', '.join(map(repr, list(matches)[:3]))}, which no stage "
+                    f"calls (its weights may be used without it): expected modules whose forward runs, such as the one "
+                    f"that it belongs to"
+                )
+
+    def refuse_graphs(self) -> None:
+        """ValueError for anything but whole stages: the model runs as a traced graph, without its own modules."""
+        if self._needs_modules:
+            raise ValueError(
+                "recompute= speaks of modules, and this model runs as a traced graph, which has none: expected "
+                "recompute='full' or 'none' for each stage, or a model that runs its own modules (nn.Sequential, or "
+                "stages=[...])"
+            )
+
+    def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:
+        """Modules of a stage that run again by themselves."""
+        kind = self._stages[index]
+        if kind in ("none", "full"):
+            inside = set(stage.module.modules())
+            return {module: rule for module, rule in self._rules.items() if module in inside}
+        rule = "full" if kind == "layer" else kind
+        return {unit: NamedRule(name=stage.name, rule=rule) for unit in stage.units}
+
+
+def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name."""
+    named = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
+    parts = pattern.split(".")
+    found = {
+        name: module
+        for name, module in named.items()
+        if len(split := name.split(".")) == len(parts) and all(map(fnmatchcase, split, parts))
+    }
+    if not found:
+        usual = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in named)
+        near = difflib.get_close_matches(pattern, usual, n=3, cutoff=0.3) or list(usual)[:3]
+        raise ValueError(
+            f"recompute={{{pattern!r}: ...}} matches no module: expected names of the model, where '*' stands for one "
+            f"part between dots, such as {', '.join(map(repr, near))}"
+        )
+    for name, module in found.items():
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"recompute={{{pattern!r}: ...}} matches {name!r}, a {type(module).__name__}, which nothing calls: "
+                f"expected the modules in it, {name + '.*'!r}"
+            )
+    return found

@@ -1,0 +1,628 @@
+"""recompute= of single modules: equal to one plain process, each module runs again at most once, memory falls.
+
+float64, and equal to the last bit: a second run adds up in no other order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.layers import Block, D, T
+from support.pool import Pool
+from support.small import stream
+from support.storages import Storages
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.run.worker import TrainingWorker
+
+X, Y = (torch.randn(8, T, D, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
+M = 4
+WORDS = ("none", "full", "layer", "selective")
+
+each_word = pytest.mark.parametrize("recompute", WORDS)
+again = pytest.mark.parametrize("recompute", ["layer", "selective"])
+
+
+def pipeline(model: Any, recompute: Any, **options: Any) -> PipelineModule:
+    what = {"stages": model} if isinstance(model, list) else {"model": model}
+    settings: dict[str, Any] = {
+        "num_microbatches": M,
+        "mesh": {"pipe": 2},
+        "loss_fn": F.mse_loss,
+        "example_inputs": (X,),
+        "recompute": recompute,
+        **what,
+    }
+    return PipelineModule(**(settings | options))
+
+
+def made(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    model = make()
+    for part in model if isinstance(model, list) else [model]:
+        part.double()
+    return model
+
+
+def as_one(model: Any) -> nn.Module:
+    return nn.Sequential(*model) if isinstance(model, list) else model
+
+
+def equals_one_process(make: Callable[[], Any], recompute: Any, **options: Any) -> None:
+    """Gradients and buffers of two batches, and the evaluation between them, are those of plain PyTorch."""
+    model, plain = made(make), made(make)
+    pipe = pipeline(model, recompute, **options)
+    whole, chain = as_one(model), as_one(plain)
+    for _ in range(2):
+        for x, y in zip(X.chunk(M), Y.chunk(M), strict=True):
+            (F.mse_loss(chain(x.clone()), y) / M).backward()
+        pipe.forward_backward(X, Y)
+        for (name, mine), wanted in zip(whole.named_parameters(), chain.parameters(), strict=True):
+            assert (mine.grad is None) == (wanted.grad is None), name
+            atol = 1e-12 if make is tied else 0.0  # each stage adds up its own share
+            assert mine.grad is None or torch.allclose(mine.grad, wanted.grad, rtol=0, atol=atol), name
+            mine.grad = wanted.grad = None
+        assert all(torch.equal(mine, wanted) for mine, wanted in zip(whole.buffers(), chain.buffers(), strict=True))
+        assert torch.allclose(pipe.predict(X), chain.eval()(X.clone()), rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        chain.train()
+    pipe.close()
+
+
+# --- models ---
+
+
+class Branch(nn.Module):
+    """A keyword argument, a list that the callee changes, a dict and a tuple that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, *, scale: Tensor, seen: list[Tensor]) -> dict[str, Any]:
+        seen.append(x)
+        h = torch.sin(self.linear(x) * scale) * len(seen)
+        return {"h": h, "pair": (h.cos(), seen[0])}
+
+
+class Forked(nn.Module):
+    """Calls one module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        one = self.branch(x, scale=x.sigmoid(), seen=seen)
+        two = self.branch(one["h"], scale=one["pair"][0], seen=seen)
+        assert len(seen) == 3
+        return two["h"] + two["pair"][0] * two["pair"][1]
+
+
+class InPlace(nn.Module):
+    """Changes its input, which its caller reads after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0).sigmoid_()
+        return self.linear(x).mul_(0.5)
+
+
+class ReadsBehind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(D, D), InPlace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        return self.inner(h) + h
+
+
+class Moving(nn.Module):
+    """A buffer that is reassigned, and one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+            self.count += 1
+        return x + self.mean * self.count
+
+
+class Tokens(nn.Module):
+    """Batch normalization over channels [B, T, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Tanh())
+    model[2].weight = model[0].weight
+    return model
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(Forked(), Forked(), nn.Linear(D, D), Tokens())
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+CHAINS: dict[str, Callable[[], Any]] = {
+    "arguments of all kinds": lambda: nn.Sequential(Forked(), Forked(), nn.Linear(D, D)),
+    "in-place": lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), ReadsBehind(), InPlace(), InPlace()),
+    "buffers": lambda: nn.Sequential(Tokens(), Moving(), nn.Linear(D, D), Tokens(), Moving()),
+    "tied": tied,
+    "frozen": frozen,
+    "stages": lambda: [Forked(), nn.Sequential(ReadsBehind(), Moving())],
+}
+
+
+@each_word
+@pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS.keys())
+def test_equals_one_process(make: Callable[[], Any], recompute: str) -> None:
+    equals_one_process(make, recompute)
+
+
+@pytest.mark.parametrize(
+    ("make", "recompute"),
+    [
+        (CHAINS["arguments of all kinds"], {"*.branch": "full"}),
+        (CHAINS["arguments of all kinds"], {"[01]": "full", "*.branch": "selective"}),
+        (CHAINS["in-place"], {"2": "selective", "2.inner": "full", "4": "full"}),
+        (CHAINS["in-place"], {"?.inner": "selective"}),
+        (CHAINS["buffers"], {"*.norm": "full", "1": "selective"}),
+        (CHAINS["stages"], {"0.branch": "selective", "1.*": "full"}),
+        (CHAINS["frozen"], ["layer", "selective"]),
+    ],
+    ids=str,
+)
+def test_single_modules_equal_one_process(make: Callable[[], Any], recompute: Any) -> None:
+    equals_one_process(make, recompute)
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(D, D), *[Block() for _ in range(3)], nn.Dropout(0.5), nn.LSTM(D, D, batch_first=True), First()
+    )
+
+
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, ...]) -> Tensor:
+        return x[0]
+
+
+def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: int = 3, **options: Any) -> list[Tensor]:
+    """Parameters after some steps."""
+    model = made(make)
+    state = torch.get_rng_state()
+    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    for number in range(steps):
+        pipe.train_step(X + number, Y)
+    pipe.flush()
+    assert torch.equal(torch.get_rng_state(), state), "the user's generator moved"
+    pipe.close()
+    return [p.detach() for p in as_one(model).parameters()]
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    ["layer", "selective", {"*": "full", "*.attend": "selective"}, {"*.attend": "full", "*.project_dropout": "full"}],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["interleaved", "2bw", "pipedream"])
+def test_random_numbers_and_weight_versions(schedule: str, recompute: Any) -> None:
+    """The second run draws what the first one drew, and computes with its version; against plain: the matrices."""
+    one, other = (trained(each, schedule=schedule) for each in ("none", recompute))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Draws(nn.Module):
+    """Scales by random numbers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.draws, self.drawn = True, Counter[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.rand(D, dtype=x.dtype)
+        if self.draws:
+            number = random.random() + np.random.rand()
+            self.drawn[number] += 1
+            scale = scale * number
+        return torch.sin(self.linear(x)) * scale
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(*[Draws() for _ in range(3)]) for _ in range(4)])
+
+
+with_draws = pytest.mark.parametrize(
+    "recompute", ["layer", {"*": "selective", "*.1": "full"}, {"*.[12]": "full"}], ids=str
+)
+
+
+@with_draws
+def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
+    """In the midst of a unit."""
+    one, other = (trained(each, make=drawing) for each in ("none", recompute))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@with_draws
+def test_numbers_that_a_unit_begins_to_draw_later(recompute: Any) -> None:
+    """In that first batch they depend on the cut; yet a second run draws what the first one drew."""
+    model = made(drawing)
+    for module in model.modules():
+        module.draws = False
+    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    pipe.train_step(X, Y)
+    again = [model[1][1], model[1][2], model[2][1]]
+    for module in again:
+        module.draws = True
+        module.drawn.clear()
+    with pytest.warns(UserWarning, match="the model drew from"):
+        pipe.train_step(X, Y)
+    for module in again:
+        assert len(module.drawn) == M
+        assert set(module.drawn.values()) == {2}
+
+
+@again
+def test_replicas(recompute: str) -> None:
+    one, other = (trained(each, steps=1, mesh={"pipe": 2, "data": 2}) for each in ("none", recompute))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _trained_by_processes(recompute: Any, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Parameters after two steps; with data replicas each process passes the batch that the others pass."""
+    model = made(with_dropout)
+    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    for number in range(2):
+        pipe.train_step(X + number, Y)
+    pipe.flush()
+    state = {name: value.clone() for name, value in pipe.full_state_dict().items()}
+    pipe.close()
+    return state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("recompute", "options"),
+    [
+        ("selective", {"schedule": "interleaved"}),
+        ({"*": "full", "*.attend": "selective"}, {"schedule": "2bw"}),
+        ("layer", {"mesh": {"pipe": 1, "data": 2}}),
+    ],
+    ids=str,
+)
+def test_over_processes(gloo: Pool, recompute: Any, options: dict[str, Any]) -> None:
+    one, other = (gloo.run(_trained_by_processes, ranks=2, args=(each, options)) for each in ("none", recompute))
+    for mine, wanted in zip(one, other, strict=True):
+        assert mine.keys() == wanted.keys()
+        assert all(torch.equal(mine[name], wanted[name]) for name in mine)
+
+
+@again
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_autocast(schedule: str, recompute: str) -> None:
+    """Also in a backward that runs when the user's context is closed (flush)."""
+
+    def run(recompute: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        pipe = stream(
+            schedule,
+            recompute=recompute,
+            model=nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]),
+        )
+        x, y = torch.ones(8, 6), torch.zeros(8, 6)
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.train_step(x, y)
+            pipe.train_step(x, y)
+        pipe.flush()
+        return list(pipe.full_state_dict().values())
+
+    assert all(torch.equal(a, b) for a, b in zip(run("none"), run(recompute), strict=True))
+
+
+def test_verify_compares_with_the_plain_model() -> None:
+    model = made(CHAINS["buffers"])
+    pipeline(model, {"*": "selective"}, verify=True).forward_backward(X, Y)
+
+
+# --- how often the user's code runs ---
+
+
+class Counted(nn.Module):
+    """Counts its runs; its inner part may be under a checkpoint of the user's own."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = Inner()
+        self.last = nn.Linear(D, D)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.kind == "plain" or not torch.is_grad_enabled():
+            return torch.tanh(self.last(self.inner(x)))
+        h = checkpoint(self.inner, x, use_reentrant=self.kind == "reentrant")
+        return torch.tanh(self.last(h))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.sin(self.linear(x)) * x
+
+
+class Around(Counted):
+    """All of it under a checkpoint of the user's own, as layers of `transformers` are."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(super().__call__, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant", "around"])
+@pytest.mark.parametrize(
+    "recompute",
+    [*WORDS, {"*": "full"}, {"*": "full", "*.inner": "selective"}, {"*.inner": "full"}, {"*.inner": "selective"}],
+    ids=str,
+)
+def test_a_module_runs_again_at_most_once(recompute: Any, kind: str) -> None:
+    def make() -> nn.Sequential:
+        first = nn.Linear(D, D)  # a reentrant checkpoint wants an input with a gradient
+        return nn.Sequential(first, *[Around() if kind == "around" else Counted(kind) for _ in range(4)])
+
+    model, plain = made(make), made(lambda: nn.Sequential(nn.Linear(D, D), *[Counted() for _ in range(4)]))
+    blocks = list(model)[1:]
+    pipe = pipeline(model, recompute)
+    for block in blocks:
+        block.runs = block.inner.runs = 0
+    pipe.forward_backward(X, Y)
+    for x, y in zip(X.chunk(M), Y.chunk(M), strict=True):
+        (F.mse_loss(plain(x), y) / M).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    outer = kind == "around" or recompute in ("full", "layer", "selective") or "*" in recompute
+    inner = outer or kind != "plain" or recompute != "none"
+    for block in blocks:
+        assert block.runs == (2 * M if outer else M)
+        assert block.inner.runs == (2 * M if inner else M)
+    pipe.eval_step(X, Y)  # the first one looks at shapes, too
+    for block in blocks:
+        block.runs = 0
+    pipe.eval_step(X, Y)
+    pipe.predict(X)
+    assert all(block.runs == 2 * M for block in blocks)
+
+
+@pytest.mark.parametrize("recompute", ["layer", {"*": "selective"}], ids=str)
+def test_hooks_of_a_module_run_once(recompute: Any) -> None:
+    model = made(lambda: nn.Sequential(*[Counted() for _ in range(4)]))
+    seen: list[str] = []
+    model[1].register_forward_hook(lambda *_: seen.append("forward"))
+    model[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    pipe = pipeline(model, recompute)
+    seen.clear()
+    pipe.forward_backward(X, Y)
+    assert sorted(seen) == ["backward"] * M + ["forward"] * M
+    assert all("forward" not in vars(module) for module in model.modules()), "the user's module was left changed"
+
+
+def test_an_error_in_a_module_leaves_it_as_it_was() -> None:
+    class Fails(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise RuntimeError("a mistake of the user's")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(D, D), Fails(D, D), nn.Linear(D, D)).double()
+    pipe = pipeline(model, "layer")
+    model[1].fails = True
+    with pytest.raises(RuntimeError, match="a mistake of the user's"):
+        pipe.forward_backward(X, Y)
+    assert all("forward" not in vars(module) for module in model.modules())
+    model[1].fails = False
+    pipe.forward_backward(X, Y)
+
+
+# --- memory ---
+
+
+def kept(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Elements per token that three blocks on a stage keep of one microbatch more, and the output that is sent."""
+    stages = [nn.Sequential(*[Block() for _ in range(3)]).double(), nn.Linear(D, D).double()]
+    pipe = pipeline(stages, recompute, schedule="gpipe")
+    pipe.forward_backward(X, Y)  # the first forwards learn
+    storages, seen, work = Storages(), [], TrainingWorker.run
+
+    def watched(self: TrainingWorker, action: Any) -> None:
+        if action.stage > 0:
+            return work(self, action)
+        with storages:
+            work(self, action)
+        seen.append(storages.bytes)
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingWorker, "run", watched)
+        pipe.forward_backward(X, Y)
+    pipe.close()
+    forwards = seen[:M]
+    assert forwards[3] - forwards[2] == forwards[2] - forwards[1]
+    return (forwards[3] - forwards[2]) / (X.element_size() * X[..., 0].numel() / M)
+
+
+def test_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of a block: queries, keys and values 3 D, projection D, up 2 D, down D (its output: the next input)."""
+    found = {word: kept([word, "none"], monkeypatch) for word in WORDS}
+    assert found["full"] == D  # the output, on its way; the input is a slice of the batch
+    assert found["layer"] == found["full"] + 2 * D  # inputs of the second and third block
+    assert found["selective"] == found["layer"] + 3 * (3 + 1 + 2 + 1) * D
+    assert found["none"] > 1.5 * found["selective"]
+    attention = {"0.*.attend": "full"}  # as Megatron's selective recomputation
+    assert found["selective"] < kept(attention, monkeypatch) < found["none"]
+
+
+def keeps_nothing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("policy", "word"), [(keeps_nothing, "layer"), (keeps_products, "selective")])
+def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all units of a stage, for modules, and beside words."""
+    wanted = kept([word, "none"], monkeypatch)
+    assert kept([policy, "none"], monkeypatch) == kept({"0.*": policy}, monkeypatch) == wanted
+    one, other = (trained(each, steps=2) for each in ("none", {"*": policy, "*.up": "selective"}))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- changes in place that only later forwards make ---
+
+
+class Later(nn.Module):
+    """From the third real forward on it changes its input, or the result of its product."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.seen = what, 0
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += type(x) is Tensor
+        h = self.linear(x)
+        if self.seen > 2:
+            (x if self.what == "input" else h).mul_(2.0)
+        return h.sin() + x
+
+
+@pytest.mark.parametrize(
+    ("what", "recompute", "message"),
+    [
+        ("input", {"2": "full"}, r"module '2' changes an input in place, and did not in its first forward: .*Expected"),
+        ("result", {"2": "selective"}, r"module '2' changes a result in place .* expected .*inplace=False"),
+    ],
+)
+def test_later_changes_in_place_are_refused(what: str, recompute: Any, message: str) -> None:
+    model = made(lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), Later(what)))
+    pipe = pipeline(model, recompute, split_points=["1"])
+    with pytest.raises(ValueError, match=message):
+        pipe.forward_backward(X, Y)
+
+
+def test_an_input_that_is_changed_behind_the_module_is_refused() -> None:
+    """Plain PyTorch takes it, since nothing of the module needs its input again; a second run does."""
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x + 1.0)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.adds = nn.Linear(D, D), Adds()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            y = self.adds(h)
+            h += 1.0
+            return y + h
+
+    make = lambda: nn.Sequential(Changes(), nn.Linear(D, D))  # noqa: E731
+    equals_one_process(make, "layer")
+    pipe = pipeline(made(make), {"*.adds": "full"})
+    with pytest.raises(ValueError, match=r"an input of a module that runs again .*changed in place.*inplace=False"):
+        pipe.forward_backward(X, Y)
+
+
+# --- mistakes ---
+
+
+class Unused(nn.Module):
+    """A weight that is used without its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.parts = nn.ModuleList([nn.Linear(D, D)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.parts[0](x), self.linear.weight)
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "unknown word": ("half", r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', or a policy"),
+    "unknown word of a stage": (["full", "blocks"], r"recompute='blocks': expected one of 'none', 'full', 'layer'"),
+    "a number": (2, r"recompute=2: expected one of 'none'"),
+    "one stage of two": (["layer"], r"recompute= has 1 entries for 2 stages"),
+    "unknown word of a module": ({"0": "layer"}, r"recompute=\{'0': 'layer'\}: expected 'full' or 'selective'"),
+    "no name": ({0: "full"}, r"recompute=\{0: \.\.\.\}: expected names of modules"),
+    "no match": ({"*.parst.*": "full"}, r"'\*.parst.\*'.* matches no module: .* such as '\*.parts.\*'"),
+    "a part is a level": ({"*linear": "full"}, r"matches no module: .* '\*' stands for one part between dots"),
+    "a list": ({"*.parts": "full"}, r"matches '0.parts', a ModuleList, which nothing calls: expected .* '0.parts.\*'"),
+    "not called": ({"*.linear": "full"}, r"'\*.linear'.* matches '0.linear', '1.linear', which no stage calls"),
+    "two patterns": (
+        {"*": "full", "1": "selective"},
+        r"has '\*' and '1' for module '1', 'full' and 'selective': expected",
+    ),
+}
+
+
+@pytest.mark.parametrize(("recompute", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes(recompute: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline(nn.Sequential(Unused(), Unused()).double(), recompute)
+
+
+@pytest.mark.parametrize("recompute", ["layer", "selective", {"one": "full"}], ids=str)
+def test_a_graph_has_no_modules(recompute: Any) -> None:
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))  # type: ignore[no-any-return]
+
+    with pytest.raises(ValueError, match=r"this model runs as a traced graph, .*: expected recompute='full' or 'none'"):
+        pipeline(Traced().double(), recompute)
+
+
+def test_a_plan_has_its_own_recomputation() -> None:
+    with pytest.raises(ValueError, match=r"recompute"):
+        PipelineModule(nn.Sequential(nn.Linear(D, D)), plan="plan.json", recompute={"*": "full"}, loss_fn=F.mse_loss)
