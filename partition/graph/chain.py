@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,14 @@ from .units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Unit, Value
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether the children run one after the other (an nn.Sequential without a forward of its own)."""
-    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return is_plain and "forward" not in vars(model)
+
+
+def hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
+    """Hooks around a module's forward and backward, a table a kind."""
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        yield vars(module)[kind]
 
 
 class ChainUnits:
@@ -117,8 +124,12 @@ def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -
 
 
 def given_units(stage: nn.Module) -> dict[str, nn.Module]:
-    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under ""."""
-    children = stage._modules if type(stage) is nn.Sequential else {}  # a subclass may have its own forward
+    """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "".
+
+    An nn.Sequential with hooks of its own is run whole, since they stand around all of it.
+    """
+    is_opened = type(stage) is nn.Sequential and "forward" not in vars(stage) and not any(hook_tables(stage))
+    children = stage._modules if is_opened else {}  # a subclass may have its own forward
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
 
 

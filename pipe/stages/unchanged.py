@@ -1,6 +1,7 @@
 """What was fixed when the stages were built: compared before each batch, since nothing else would notice a change.
 
     any model        parameters and submodules are the same objects; nothing wants a gradient that did not
+    a chain          its nn.Sequential, whose children run in its place, has no hooks
     a traced model   its graph was made with these training flags, attributes and hooks
 
 What plain PyTorch would do with a change, a graph that was made before cannot: it is refused by name.
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from ...partition.graph.chain import given_units, hook_tables, is_sequential
 from .build import CutModel
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
 
 
@@ -23,6 +24,8 @@ class Unchanged:
 
     Arguments:
         cut: with the weights of other processes already let go.
+
+    Raises ValueError for a hook that would never run.
     """
 
     def __init__(self, cut: CutModel) -> None:
@@ -31,7 +34,18 @@ class Unchanged:
         traced = dict(cut.model.named_modules()) if cut.is_traced else {}
         self._flags = [(name, module, module.training) for name, module in traced.items()]
         self._attributes = [place for name, module in traced.items() for place in _attributes(name, module)]
-        self._hooks = [(name, table, tuple(table)) for name, module in traced.items() for table in _hook_tables(module)]
+        self._hooks = [(name, table, tuple(table)) for name, module in traced.items() for table in hook_tables(module)]
+        self._opened = list(_opened(cut.model))
+        self._check_opened()
+
+    def _check_opened(self) -> None:
+        for name, module in self._opened:
+            if any(hook_tables(module)):
+                raise ValueError(
+                    f"{_shown(name)} is an nn.Sequential with a hook, which would never run, since stages run its "
+                    f"children: expected the hook on a child (the first one for inputs, the last one for outputs), or, "
+                    f"of stages=[...], before the PipelineModule is built"
+                )
 
     def check(self, *, training: bool) -> None:
         """ValueError that names what changed.
@@ -51,6 +65,7 @@ class Unchanged:
                     f"{name!r} is another object than when the stages were built: expected the same parameters and "
                     f"submodules, with new values copied in (copy_, load_state_dict), or {_AGAIN}"
                 )
+        self._check_opened()
         for name, module, flag in self._flags if training else ():
             if module.training is not flag:
                 now, then = ("train()", "eval()") if module.training else ("eval()", "train()")
@@ -87,9 +102,12 @@ def _attributes(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str
             yield name, vars(module), key, value
 
 
-def _hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
-    for kind in _HOOKS:
-        yield vars(module)[kind]
+def _opened(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The nn.Sequentials whose children run in their place: the model, or stages that were given."""
+    if is_sequential(model):
+        yield "", model
+    elif type(model) is nn.ModuleList:
+        yield from ((name, stage) for name, stage in model.named_children() if "" not in given_units(stage))
 
 
 def _shown(name: str) -> str:

@@ -57,6 +57,7 @@ class WeightVersions:
         _refuse_other_places(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
+        self.take_hooks()
         self._gradients: dict[int, Gradients] = {}
         steps = [max(1, -(-own.numel() // _SAMPLED)) for own in self.own]
         self._sampled_at = [(own.numel() // step, step) for own, step in zip(self.own, steps, strict=True)]
@@ -122,6 +123,7 @@ class WeightVersions:
         leaves = self._sets[slot]
         if leaves is None:
             leaves = self._sets[slot] = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in current]
+            self.take_hooks()
         if leaves is not current and leaves:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p in leaves], [p.data for p in current])
@@ -164,11 +166,20 @@ class WeightVersions:
             changed |= {name for name, one, other in parts if not _equal_bits(one, other)}
         return [name for name in self.names if name in changed]
 
-    def hooked(self) -> str | None:
-        """Name of a parameter with a hook, which the versions do not have; None if there is none."""
-        for name, p in zip(self.names, self._originals, strict=True):
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+    def take_hooks(self) -> str | None:
+        """Hooks that change gradients are those of the module's own Parameters in every version.
+
+        Returns the name of a parameter with a hook behind the accumulation, which none can have: it would be passed a
+        version, and what it does with the Parameter (step an optimizer, say) nobody can do for it. None if there is
+        none.
+        """
+        for i, (name, original) in enumerate(zip(self.names, self._originals, strict=True)):
+            if getattr(original, "_post_accumulate_grad_hooks", None):
                 return name
+            hooks = original._backward_hooks
+            for leaves in self._sets if hooks is not None else ():
+                if leaves is not None and leaves[i]._backward_hooks is not hooks:
+                    leaves[i]._backward_hooks = hooks  # the same table: hooks come and go in both
         return None
 
     def frozen_outside(self) -> list[str]:
@@ -211,6 +222,7 @@ class WeightVersions:
                 for name, value in zip(self.names, values, strict=True)
             ]
         self.follow()
+        self.take_hooks()
         for own, leaf in zip(self.own, self._leaves(newest), strict=True):
             own.data = leaf.data
         self._note()

@@ -153,11 +153,12 @@ class StreamUpdate(Update):
 
     def _take_changes(self) -> None:
         for weights in self._weights():
-            hooked = weights.hooked()
+            hooked = weights.take_hooks()
             if hooked is not None:
                 raise ValueError(
-                    f"parameter {hooked!r} has a hook, and under the asynchronous schedule {self.schedule.name!r} "
-                    f"gradients belong to its versions: expected none, or a flush schedule such as schedule='1f1b'"
+                    f"parameter {hooked!r} has a hook behind the accumulation of its gradient, and under the "
+                    f"asynchronous schedule {self.schedule.name!r} gradients belong to versions of it: expected "
+                    f"register_hook, or a flush schedule such as schedule='1f1b'"
                 )
             for name in weights.frozen_outside():
                 self.refuse_changes(f"requires_grad of parameter {name!r} was changed")

@@ -183,17 +183,6 @@ def test_freezing_under_way_is_refused(schedule: str) -> None:
     pipe.train_step(X, Y)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_run_under_a_flush_and_are_refused_in_a_stream(kind: str) -> None:
-    seen: list[object] = []
-    model = layers()
-    getattr(model[0].weight, kind)(lambda _: seen.append(1))
-    make(model=model).train_step(X, Y)
-    assert len(seen) == 4
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has a hook, and under the asynchronous schedule '2bw'"):
-        stream(model=model).train_step(X, Y)
-
-
 # --- learning rates of copies ---
 
 

@@ -1,0 +1,224 @@
+"""Hooks of modules, tensors and Parameters run as in plain PyTorch, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small import WIDTH, X, Y, layers, make, sgd, stream
+from torch import Tensor, nn
+
+STREAMS = ["2bw", "pipedream"]
+
+
+# --- Parameters ---
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_hooks_of_parameters_run_once_a_microbatch_under_a_flush(kind: str, recompute: str) -> None:
+    seen: list[object] = []
+    model = layers()
+    for parameter in (model[0].weight, model[5].bias):
+        getattr(parameter, kind)(lambda x: seen.append(x.shape))
+    make(model=model, recompute=recompute).train_step(X, Y)
+    assert seen.count((WIDTH, WIDTH)) == seen.count((WIDTH,)) == 4
+
+
+def halved_rate(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Half of it for weights, which `halve` does to their gradients."""
+    rates = [0.05 if p.dim() == 2 else 0.1 for p in parameters]
+    return torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)])
+
+
+def weights_after(
+    schedule: str, *, hooks: bool, optimizer: Any, before: bool = True, **options: Any
+) -> tuple[list[Tensor], int]:
+    """Weights after 7 batches, and the calls of hooks: on all weights from the build on, or only in batches 2 to 4."""
+    torch.manual_seed(0)
+    model, calls, handles = layers(), 0, []
+
+    def halve(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient / 2
+
+    def register() -> None:
+        handles.extend(layer.weight.register_hook(halve) for layer in model if hooks)
+
+    if before:
+        register()
+    pipe = stream(schedule, model=model, optimizer=optimizer, **options)
+    for step in range(7):
+        if step == 2 and not before:
+            register()
+        if step == 5 and not before:
+            pipe.flush()
+            for handle in handles:
+                handle.remove()
+        pipe.train_step(X, Y)
+    pipe.flush()
+    pipe.close()
+    return [p.detach().clone() for p in model.parameters()], calls
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["none", "full"])
+@pytest.mark.parametrize("schedule", STREAMS)
+def test_hooks_of_parameters_change_the_gradients_of_every_version(schedule: str, options: dict[str, Any]) -> None:
+    found, calls = weights_after(schedule, hooks=True, optimizer=sgd, **options)
+    expected, none = weights_after(schedule, hooks=False, optimizer=halved_rate, **options)
+    assert (calls, none) == (6 * 4 * 7, 0)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("schedule", STREAMS)
+def test_hooks_come_and_go(schedule: str) -> None:
+    """Registered while batches are under way, they count from then on; removed, not any more."""
+    found, calls = weights_after(schedule, hooks=True, optimizer=sgd, before=False)
+    assert 6 * 4 * 3 <= calls <= 6 * 4 * 5
+    never, _ = weights_after(schedule, hooks=False, optimizer=sgd)
+    assert not any(torch.equal(one, other) for one, other in zip(found, never, strict=True) if one.dim() == 2)
+
+
+@pytest.mark.parametrize("schedule", STREAMS)
+def test_a_hook_behind_the_accumulation_is_refused_in_a_stream(schedule: str) -> None:
+    model = layers()
+    pipe = stream(schedule, model=model)
+    pipe.train_step(X, Y)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has a hook behind the accumulation .* '" + schedule):
+        pipe.train_step(X, Y)
+
+
+# --- modules and tensors ---
+
+
+class Hooked(nn.Module):
+    """Tensor hooks inside of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if h.requires_grad:
+            h.register_hook(self._clip)
+        return torch.tanh(h)
+
+    def _clip(self, gradient: Tensor) -> Tensor:
+        self.seen += 1
+        return gradient.clamp(-0.01, 0.01)
+
+
+def hook_everything(model: nn.Sequential, told: list[str]) -> None:
+    """Hooks of every kind; some change what flows."""
+
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        told.append("pre")
+        return (args[0] * 1.5, *args[1:]), kwargs
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        told.append("after")
+        return output + 0.25
+
+    def backward(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        told.append("backward")
+        return tuple(None if g is None else g * 0.5 for g in grad_input)
+
+    def backward_pre(module: nn.Module, grad_output: Any) -> Any:
+        told.append("backward pre")
+        return tuple(g * 2 for g in grad_output)
+
+    for child in (model[1], model[2], model[3], model[5]):
+        child.register_forward_pre_hook(pre, with_kwargs=True)
+        child.register_forward_hook(after)
+        child.register_full_backward_hook(backward)
+        child.register_full_backward_pre_hook(backward_pre)
+
+
+def hooked() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Hooked(), inner, nn.Linear(WIDTH, WIDTH), Hooked(), nn.Linear(WIDTH, WIDTH)
+    ).double()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_hooks_of_modules_and_tensors_are_those_of_plain_pytorch(recompute: str, late: bool) -> None:
+    """Registered before the build, or after it; at the ends of stages and within."""
+    x, y = X.double(), Y.double()
+    plain, theirs = hooked(), []
+    hook_everything(plain, theirs)
+    for k in range(4):
+        (F.mse_loss(plain(x.tensor_split(4)[k]), y.tensor_split(4)[k]) / 4).backward()
+    model, told = hooked(), []
+    if not late:
+        hook_everything(model, told)
+    pipe = make(model=model, optimizer=None, split_points=["3"], recompute=recompute, example_inputs=(x,))
+    if late:
+        hook_everything(model, told)
+    assert told == []  # building has run them, and left no trace
+    pipe.forward_backward(x, y)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12), name
+    again = 2 if recompute == "full" else 1
+    for kind, times in (("pre", again), ("after", again), ("backward", 1), ("backward pre", 1)):
+        assert told.count(kind) == times * theirs.count(kind) == times * 16
+    assert model[1].seen == plain[1].seen == 4
+
+
+def nothing(*_: object) -> None:
+    """A hook."""
+
+
+KINDS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": lambda m: m.register_forward_hook(nothing),
+    "forward pre": lambda m: m.register_forward_pre_hook(nothing),
+    "backward": lambda m: m.register_full_backward_hook(nothing),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(nothing),
+}
+
+
+@pytest.mark.parametrize("register", KINDS.values(), ids=KINDS)
+def test_hooks_of_the_chain_itself_are_refused(register: Callable[[nn.Module], object]) -> None:
+    """Its children run in its place: they were skipped without a word."""
+    model = layers()
+    pipe = make(model=model)
+    pipe.train_step(X, Y)
+    handle: Any = register(model)
+    message = r"the model is an nn.Sequential with a hook, which would never run, .* expected the hook on a child"
+    for call in (pipe.train_step, pipe.eval_step):
+        with pytest.raises(ValueError, match=message):
+            call(X, Y)
+    with pytest.raises(ValueError, match=message):
+        make(model=model)
+    handle.remove()
+    pipe.train_step(X, Y)
+
+
+def test_hooks_of_stages_run() -> None:
+    calls: list[str] = []
+    stages = [layers(2), layers(2)]
+    stages[0].register_forward_hook(lambda *_: calls.append("0"))
+    pipe = make(stages=stages)
+    pipe.train_step(X, Y)
+    assert calls == ["0"] * 4
+    stages[1].register_forward_hook(lambda *_: calls.append("1"))
+    with pytest.raises(ValueError, match=r"module '1' is an nn.Sequential with a hook"):
+        pipe.train_step(X, Y)
+
+
+def test_a_forward_that_stands_on_the_object_is_run() -> None:
+    """As wrappers put it there; the children alone would be another model."""
+    model = layers(2)
+    model.forward = lambda x: model[1](model[0](x)) * 2  # type: ignore[method-assign]
+    twin = layers(2)
+    twin.load_state_dict(model.state_dict())
+    loss = make(model=model, optimizer=None).forward_backward(X, Y).loss
+    assert loss == pytest.approx(F.mse_loss(twin(X) * 2, Y).item(), abs=1e-6)
