@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples
@@ -80,11 +81,18 @@ def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: f
     return optimizer
 
 
-def batches(options: OwnOptions, *, batch_size: int | None, seed: int) -> Iterator[Batch]:
+def head(batch: Batch, num_samples: int) -> Batch:
+    """Its first samples: of every tensor along dimension 0."""
+    return pytree.tree_map_only(Tensor, lambda x: x[:num_samples] if x.dim() else x, batch)  # type: ignore[no-any-return]
+
+
+def batches(
+    options: OwnOptions, *, batch_size: int | None, seed: int, default_size: int = DEFAULT_BATCH
+) -> Iterator[Batch]:
     """The user's batches, epoch after epoch, for ever.
 
     Arguments:
-        batch_size: samples of each; None: DEFAULT_BATCH where the function asks for it, else what it gives.
+        batch_size: samples of each; None: default_size where the function asks for it, else what it gives.
 
     Raises ValueError for data of another form; UserCodeError where the user's code fails.
     """
@@ -94,7 +102,7 @@ def batches(options: OwnOptions, *, batch_size: int | None, seed: int) -> Iterat
     while True:
         seed_all(seed + epoch)
         if made is None or isinstance(made, Iterator):
-            made = _made(value, function, batch_size or DEFAULT_BATCH, seed=seed)
+            made = _made(value, function, batch_size or default_size, seed=seed)
         empty = True
         for batch in _run(value, made):
             checked = _checked(value, batch)

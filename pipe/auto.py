@@ -93,9 +93,7 @@ class AutoLayout:
         """Sizes to profile: the one that M means, or a few that divide the batch into enough microbatches."""
         if self._num_microbatches is not None:
             return (-(-num_samples // self._num_microbatches),)
-        counts = [m for m in range(1, num_samples + 1) if num_samples % m == 0]
-        enough = [m for m in counts if m >= self._num_ranks] or counts[-1:]
-        return tuple(num_samples // m for m in enough[:MAX_SIZES])
+        return sizes_to_profile(num_samples, self._num_ranks)
 
     def _profile(self, inputs_and_target: Sequence[Any], size: int, seconds: float) -> Profile:
         """Profile of the first `size` samples: the median of all ranks, which measure at once."""
@@ -162,6 +160,17 @@ class AutoLayout:
         if failed is not None:
             raise ValueError(f"{what} failed on rank {failed}: {answers[failed][1]}")
         return [answer for answer, _ in answers]  # type: ignore[misc]
+
+
+def sizes_to_profile(num_samples: int, num_ranks: int) -> tuple[int, ...]:
+    """Microbatch sizes to measure for a batch: a few that divide it into enough microbatches, the largest first.
+
+    >>> sizes_to_profile(16, 2)
+    (8, 4, 2, 1)
+    """
+    counts = [m for m in range(1, num_samples + 1) if num_samples % m == 0]
+    enough = [m for m in counts if m >= num_ranks] or counts[-1:]
+    return tuple(num_samples // m for m in enough[:MAX_SIZES])
 
 
 def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) -> Cluster:

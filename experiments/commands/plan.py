@@ -1,6 +1,7 @@
 """`stagewright plan`: which sizes, schedule, microbatch and cuts, and what the runners-up lose.
 
 stagewright plan --profile gpt.json --ranks 4 --batch 64
+stagewright plan --model m.py:make --data m.py:batches --ranks 2 --batch 32
 stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
 stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
     --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
@@ -22,6 +23,7 @@ from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_piped
 from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
+from ..own_options import OwnOptions
 from .files import read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
@@ -31,7 +33,7 @@ _OPTIONS = {  # as `plan` calls them
     "schedules": "--schedules",
     "microbatch_sizes": "--microbatches",
     "pipeline_sizes": "--pipeline",
-    "data_sizes": "--data",
+    "data_sizes": "--replicas",
     "tensor_sizes": "--tensor",
     "chunk_sizes": "--chunks",
     "recompute": "--recompute",
@@ -42,8 +44,8 @@ _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Plan the training of a profiled model, of PipeDream's profile, or of a transformer by formulas."""
+class PlanOptions(OwnOptions):
+    """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
 
     profile: tuple[Path, ...] = ()
     """Files of `stagewright profile`, one a microbatch size."""
@@ -67,7 +69,7 @@ class PlanOptions:
     """Microbatch sizes to choose from (default: all that are known and divide the batch)."""
     pipeline: tuple[int, ...] | None = None
     """Pipeline sizes to choose from."""
-    data: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
     """Numbers of replicas to choose from."""
     tensor: tuple[int, ...] | None = None
     """Tensor-parallel sizes to choose from."""
@@ -88,6 +90,7 @@ class PlanOptions:
 def run(argv: Sequence[str]) -> int:
     """Read, plan, write, print."""
     options = tyro.cli(PlanOptions, args=argv, prog="stagewright plan")
+    options.check_own({})
     cluster = _cluster(options)
     source, default_memory = _source(options, cluster)
     limit = _memory(options.memory) if options.memory is not None else None
@@ -121,7 +124,7 @@ def _planned(
         schedules=options.schedules,
         microbatch_sizes=options.microbatches,
         pipeline_sizes=options.pipeline,
-        data_sizes=options.data,
+        data_sizes=options.replicas,
         tensor_sizes=options.tensor,
         chunk_sizes=options.chunks,
         recompute=options.recompute,
@@ -195,12 +198,14 @@ def _source(
     options: PlanOptions, cluster: Cluster
 ) -> tuple[Profile | dict[int, Profile] | ProfileSource, float | None]:
     """Source of the profiles, and the memory of their device [bytes] where that is known."""
-    given = [name for name in ("profile", "pipedream", "transformer") if getattr(options, name)]
+    given = [name for name in ("profile", "model", "pipedream", "transformer") if getattr(options, name)]
     if len(given) != 1:
         raise ValueError(
-            f"{' and '.join(f'--{name}' for name in given) or 'no model'}: expected one of --profile FILE, --pipedream "
-            f"FILE, or --transformer {_FORM}"
+            f"{' and '.join(f'--{name}' for name in given) or 'no model'}: expected one of --profile FILE, --model "
+            f"FUNCTION, --pipedream FILE, or --transformer {_FORM}"
         )
+    if options.model is not None:
+        return _profiled(options, cluster), None
     if options.transformer is not None:
         device = _device(options.device)
         shape = _transformer(options.transformer)
@@ -224,6 +229,15 @@ def _source(
                 f"{options.profile[0]} and {path}: {differs}: expected profiles of one model, device and type"
             )
     return profiles, None
+
+
+def _profiled(options: PlanOptions, cluster: Cluster) -> dict[int, Profile]:
+    """The user's model, measured here in microbatches of the sizes to choose from."""
+    from ...pipe.auto import PROFILE_SECONDS, sizes_to_profile
+    from ..own_profile import profile_own
+
+    sizes = options.microbatches or sizes_to_profile(options.batch, cluster.num_devices)
+    return profile_own(options, sizes, batch_size=options.batch, seconds=PROFILE_SECONDS, split_backward=False)
 
 
 def _profile(path: Path) -> Profile:

@@ -1,6 +1,7 @@
-"""`stagewright profile`: what each part of the training GPT costs on this machine, and what the links cost.
+"""`stagewright profile`: what each part of a model costs on this machine, and what the links cost.
 
 stagewright profile --out gpt.json                  the GPT of `stagewright train`, one microbatch
+stagewright profile --model m.py:make --data m.py:batches --microbatch 4
 stagewright profile --stages 2 --microbatches 8     and the memory of each stage at the peak of its schedule
 stagewright profile --links --ranks 2 --out us.json latency and bandwidth between local processes
 torchrun ... -m stagewright profile --links         between the processes of a job
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
+from ..own_options import OwnOptions, given
 from .files import read_file, write_out
 
 if TYPE_CHECKING:
@@ -33,11 +35,12 @@ BUSY = 0.1  # spread of the whole step from which on its figures say little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions:
-    """Measure every part of the training GPT: F, B, I, W, update, memory. Or the links between processes."""
+class ProfileOptions(OwnOptions):
+    """Measure every part of a model of your own, or of the example GPT: F, B, I, W, update, memory. Or the links
+    between processes."""
 
     layers: int = 4
-    """Transformer blocks."""
+    """Transformer blocks of the GPT."""
     width: int = 320
     """Size of the hidden vectors."""
     heads: int | None = None
@@ -45,11 +48,11 @@ class ProfileOptions:
     length: int = 128
     """Bytes of one sequence."""
     microbatch: int = 2
-    """Sequences of one microbatch."""
+    """Samples of one microbatch."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
     """autocast: float32 weights, products in bfloat16."""
-    optimizer: Literal["on", "off"] = "on"
-    """Measure AdamW's step and state, too."""
+    update: bool = True
+    """Measure the optimizer's step and state, too."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the model; with --links, of the messages."""
     seconds: float = 10.0
@@ -86,6 +89,8 @@ class ProfileOptions:
         if self.stages is not None and self.stages < 1:
             raise ValueError(f"--stages {self.stages}: expected at least 1")
         chosen = [name for name in ("links", "from_json", "pipedream") if getattr(self, name)]
+        self.check_own(given(self, ("layers", "width", "heads", "length")))
+        chosen += ["model"] if self.model is not None else []
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join('--' + name.replace('_', '-') for name in chosen)}: expected one of them")
         if self.ranks is not None and not self.links:
@@ -134,7 +139,7 @@ def _get(options: ProfileOptions) -> Profile:
 
 
 def measure(options: ProfileOptions) -> Profile:
-    """Profile the GPT that the options describe; what it is doing goes to the standard error."""
+    """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
     from ...partition.profiler import profile_model
@@ -144,9 +149,25 @@ def measure(options: ProfileOptions) -> Profile:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here: expected --device cpu")
+    weights = torch.bfloat16 if options.dtype == "bfloat16" else None
+    autocast = torch.bfloat16 if options.dtype == "autocast" else None
+    if options.model is not None:
+        from ..own_profile import profile_own
+
+        found = profile_own(
+            options,
+            [options.microbatch],
+            batch_size=None,
+            seconds=options.seconds,
+            device=options.device,
+            dtype=weights,
+            autocast=autocast,
+            has_optimizer=options.update,
+        )
+        return found[options.microbatch]
     config = GPTConfig(length=options.length, layers=options.layers, width=options.width, heads=options.heads)
     torch.manual_seed(0)
-    model = GPT(config).to(options.device, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
+    model = GPT(config).to(options.device, weights)
     shape = (options.microbatch, options.length)
     tokens, targets = (torch.randint(config.vocabulary, shape, device=options.device) for _ in range(2))
     return profile_model(
@@ -154,8 +175,8 @@ def measure(options: ProfileOptions) -> Profile:
         (tokens,),
         target=targets,
         loss_fn=loss_fn,
-        optimizer=(lambda parameters: make_optimizer(parameters, lr=1e-3)) if options.optimizer == "on" else None,
-        autocast=torch.bfloat16 if options.dtype == "autocast" else None,
+        optimizer=(lambda parameters: make_optimizer(parameters, lr=1e-3)) if options.update else None,
+        autocast=autocast,
         seconds=options.seconds,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...partition.plans.plan import Plan
 from ...schedules import Costs, Schedule, lower_bound, simulate
 from ...schedules.wording import count, size
-from ..own_task import Batch
+from ..own_task import Batch, head
 from .options import TrainOptions
 from .pipeline import make_pipe
 from .task import Task, make_task
@@ -68,7 +68,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     model, batch = task.make_model(), next(task.batches())
     kept = None
     if options.recompute == "none":
-        kept = kept_bytes(model, microbatch(batch, schedule.num_microbatches), task)
+        kept = kept_bytes(model, head(batch, -(-len(batch[0]) // schedule.num_microbatches)), task)
     elif options.model is None:
         kept = stage_input_bytes(options, schedule)
     pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
@@ -98,12 +98,6 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
         ),
         activation_bytes=None if kept is None else tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
     )
-
-
-def microbatch(batch: Batch, num_microbatches: int) -> Batch:
-    """The largest of its microbatches."""
-    samples = -(-len(batch[0]) // num_microbatches)
-    return tuple(each[:samples] if isinstance(each, Tensor) else each for each in batch)
 
 
 def stage_input_bytes(options: TrainOptions, schedule: Schedule) -> int:

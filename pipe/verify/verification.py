@@ -166,7 +166,7 @@ class Verifier:
         for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
             module.training = own.training
         shares = self._shares(batches)
-        mine, count = self._place.replica
+        last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
         with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             outcome = plain.run(
@@ -175,7 +175,7 @@ class Verifier:
                 self._seeder,
                 step=step,
                 group_size=self._schedule.group_size,
-                evaluated=[share for share in shares if share.number % count == mine],
+                evaluated=[share for share in shares if last[share.number % len(last)] in mine],
                 join=self._evaluation.join,
             )
             names = self._parts.names

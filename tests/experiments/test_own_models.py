@@ -285,3 +285,39 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
     one, other = load("model", "own_mine.py:model"), load("data", "own_mine.py:few")
     assert one.__globals__ is other.__globals__
     assert math.isfinite(one()[0].weight.sum().item())
+
+
+# --- profile and plan ---
+
+
+@pytest.mark.slow
+def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*OWN, "--optimizer", "own_mine:plain_sgd")
+    assert main(["profile", *words, "--microbatch", "3", "--seconds", "0.1", "--json"]) == 0
+    profile = json.loads(capsys.readouterr().out)
+    assert (len(profile["nodes"]), profile["microbatch_size"]) == (3, 3)
+    assert main(["plan", *words, "--ranks", "2", "--batch", "8", "--replicas", "1", "--pipeline", "2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [node for stage in plan["stages"] for node in stage["nodes"]] == ["0", "1", "2"]
+    assert plan["microbatch_size"] in (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("profile", *OWN, "--microbatch", "9"), "gives batches of 8, smaller than one microbatch of 9"),
+        (("profile", *OWN, "--links"), "--links and --model: expected one of them"),
+        (("profile", *OWN, "--layers", "9"), "--layers 9 beside --model"),
+        (("plan", *OWN, "--ranks", "2", "--batch", "6"), "--batch 6 and --data own_mine:few gives batches of 8"),
+        (
+            ("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"),
+            "--profile and --model: expected one of",
+        ),
+        (("plan", "--ranks", "2", "--batch", "8"), "no model: expected one of --profile FILE, --model FUNCTION"),
+    ],
+)
+def test_mistakes_of_profile_and_plan(
+    mine: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(words)) == 2
+    assert message in capsys.readouterr().err

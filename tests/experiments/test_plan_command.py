@@ -61,7 +61,7 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "2"], "no model: expected one of --profile FILE, --pipedream FILE, or --transformer"),
+        (["--ranks", "2"], "no model: expected one of --profile FILE, --model FUNCTION, --pipedream FILE, or"),
         (
             ["--pipedream", "{vgg}", "--transformer", SHAPE, "--ranks", "2"],
             "--pipedream and --transformer: expected one",
@@ -83,7 +83,7 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--pipedream", "{vgg}", "--ranks", "2", "--chunks", "1"], "--chunks 1: expected at least 2"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--pipeline", "9"], "on 2 devices with --pipeline 9: expected sizes"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--pipeline", "0"], "--pipeline 0: expected a whole number"),
-        (["--pipedream", "{vgg}", "--ranks", "2", "--data", "3"], "on 2 devices with --data 3: expected sizes"),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--replicas", "3"], "on 2 devices with --replicas 3: expected sizes"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2"], "--tensor 2: expected some of 1"),
         (
             ["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2", "--runnable"],

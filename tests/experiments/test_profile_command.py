@@ -57,7 +57,7 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
 
 
 def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *SMALL, "--json", "--optimizer", "off", "--dtype", "autocast", "--microbatch", "3"]) == 0
+    assert main(["profile", *SMALL, "--json", "--no-update", "--dtype", "autocast", "--microbatch", "3"]) == 0
     profile = Profile.from_json(capsys.readouterr().out)
     assert (profile.dtype, profile.microbatch_size, profile.optimizer_ratio) == ("autocast bfloat16", 3, None)
 

@@ -1,0 +1,71 @@
+"""Profiles of the user's own model, in microbatches of the user's own data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..partition import Profile
+from ..partition.profiler import profile_model
+from ..schedules.wording import count
+from . import own_task as own
+from .own_options import OwnOptions
+
+
+def profile_own(
+    options: OwnOptions,
+    sizes: Sequence[int],
+    *,
+    batch_size: int | None,
+    seconds: float,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    has_optimizer: bool = True,
+    split_backward: bool = True,
+) -> dict[int, Profile]:
+    """By microbatch size; what it is doing goes to the standard error.
+
+    Arguments:
+        batch_size: as `own.batches` takes it.
+        seconds: for all sizes together.
+        dtype: of the weights and of inputs that are floating-point numbers; None: as they are.
+
+    Raises ValueError for a batch that is smaller than a microbatch.
+    """
+    batch = next(own.batches(options, batch_size=batch_size, default_size=max(sizes), seed=0))
+    if len(batch[0]) < max(sizes):
+        raise ValueError(
+            f"--data {options.data} gives batches of {len(batch[0])}, smaller than one microbatch of {max(sizes)}: "
+            f"expected {max(sizes)} samples or more"
+        )
+    model, loss = own.make_model(options, seed=0).to(device, dtype), own.make_loss(options)
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    def tell(size: int, text: str) -> None:
+        print(f"microbatch of {count(size, 'sample')}: {text}", file=sys.stderr, flush=True)
+
+    profiles = {}
+    for size in sizes:
+        *inputs, target = pytree.tree_map_only(Tensor, moved, own.head(batch, size))
+        found = profile_model(
+            model,
+            inputs,
+            target=target,
+            loss_fn=loss,
+            optimizer=(lambda parameters: own.make_optimizer(options, parameters, lr=None)) if has_optimizer else None,
+            autocast=autocast,
+            seconds=seconds / len(sizes),
+            split_backward=split_backward,
+            progress=partial(tell, size),
+        )
+        profiles[size] = replace(found, microbatch_size=size)
+    return profiles
