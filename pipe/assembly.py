@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,19 +27,19 @@ from ..comm import (
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
 from ..partition.graph.forms import Arguments, Tensors
-from ..partition.graph.units import MODEL_INPUT
+from ..partition.graph.units import MODEL_INPUT, StageModule
 from ..partition.profiler.clock import clock_for
-from ..schedules import Schedule, check
-from ..schedules.messages import Transfer
-from ..schedules.program import RankProgram
+from ..schedules import Schedule
 from .batch.agreement import check_agreement, describe
-from .batch.batches import read_loss, split_tensor
+from .batch.batches import read_loss
+from .batch.model_loss import ModelLoss
 from .batch.reader import BatchReader, Reads
-from .evaluation import Evaluation, Forwards
+from .evaluation import Evaluation
 from .layout import Layout
 from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .measure.steps import StepReports
+from .modes import EvaluationModes, Mode, StagesOf, links_of, wire
 from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
@@ -47,10 +48,9 @@ from .stages.loss import UntrainedLeaves
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
-from .stages.shapes import InferredStages, Signature
+from .stages.shapes import Signature
 from .stages.stage import LossValue, Stage
 from .stages.unchanged import Unchanged
-from .stages.wiring import Wiring
 from .state import State
 from .training import Training
 from .update.flush import FlushExecution, batch_programs, make_flush_execution
@@ -61,18 +61,6 @@ from .verify.plain import PlainModule
 from .verify.verification import Verifier
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """The pipeline in one mode: training, or evaluation (forwards alone).
-
-    schedule: with the model's own stage graph.
-    """
-
-    inference: InferredStages
-    wiring: Wiring
-    schedule: Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +85,7 @@ class Pipeline:
 
 
 def assemble(
-    inputs: Sequence[torch.Tensor],
+    arguments: Arguments,
     *,
     model: nn.Module | None,
     stages: Sequence[nn.Module] | None,
@@ -106,7 +94,7 @@ def assemble(
     guard: Guard,
     verify: bool,
 ) -> Pipeline:
-    """The pipeline for inputs like these. Collective over the processes.
+    """The pipeline for arguments like these of a batch. Collective over the processes.
 
     Arguments:
         model, stages: one of them.
@@ -115,7 +103,7 @@ def assemble(
     """
     schedule, place, device = layout.schedule, layout.place, settings.device
     replica, num_replicas = place.replica
-    example = Arguments.of([split_tensor(x, schedule.num_microbatches // num_replicas)[0] for x in inputs])
+    example = arguments.cut(schedule.num_microbatches // num_replicas)[0]
     microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, runs_again=layout.recompute.runs_again)
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0])
@@ -133,8 +121,8 @@ def assemble(
         device=device,
     )
     stage_num_parameters = tuple(sum(p.numel() for p in stage.module.parameters()) for stage in parts.train.stages)
-    train = _wire(schedule, parts.train, microbatch)
-    evaluate = _wire(schedule.forward_only(), parts.evaluate, microbatch)
+    train = wire(schedule, parts.train, microbatch)
+    evaluate = wire(schedule.forward_only(), parts.evaluate, microbatch)
 
     local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
     ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
@@ -152,7 +140,7 @@ def assemble(
     recorders = {rank: Recorder(clock, window=window) for rank in place.local_ranks}
     execution = _execution(train.schedule, ownership, collectives, settings)
     evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
-    links = _links_of([*execution.programs, *evaluation_programs])
+    links = links_of([*execution.programs, *evaluation_programs])
     transports = _make_transports(links, place, collectives, device=device, timeout=settings.timeout)
     for transport in transports.values():
         guard.on_failure(transport.abort)
@@ -171,29 +159,35 @@ def assemble(
 
     loss_of = _loss_of(parts, settings, seeder, update)
 
-    def make_stage(rank: int, s: int) -> Stage:
+    def make_stage(rank: int, s: int, evaluate_as: StageModule) -> Stage:
         is_last = s == schedule.num_stages - 1
         return Stage(
             index=s,
             name=parts.names[s],
             train=parts.train.stages[s],
-            evaluate=parts.evaluate.stages[s],
+            evaluate=evaluate_as,
             loss_of=loss_of if is_last else None,
             runs_again=layout.recompute.stages[s] == "full",
             reruns=Reruns(parts.recomputed.of_stage(s, parts.train.stages[s]), seeder),
             weights=update.versions_of(rank, s),
         )
 
-    stages_of = {rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks}
+    stages_of: StagesOf = {
+        rank: {s: make_stage(rank, s, parts.evaluate.stages[s]) for s in schedule.placement[rank]}
+        for rank in place.local_ranks
+    }
 
     def make_engine(
-        kind: type[TrainingWorker | EvaluationWorker], mode: Mode, updates: Mapping[int, RankUpdate]
+        kind: type[TrainingWorker | EvaluationWorker],
+        mode: Mode,
+        updates: Mapping[int, RankUpdate],
+        stages: StagesOf,
     ) -> Engine:
         ranks = []
         for rank, transport in transports.items():
             worker = kind(
                 rank,
-                stages=stages_of[rank],
+                stages=stages[rank],
                 modules=mode.inference.stages,
                 wiring=mode.wiring,
                 schedule=mode.schedule,
@@ -203,55 +197,55 @@ def assemble(
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorders[rank]))
         return Engine(ranks, timeout=settings.timeout)
 
-    def make_reader(mode: Mode, *, has_target: bool) -> BatchReader:
+    model_loss = settings.loss_fn if isinstance(settings.loss_fn, ModelLoss) else None
+
+    def make_reader(mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
         return BatchReader(
             mode.schedule,
             inference=mode.inference,
             own=range(replica, mode.schedule.num_microbatches, num_replicas),
-            input_types=[x.dtype for x in inputs],
-            has_target=has_target,
+            example=like,
+            has_loss=has_loss,
+            model_loss=model_loss if has_loss else None,
             device=device,
-            reads=_reads(mode, local_stages, has_target=has_target),
+            reads=_reads(mode, local_stages, has_loss=has_loss),
             compares=place.world.distributed,
-            together=guard.together if num_replicas > 1 else nullcontext,
+            together=guard.together if num_replicas > 1 or model_loss is not None else nullcontext,
         )
 
-    def make_forwards(num_microbatches: int, has_target: bool) -> Forwards:
-        smaller = evaluate.schedule.forward_only(num_microbatches=num_microbatches)
-        mode = replace(evaluate, schedule=smaller)
-        programs = batch_programs(smaller, has_loss=has_target)
-        updates = {rank: RankUpdate(rank, smaller) for rank in place.local_ranks}
-        return Forwards(
-            engine=make_engine(EvaluationWorker, mode, updates),
-            ranks=list(updates.values()),
-            programs={rank: programs[rank] for rank in place.local_ranks},
-            reader=make_reader(mode, has_target=has_target),
-        )
-
-    engine = make_engine(TrainingWorker, train, update.ranks)
+    engine = make_engine(TrainingWorker, train, update.ranks, stages_of)
     training = Training(
         engine,
         update,
         seeder=seeder,
-        reader=make_reader(train, has_target=settings.loss_fn is not None),
+        reader=make_reader(train, has_loss=settings.loss_fn is not None, like=example),
         guard=guard,
         collectives=collectives,
         unchanged=unchanged,
         reports=StepReports(settings.on_step, rank=place.world.rank, device=device),
     )
     evaluation = Evaluation(
-        make_forwards,
+        EvaluationModes(
+            evaluate,
+            like=example,
+            parts=parts,
+            stages=stages_of,
+            links=links if place.world.distributed else None,
+            device=device,
+            make_stage=make_stage,
+            make_engine=partial(make_engine, EvaluationWorker),
+            make_reader=make_reader,
+        ),
         seeder=seeder,
         schedule=schedule,
-        inference=evaluate.inference,
-        example=microbatch,
         unchanged=unchanged,
-        modules=[stage.evaluate.module for own in stages_of.values() for stage in own.values()],
         training=training,
         guard=guard,
         collectives=collectives,
+        device=device,
         num_replicas=num_replicas,
         has_loss=settings.loss_fn is not None,
+        model_loss=model_loss,
     )
     verifier = Verifier(
         plain,
@@ -298,14 +292,6 @@ def assemble(
     )
 
 
-def _wire(schedule: Schedule, inference: InferredStages, microbatch: Signature) -> Mode:
-    """A schedule with the edges of the stages, checked."""
-    wiring = Wiring(inference.stages, inference.outputs(microbatch))
-    wired = schedule.with_edges(wiring.edges())
-    check(wired)
-    return Mode(inference=inference, wiring=wiring, schedule=wired)
-
-
 def _check_agreement(
     schedule: Schedule,
     parts: CutModel,
@@ -322,10 +308,16 @@ def _check_agreement(
         microbatch,
         seed=settings.seed,
         max_grad_norm=settings.max_grad_norm,
-        loss_fn="none" if settings.loss_fn is None else "given",
+        loss_fn=_kind_of_loss(settings),
         verify=verify,
     )
     check_agreement(mine, collectives, rank=rank)
+
+
+def _kind_of_loss(settings: Settings) -> str:
+    if settings.loss_fn is None:
+        return "none"
+    return "model" if isinstance(settings.loss_fn, ModelLoss) else "given"
 
 
 def _execution(
@@ -337,22 +329,12 @@ def _execution(
     return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
 
 
-def _reads(mode: Mode, local_stages: Sequence[int], *, has_target: bool) -> Reads:
+def _reads(mode: Mode, local_stages: Sequence[int], *, has_loss: bool) -> Reads:
     """Parts of a batch that these stages take."""
     refs = [ref for s in local_stages for ref in mode.inference.stages[s].inputs]
     return Reads(
         inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
-        target=has_target and mode.schedule.num_stages - 1 in local_stages,
-    )
-
-
-def _links_of(programs: Sequence[RankProgram]) -> frozenset[Link]:
-    """The directed links, (sender, receiver), that any of the programs uses."""
-    return frozenset(
-        (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
-        for program in programs
-        for step in program.steps
-        if isinstance(step, Transfer)
+        target=has_loss and mode.schedule.num_stages - 1 in local_stages,
     )
 
 

@@ -26,7 +26,8 @@ from ..partition.plans.plan import Plan
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
-from .batch.batches import check_inputs, split_target, split_tensor, to_device
+from .batch.given import Given, check_arguments
+from .batch.model_loss import ModelLoss
 from .layout import Layout, layout_of_plan
 from .settings import Settings
 from .update.gradients import clip_gradients, squared_norm
@@ -57,11 +58,11 @@ class AutoLayout:
         self._num_microbatches = num_microbatches
         self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
 
-    def decide(self, inputs_and_target: Sequence[Any]) -> Layout:
+    def decide(self, given: Given) -> Layout:
         """The layout for batches like this one. Collective over the processes."""
-        return layout_of_plan(self.plan(inputs_and_target), self._world, num_microbatches=None)
+        return layout_of_plan(self.plan(given), self._world, num_microbatches=None)
 
-    def plan(self, inputs_and_target: Sequence[Any], **restrictions: Any) -> Plan:
+    def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
 
         Arguments:
@@ -69,11 +70,9 @@ class AutoLayout:
 
         Raises ValueError, on every rank alike, for a batch without a target and where nothing fits.
         """
-        has_target = self._settings.loss_fn is not None
-        inputs = inputs_and_target[:-1] if has_target else inputs_and_target
-        num_samples = check_inputs(inputs, self._num_microbatches or 1)
+        num_samples = check_arguments(given.arguments, self._num_microbatches or 1)
         sizes = self._microbatch_sizes(num_samples)
-        profiles = {size: self._profile(inputs_and_target, size, PROFILE_SECONDS / len(sizes)) for size in sizes}
+        profiles = {size: self._profile(given, size, PROFILE_SECONDS / len(sizes)) for size in sizes}
         cluster = self._cluster()
         wanted = self._num_microbatches
         batch = num_samples if wanted is None else sizes[0] * wanted
@@ -95,14 +94,13 @@ class AutoLayout:
             return (-(-num_samples // self._num_microbatches),)
         return sizes_to_profile(num_samples, self._num_ranks)
 
-    def _profile(self, inputs_and_target: Sequence[Any], size: int, seconds: float) -> Profile:
+    def _profile(self, given: Given, size: int, seconds: float) -> Profile:
         """Profile of the first `size` samples: the median of all ranks, which measure at once."""
         settings = self._settings
-        has_target = settings.loss_fn is not None
-        inputs = inputs_and_target[:-1] if has_target else inputs_and_target
-        num_samples = len(inputs[0])
-        parts = max(1, num_samples // size)
-        target = split_target(inputs_and_target[-1], parts, num_samples)[0] if has_target else None
+        first = given.on(settings.device).cut(max(1, given.arguments.num_samples // size))[0]
+        loss, target = settings.loss_fn, first.target
+        if isinstance(loss, ModelLoss):
+            target = loss.weigh([first.arguments])[0]
         if self._world.rank == 0:
             _log.info("profiling microbatches of %d samples", size)
 
@@ -111,9 +109,9 @@ class AutoLayout:
         def measure() -> str:
             return profile_model(
                 self._model.to(settings.device),
-                [split_tensor(x.to(settings.device), parts)[0] for x in inputs],
-                target=to_device(target, settings.device),
-                loss_fn=settings.loss_fn,
+                first.arguments,
+                target=target,
+                loss_fn=loss,
                 optimizer=None if settings.optimizer is None else named(self._optimizers),
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,

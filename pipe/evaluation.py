@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..comm import Collectives, Guard
+from ..partition.graph.forms import Arguments, Form
 from ..schedules import Schedule
 from .batch.batches import join_outputs
+from .batch.given import Given, check_arguments
+from .batch.model_loss import ModelLoss
 from .batch.reader import BatchReader
 from .batch.results import EvalResult
 from .run.engine import Engine
@@ -33,81 +34,104 @@ class Forwards:
         engine: of workers that evaluate, with the transports and recorders of the ones that train.
         ranks: what is known of the losses, by local rank.
         programs: of a batch, by local rank.
+        inference: of the stages that run.
+        modules: that run, of this process.
     """
 
     engine: Engine
     ranks: Sequence[RankUpdate]
     programs: Programs
     reader: BatchReader
+    inference: InferredStages
+    modules: Sequence[nn.Module]
 
 
 class Evaluation:
     """Runs batches forwards.
 
     Arguments:
-        forwards: (M, whether there is a target and so a loss) -> what runs such a batch.
+        forwards: (M, whether there is a loss, a microbatch) -> what runs such a batch.
         schedule: of training: a batch of fewer samples than its M makes fewer microbatches.
-        example: the inputs of a microbatch.
         unchanged: what the user may not change.
-        modules: that run, of this process.
         training: drained before; it counts the steps.
         num_replicas: of the data axis, each with a batch of its own.
+        model_loss: of a model that returns its own loss.
     """
 
     def __init__(
         self,
-        forwards: Callable[[int, bool], Forwards],
+        forwards: Callable[[int, bool, Arguments], Forwards],
         *,
         seeder: Seeder,
         unchanged: Unchanged,
         schedule: Schedule,
-        inference: InferredStages,
-        example: Signature,
-        modules: Sequence[nn.Module],
         training: Training,
         guard: Guard,
         collectives: Collectives,
+        device: torch.device,
         num_replicas: int,
         has_loss: bool,
+        model_loss: ModelLoss | None,
     ) -> None:
-        self._forwards = cache(forwards)
+        self._make_forwards = forwards
+        self._forwards: dict[object, Forwards] = {}
+        self._model_loss = model_loss
         self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
         self._least = max(map(len, schedule.owners))  # every replica of a stage has something to do
-        self._inference = inference
-        self._example = example
-        self._modules = modules
         self._training = training
         self._guard = guard
         self._collectives = collectives
+        self._device = device
         self._num_replicas = num_replicas
         self._has_loss = has_loss
         self._unchanged = unchanged
-        self._dimensions: list[int | None] | None = None
+        self._dimensions: dict[Form, list[int | None]] = {}
 
-    def step(self, arguments: Sequence[Any]) -> EvalResult:
+    def step(self, given: Given) -> EvalResult:
         """See PipelineModule.eval_step."""
-        return self._run(arguments, has_target=self._has_loss)
+        loss, output, _ = self._run(given, has_loss=self._has_loss)
+        return EvalResult(loss=loss, output=output)
 
-    def predict(self, inputs: Sequence[Any]) -> object:
+    def predict(self, given: Given) -> object:
         """See PipelineModule.predict."""
-        return self._run(inputs, has_target=False).output
+        return self._run(given, has_loss=False)[1]
 
-    def join(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | list[torch.Tensor]]:
+    def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
+        """The tensors of the output, joined; none on ranks that do not hold the last stage."""
+        return self._run(given, has_loss=self._has_loss)[2]
+
+    def join(
+        self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
+    ) -> list[torch.Tensor | list[torch.Tensor]]:
         """Flat outputs of a batch.
 
         Arguments:
             columns: by output, those of its microbatches.
+            like: a microbatch.
         """
-        if self._dimensions is None:
-            with _evaluating(self._modules):
-                self._dimensions = self._inference.batch_dimensions(self._example)
-        return [join_outputs(parts, dim) for parts, dim in zip(columns, self._dimensions, strict=True)]
+        if like.form not in self._dimensions:
+            forwards = self._forwards_for(self._num_microbatches, has_loss=False, like=like)
+            with _evaluating(forwards.modules):
+                self._dimensions[like.form] = forwards.inference.batch_dimensions(Signature.of(like))
+        dimensions = self._dimensions[like.form]
+        return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]
 
-    def _run(self, arguments: Sequence[Any], *, has_target: bool) -> EvalResult:
-        num_microbatches = self._microbatches_for(arguments)
-        forwards = self._forwards(num_microbatches, has_target)
-        batch = forwards.reader.read(arguments, step=self._training.num_steps)
+    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> Forwards:
+        key = num_microbatches, has_loss, like.form
+        if key not in self._forwards:
+            self._forwards[key] = self._make_forwards(num_microbatches, has_loss, like)
+        return self._forwards[key]
+
+    def _run(
+        self, given: Given, *, has_loss: bool
+    ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
+        """The loss, the output and its tensors."""
+        check_arguments(given.arguments, 1)
+        num_microbatches = self._microbatches_for(given)
+        like = given.on(self._device).arguments.cut(num_microbatches // self._num_replicas)[0]
+        forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
+        batch = forwards.reader.read(given, step=self._training.num_steps)
         with self._guard.together():
             self._unchanged.check(training=False)
         self._training.drain()
@@ -116,22 +140,26 @@ class Evaluation:
             rank.enter(batch)
             local.recorder.begin()
         try:
-            with _evaluating(self._modules), self._guard.together(), self._seeder.call():
+            with _evaluating(forwards.modules), self._guard.together(), self._seeder.call():
                 engine.run(forwards.programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
             engine.drop()
-        loss = forwards.ranks[0].total(0)[0].mean if has_target else None
-        output = None
-        if outputs:
-            columns = list(zip(*(outputs[k] for k in sorted(outputs)), strict=True))
-            output = self._inference.output_form.assemble(self.join(columns))
-        return EvalResult(loss=loss, output=output)
+        loss = forwards.ranks[0].total(0)[0].mean if has_loss else None
+        if not outputs:
+            return loss, None, []
+        flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=like)
+        form = forwards.inference.output_form
+        values = list(flat)
+        if loss is not None and self._model_loss is not None:  # the mean of the batch, not each microbatch's
+            slot = self._model_loss.slot(form)
+            kind = outputs[min(outputs)][slot]
+            values[slot] = torch.tensor(loss, dtype=kind.dtype, device=kind.device)
+        return loss, form.assemble(values), flat
 
-    def _microbatches_for(self, arguments: Sequence[Any]) -> int:
+    def _microbatches_for(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
-        first, most = arguments[0] if arguments else None, self._num_microbatches // self._num_replicas
-        fitting = min(len(first), most) if isinstance(first, torch.Tensor) and first.dim() else most
+        fitting = min(given.arguments.num_samples, self._num_microbatches // self._num_replicas)
         if self._num_replicas > 1:
             with self._guard.together():
                 fitting = min(self._collectives.gather(fitting, what="agreeing on the microbatches of an evaluation"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..comm import Mesh, MeshPlace, World, read_mesh
@@ -17,7 +18,11 @@ from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
+from .model_options import refuse_beside
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
+
+AUTO = "auto"
+DEFAULT_SCHEDULE = "1f1b"
 
 ScheduleLike = str | os.PathLike[str] | Schedule
 PlanLike = Plan | str | os.PathLike[str]
@@ -40,6 +45,47 @@ class Layout:
     plan: Plan | None
     recompute: Recompute
     place: MeshPlace
+
+
+def choose_layout(
+    *,
+    schedule: ScheduleLike | None,
+    plan: PlanLike | None,
+    mesh: Mapping[str, int] | str | None,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    split_points: Sequence[str] | None,
+    stages: Sequence[object] | None,
+    recompute: RecomputeLike,
+) -> Callable[[World], Layout] | None:
+    """What makes the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
+
+    Raises ValueError for options that exclude each other.
+    """
+    sizes = mesh_sizes(mesh)
+    decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
+    decided |= {"recompute": None if recompute == "none" else recompute}
+    if plan is not None:
+        refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
+        return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
+    if schedule == AUTO:
+        refuse_beside('schedule="auto"', decided)
+        return None
+    return layout_of_options(
+        DEFAULT_SCHEDULE if schedule is None else schedule,
+        mesh=sizes,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        split_points=split_points,
+        recompute=recompute,
+    )
+
+
+def mesh_sizes(mesh: Mapping[str, int] | str | None) -> Mapping[str, int] | None:
+    """Sizes by axis; None where the number of processes decides. ValueError for another word than "auto"."""
+    if isinstance(mesh, str) and mesh != AUTO:
+        raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+    return None if isinstance(mesh, str) else mesh
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+
+from ..partition.graph.batch_dims import check_batch_dims
+from ..partition.graph.model_loss import MODEL
+from .batch.given import CallReader, signature_of
+from .batch.model_loss import ModelLoss
 
 
 def check_model(
@@ -52,6 +58,31 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: expected True or False")
     return value
+
+
+def read_loss_option(
+    loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
+) -> Callable[[Any, Any], Any] | None:
+    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
+    if isinstance(loss_fn, str):
+        if loss_fn != MODEL:
+            raise ValueError(
+                f"loss_fn={loss_fn!r}: expected a function of (output, target), or {MODEL!r} for a model that returns "
+                f"its own loss"
+            )
+        return ModelLoss(model, loss_weight)
+    if loss_weight is not None:
+        raise ValueError(
+            f"loss_weight={loss_weight!r} without loss_fn={MODEL!r}: expected it for a model that returns its own "
+            f"loss; a loss_fn returns (sum, count) instead"
+        )
+    return loss_fn
+
+
+def call_reader(model: nn.Module | None, loss: object, batch_dims: object) -> CallReader:
+    """The reader of what `train_step` and its likes are given; ValueError for wrong `batch_dims`."""
+    has_target = loss is not None and not isinstance(loss, ModelLoss)
+    return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(batch_dims, signature_of(model)))
 
 
 def refuse_beside(what: str, others: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,19 @@ from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import Costs, Schedule, ScheduleError
 from .assembly import Pipeline, assemble
-from .batch.batches import check_inputs
+from .batch.given import Given, check_arguments
 from .batch.loader import ReplicaBatches, ReplicaLoader, count_samples
+from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .checkpoint import HasState
-from .layout import (
-    Layout,
-    PlanLike,
-    ScheduleLike,
-    layout_of_options,
-    layout_of_plan,
-    read_plan,
-)
+from .layout import Layout, PlanLike, ScheduleLike, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
 from .model_options import (
+    call_reader,
     check_flag,
     check_model,
     device_of,
-    refuse_beside,
+    read_loss_option,
     refuse_float16_autocast,
     refuse_float16_parameters,
 )
@@ -48,9 +43,6 @@ from .verify.verification import Verification
 
 if TYPE_CHECKING:
     from .auto import AutoLayout
-
-AUTO = "auto"
-DEFAULT_SCHEDULE = "1f1b"
 
 
 class PipelineModule:
@@ -71,12 +63,19 @@ class PipelineModule:
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count). An nn.Module belongs to
             the last stage, which trains its parameters; its tensors are named `loss_fn.` and their names in it.
+            "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
+        loss_weight: over how many items the model's own loss of a microbatch is a mean, so that microbatches make the
+            mean of the batch: "samples", "labels" (the integers labels= but -100), "shifted_labels" (those but the
+            first of each sequence, as causal language models count), or a function of the model's arguments. By
+            default what models of transformers do; of others "samples", unless they take labels= of integers.
         optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
             `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.
         lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
         max_grad_norm: `train_step` clips the global gradient norm to it.
-        example_inputs: one local batch, dimension 0 is the batch; without it, the first call builds the stages.
+        example_inputs: one local batch: a tuple, or a dict of keywords; without it, the first call builds the stages.
+        batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
+            None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
         mesh: {"pipe": P, "data": D}; by default "auto": a pipeline over all processes (alone: over 1). With D > 1
             each of D replicas passes a batch of its own, and gradients and losses are those of all of them together;
             ranks in a row are replicas of a stage. In one process the one batch is shared out.
@@ -107,11 +106,13 @@ class PipelineModule:
         plan: PlanLike | None = None,
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | str | None = None,
+        loss_weight: LossWeight | None = None,
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
-        example_inputs: Sequence[torch.Tensor] | None = None,
+        example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+        batch_dims: Mapping[str | int, int | None] | None = None,
         mesh: Mapping[str, int] | str | None = None,
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
@@ -125,10 +126,12 @@ class PipelineModule:
         check_model(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
         self._model, self._stages = model, stages
+        loss = read_loss_option(loss_fn, loss_weight, model)
+        self._calls = call_reader(model, loss, batch_dims)
         if loss_fn is not None:
             refuse_float16_parameters(root, loss_fn)
         self._settings = Settings(
-            loss_fn=loss_fn,
+            loss_fn=loss,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             max_grad_norm=max_grad_norm,
@@ -138,77 +141,60 @@ class PipelineModule:
             on_step=on_step,
         )
         self._verifies, self._is_verified = check_flag("verify", verify), not verify
-        if example_inputs is not None and not isinstance(example_inputs, list | tuple):
-            shown = type(example_inputs).__name__
-            raise ValueError(f"example_inputs= is {shown}: expected a tuple of tensors; example_inputs=(batch,)")
-        if isinstance(mesh, str) and mesh != AUTO:
-            raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
-        sizes = None if isinstance(mesh, str) else mesh
-        decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
-        decided |= {"recompute": None if recompute == "none" else recompute}
-        make_layout: Callable[[World], Layout] | None
-        if plan is not None:
-            refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
-            make_layout = partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
-        elif schedule == AUTO:
-            refuse_beside('schedule="auto"', decided)
-            make_layout = None
-        else:
-            make_layout = layout_of_options(
-                DEFAULT_SCHEDULE if schedule is None else schedule,
-                mesh=sizes,
-                num_microbatches=num_microbatches,
-                num_chunks=num_chunks,
-                split_points=split_points,
-                recompute=recompute,
-            )
+        example = None if example_inputs is None else self._calls.example(example_inputs)
+        make_layout = choose_layout(
+            schedule=schedule,
+            plan=plan,
+            mesh=mesh,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            split_points=split_points,
+            stages=stages,
+            recompute=recompute,
+        )
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
         self._auto: AutoLayout | None = None
         self._layout: Layout | None = None  # None: schedule="auto" before the first batch
         self._pipeline: Pipeline | None = None  # None: before the stages are built
         if make_layout is not None:
-            self._start(make_layout(self.world), example_inputs)
+            self._start(make_layout(self.world), example)
         else:
             assert model is not None
             from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
-            num_ranks = read_mesh(sizes, self.world, wanted=None).num_ranks
+            num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_ranks
             self._auto = AutoLayout(
                 model, self.world, self._settings, num_ranks=num_ranks, num_microbatches=num_microbatches
             )
 
-    def _start(self, layout: Layout, example_inputs: Sequence[torch.Tensor] | None) -> None:
+    def _start(self, layout: Layout, example: Given | None) -> None:
         """Decide on a layout; with example inputs build the stages."""
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
         self._layout = layout
-        if example_inputs is not None:
+        if example is not None:
             replica, num_replicas = layout.place.replica
-            check_inputs(example_inputs, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
-            self._assemble(layout, tuple(example_inputs))
+            check_arguments(example.arguments, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
+            self._assemble(layout, example)
 
-    def _decided_for(self, inputs_and_target: Sequence[Any]) -> Layout:
+    def _decided_for(self, given: Given) -> Layout:
         """Layout of the run; under schedule="auto" the first batch decides on it."""
         if self._layout is None:
             assert self._auto is not None
-            self._start(self._auto.decide(inputs_and_target), None)
+            self._start(self._auto.decide(given), None)
             assert self._layout is not None
         return self._layout
 
-    def _built_for(self, inputs_and_target: Sequence[Any]) -> Pipeline:
+    def _built_for(self, given: Given) -> Pipeline:
         """The pipeline; the first batch builds the stages, unless there were example inputs."""
-        if self._pipeline is None:
-            layout = self._decided_for(inputs_and_target)
-            has_target = self._settings.loss_fn is not None
-            return self._assemble(layout, inputs_and_target[:-1] if has_target else inputs_and_target)
-        return self._pipeline
+        return self._assemble(self._decided_for(given), given) if self._pipeline is None else self._pipeline
 
-    def _assemble(self, layout: Layout, inputs: Sequence[Any]) -> Pipeline:
+    def _assemble(self, layout: Layout, given: Given) -> Pipeline:
         run_on = self._settings.device
-        check_inputs(inputs, 1)  # training asks for more
+        check_arguments(given.arguments, 1)  # training asks for more
         with self._guard.together():
             self._pipeline = assemble(
-                [torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on) for x in inputs],
+                given.arguments.map(lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)),
                 model=self._model,
                 stages=self._stages,
                 layout=layout,
@@ -220,18 +206,23 @@ class PipelineModule:
             gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
         return self._pipeline
 
-    def _training_for(self, inputs_and_target: Sequence[Any]) -> Training:
-        self._settings.require_loss()
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
+        """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
+        alone = self._pipeline is None or self._layout is None or self._layout.place.replica[1] == 1
+        with nullcontext() if alone else self._guard.together():
+            return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
+
+    def _training_for(self, given: Given) -> Training:
         refuse_float16_autocast(self.device)
-        schedule = self._decided_for(inputs_and_target).schedule
+        schedule = self._decided_for(given).schedule
         if not schedule.has_backward:
             raise ScheduleError(
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
         if not self._is_verified:
-            self.verify(*inputs_and_target)
-        return self._built_for(inputs_and_target).training
+            self._verify(given)
+        return self._built_for(given).training
 
     def _decided(self) -> Layout:
         if self._layout is None:
@@ -252,13 +243,13 @@ class PipelineModule:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
         return None if self._layout is None else self._layout.plan
 
-    def build(self, *inputs_and_target: Any) -> None:
+    def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
 
         Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
         Nothing where it is done. Collective over the processes.
         """
-        self._built_for(inputs_and_target)
+        self._built_for(self._given(inputs_and_target, keywords))
 
     def loader(
         self, dataset: Dataset[Any], *, batch_size: int, shuffle: bool = True, same_shapes: bool = False, **options: Any
@@ -293,40 +284,50 @@ class PipelineModule:
 
     # Training
 
-    def train_step(self, *inputs_and_target: Any) -> StepResult:
-        """One batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`.
+    def train_step(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
+        """One batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`, `train_step(**batch)`.
 
         Under an asynchronous schedule it returns with the pipeline full: `result.loss` is that of the newest batch this
         rank knows of, and `flush()` returns the rest.
 
-        The last argument is the target (a tensor or a tuple), passed whole to `loss_fn(output, target)`; ranks of one
-        pipeline pass the same batch. Batches are cut with `torch.tensor_split`.
+        The target, passed whole to `loss_fn(output, target)`, is the keyword `target`, or else the last positional
+        argument; under loss_fn="model" there is none. All else goes to the model's forward as it is given, and a dict
+        as the only argument (or the only one in front of the target) stands for keywords if a key of it is a parameter
+        of forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; what is no tensor stays the
+        same for every batch. Ranks of one pipeline pass the same batch.
 
         Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
         and PeerLost with who waited for what.
         """
         self._settings.require_optimizer()
-        return self._training_for(inputs_and_target).step(inputs_and_target)
+        self._settings.require_loss()
+        given = self._given(inputs_and_target, keywords)
+        return self._training_for(given).step(given)
 
-    def forward_backward(self, *inputs_and_target: Any) -> StepResult:
+    def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
-        return self._training_for(inputs_and_target).accumulate(inputs_and_target)
+        self._settings.require_loss()
+        given = self._given(inputs_and_target, keywords)
+        return self._training_for(given).accumulate(given)
 
-    def eval_step(self, *inputs_and_target: Any) -> EvalResult:
-        """Forwards alone, in evaluation mode: `eval_step(*inputs, target)`; without a loss_fn `eval_step(*inputs)`.
+    def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
+        """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.
 
         A batch of fewer samples than M makes fewer microbatches.
         """
-        return self._built_for(inputs_and_target).evaluation.step(inputs_and_target)
+        given = self._given(inputs_and_target, keywords)
+        return self._built_for(given).evaluation.step(given)
 
-    def predict(self, *inputs: Any) -> object:
+    def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
 
-        Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs.
+        Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs, which may be
+        others than those to train on: the stages then run in another way.
         """
-        return self._built_for((*inputs, None) if self._settings.loss_fn else inputs).evaluation.predict(inputs)
+        given = self._given(inputs, keywords, has_target=False)
+        return self._built_for(given).evaluation.predict(given)
 
-    def verify(self, *inputs_and_target: Any) -> Verification:
+    def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
 
         Compared are the outputs of an evaluation, the loss, each parameter's gradient and, where a stage has no
@@ -339,7 +340,11 @@ class PipelineModule:
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.
         """
-        found = self._built_for(inputs_and_target).verifier.verify(inputs_and_target)
+        self._settings.require_loss()
+        return self._verify(self._given(inputs_and_target, keywords))
+
+    def _verify(self, given: Given) -> Verification:
+        found = self._built_for(given).verifier.verify(given)
         self._is_verified = True
         return found
 

@@ -20,7 +20,7 @@ _SUCH = "optimizer=lambda params: AdamW(params)"
 class Settings:
     """Options that do not say what runs where; see PipelineModule. Raises ValueError for what makes no sense."""
 
-    loss_fn: Callable[[Any, Any], Any] | None
+    loss_fn: Callable[[Any, Any], Any] | None  # of a model that returns its own: a ModelLoss
     optimizer: OptimizerFactory | None
     lr_scheduler: SchedulerFactory | None
     max_grad_norm: float | None
@@ -64,5 +64,5 @@ class Settings:
         if self.loss_fn is None:
             raise ValueError(
                 "training needs a loss: expected PipelineModule(..., loss_fn=lambda output, target: ...), "
-                "which returns a scalar mean or (sum, count)"
+                'which returns a scalar mean or (sum, count); or loss_fn="model" for a model that returns its own'
             )

@@ -6,12 +6,12 @@ step:  read the batch -> begin -> engine.run -> losses known -> gradients ready 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ..comm import Collectives, Guard
 from ..schedules import Timeline
+from .batch.given import Given
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
 from .measure.gather import gather_records
@@ -60,10 +60,10 @@ class Training:
         """Whether no stage of this process reads a batch's values."""
         return self._reader.reads == Reads(inputs=frozenset(), target=False)
 
-    def step(self, arguments: Sequence[Any], *, is_reported: bool = True) -> StepResult:
+    def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
-        with self._batch(arguments) as programs:
+        with self._batch(given) as programs:
             self._engine.run(programs)
         with self._guard.together():
             known = self._update.step()
@@ -76,10 +76,10 @@ class Training:
             self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
         return result
 
-    def accumulate(self, arguments: Sequence[Any]) -> StepResult:
+    def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
         self._update.refuse_accumulation()
-        with self._batch(arguments) as programs:
+        with self._batch(given) as programs:
             self._engine.run(programs)
         return self._result(self._update.accumulated())
 
@@ -120,9 +120,9 @@ class Training:
         self._guard.close()
 
     @contextmanager
-    def _batch(self, arguments: Sequence[Any]) -> Iterator[Programs]:
+    def _batch(self, given: Given) -> Iterator[Programs]:
         """Programs of a batch, to be run within; after that its gradients are ready."""
-        batch = self._reader.read(arguments, step=self.num_steps)
+        batch = self._reader.read(given, step=self.num_steps)
         self._num_samples = batch.num_samples
         with self._guard.together():
             self._unchanged.check(training=True)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ...comm import join_world
+from ...partition.graph.forms import Arguments
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
+from ...pipe.batch.given import Given
 from ...pipe.settings import Settings
 from ...schedules import simulate
 from ..host import MemoryMeter
@@ -46,7 +48,7 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
         timeout=TIMEOUT,
     )
     layout = AutoLayout(problem.make_model(), world, settings, num_ranks=world.size, num_microbatches=num_microbatches)
-    return layout.plan((problem.inputs, problem.target), **restrictions)
+    return layout.plan(Given(arguments=Arguments.of((problem.inputs,)), target=problem.target), **restrictions)
 
 
 def run_planned(run: PlannedRun, *, repetitions: int, file: Path) -> PlannedTimes:

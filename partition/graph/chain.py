@@ -134,10 +134,12 @@ def given_units(stage: nn.Module) -> dict[str, nn.Module]:
 
 
 def _chain_cut(pieces: Sequence[_ChainPiece]) -> Cut:
-    def make() -> Cut:
-        return Cut(pieces=tuple(pieces), batch_sizes=BatchSizes(), output_form=None, evaluation=make)
-
-    return make()
+    return Cut(
+        pieces=tuple(pieces),
+        batch_sizes=BatchSizes(),
+        output_form=None,
+        evaluation=lambda arguments: _chain_cut(pieces),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,11 @@ def export_model(model: nn.Module, example: Arguments) -> tuple[fx.GraphModule, 
     Raises ValueError, with the user's source line, for a model that cannot be traced whole.
     """
     # A size of 1 would be taken for a constant.
-    batches = tuple(torch.cat([x, x]) if x.dim() and x.shape[0] == 1 else x for x in example.tensors)
-    dynamic = {"tensors": tuple({0: Dim.AUTO} if x.dim() else {} for x in batches)}
+    batches = tuple(
+        x if dim is None or x.shape[dim] != 1 else torch.cat([x, x], dim)
+        for x, dim in zip(example.tensors, example.dims, strict=True)
+    )
+    dynamic = {"tensors": tuple({} if dim is None else {dim: Dim.AUTO} for dim in example.dims)}
     try:
         example.call(inspect.signature(model.forward).bind)
     except TypeError as error:
@@ -121,19 +124,20 @@ def _at(error: FormError) -> str:
     return f", in {''.join(error.path)} of its output" if error.path else ""
 
 
-def batch_sizes(placeholders: Sequence[fx.Node], ranges: Mapping[Any, Any]) -> BatchSizes:
+def batch_sizes(placeholders: Sequence[fx.Node], dims: Sequence[int | None], ranges: Mapping[Any, Any]) -> BatchSizes:
     """The sizes that the exported graph allows.
 
     Arguments:
-        placeholders: of the model's inputs.
+        placeholders: of the tensors among the model's arguments.
+        dims: of the batch in each.
         ranges: by symbol, as torch.export gives them.
     """
     least, most = 1, math.inf
-    for node in placeholders:
+    for node, dim in zip(placeholders, dims, strict=True):
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not value.dim():
+        if dim is None or not isinstance(value, torch.Tensor):
             continue
-        size = value.shape[0]
+        size = value.shape[dim]
         symbol = size.node.expr if isinstance(size, torch.SymInt) else None
         if symbol is None or symbol.is_number:
             least, most = max(least, int(size)), min(most, int(size))

@@ -38,7 +38,7 @@ class FlatGraph:
         nodes = list(self.root.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.output = next(n for n in nodes if n.op == "output")
-        self.batch_sizes = batch_sizes(self.placeholders, ranges)
+        self.batch_sizes = batch_sizes(self.placeholders, example.dims, ranges)
         self.nodes = [n for n in nodes if is_computed(n)]
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.shape_nodes = {n for n in self.nodes if is_shape_number(n)}

@@ -128,21 +128,27 @@ class Arguments:
     Arguments:
         form: of (args, kwargs), the keywords in alphabetical order.
         tensors: flat.
+        dims: dimension of each in which the batch stands; None: all microbatches share the tensor.
     """
 
     form: Form
     tensors: Tensors
+    dims: tuple[int | None, ...]
 
     @classmethod
     def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:
-        """From positional arguments and keywords; ValueError with the name of what is neither tensor nor constant."""
+        """From positional arguments and keywords, with the batch in dimension 0 of each tensor that has one.
+
+        Raises ValueError with the name of what is neither tensor nor constant.
+        """
         try:
-            return cls(*Form.of((tuple(args), {name: kwargs[name] for name in sorted(kwargs)})))
+            form, tensors = Form.of((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
         except FormError as error:
             raise ValueError(
                 f"{argument_name(error.path)} is {type(error.leaf).__name__}: expected tensors, numbers, strings and "
                 f"None, in tuples, lists, dicts, namedtuples or dataclasses"
             ) from None
+        return cls(form, tensors, tuple(0 if x.dim() else None for x in tensors))
 
     @classmethod
     def of_example(cls, example: Sequence[object] | Mapping[str, object]) -> Arguments:
@@ -154,18 +160,46 @@ class Arguments:
         """Name of each tensor, as in "input 0", "mask" or "states['x']"."""
         return tuple(map(argument_name, self.form.paths))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples in each tensor that has a batch."""
+        return tuple(x.shape[dim] for x, dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
+
+    @property
+    def num_samples(self) -> int:
+        """N; 0 where no tensor has a batch."""
+        return next(iter(self.sizes), 0)
+
     def __str__(self) -> str:
         """For errors."""
         return shown_call(self.form, [(tuple(x.shape), x.dtype) for x in self.tensors])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
         """The same with each tensor changed."""
-        return Arguments(self.form, tuple(map(change, self.tensors)))
+        return Arguments(self.form, tuple(map(change, self.tensors)), self.dims)
+
+    def cut(self, num_parts: int) -> list[Arguments]:
+        """Microbatches: parts of each tensor whose sizes differ by at most one sample; shared tensors go to all."""
+        columns = [
+            [x] * num_parts if dim is None else cut_tensor(x, num_parts, dim)
+            for x, dim in zip(self.tensors, self.dims, strict=True)
+        ]
+        return [Arguments(self.form, tuple(column[k] for column in columns), self.dims) for k in range(num_parts)]
 
     def call(self, function: Callable[..., T], tensors: Sequence[Any] | None = None) -> T:
         """The function's value for these arguments, or for ones of the same form with other tensors."""
         args, kwargs = self.form.assemble(self.tensors if tensors is None else tensors)
         return function(*args, **kwargs)
+
+
+def cut_tensor(x: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+    """Parts of a tensor along its dimension of the batch, whose sizes differ by at most one.
+
+    They are contiguous where the batch stands first in a contiguous tensor: elsewhere copies are made, so that a
+    microbatch has the strides that shape inference gave it.
+    """
+    parts = torch.tensor_split(x, num_parts, dim=dim)
+    return list(parts) if dim == 0 or x.is_meta else [part.contiguous() for part in parts]
 
 
 def argument_name(path: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 from torch import fx, nn
@@ -39,7 +39,6 @@ class TracedUnits:
 
     def __init__(self, model: nn.Module, example: Arguments, *, enter_unit: EnterUnit | None) -> None:
         self._model = model
-        self._example = example
         self._enter_unit = enter_unit
         self.graph = FlatGraph(model, example)
 
@@ -165,19 +164,27 @@ class TracedUnits:
             pieces=split(self.graph, stage_of, num_stages, enter_unit=self._enter_unit),
             batch_sizes=self.graph.batch_sizes,
             output_form=self.graph.output_form,
-            evaluation=lambda: self._evaluation(stage_of, num_stages),
+            evaluation=partial(_evaluation, self._model, self._enter_unit, _holders(stage_of), num_stages),
         )
 
-    def _evaluation(self, stage_of: StageOf, num_stages: int) -> Cut:
-        # Exported modules refuse eval(): the evaluation is traced by itself, over the same parameters.
-        flags = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
-            evaluation = TracedUnits(self._model, self._example, enter_unit=self._enter_unit)
-        finally:
-            for module, training in flags:
-                module.training = training
-        return evaluation._cut(_cut_like(evaluation.graph, _holders(stage_of), num_stages))
+
+def _evaluation(
+    model: nn.Module,
+    enter_unit: EnterUnit | None,
+    holders: Mapping[str, Sequence[int]],
+    num_stages: int,
+    example: Arguments,
+) -> Cut:
+    """The model in evaluation mode, cut as `holders` says; no method, since what is traced again keeps no weights."""
+    # Exported modules refuse eval(): the evaluation is traced by itself, over the same parameters.
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        units = TracedUnits(model, example, enter_unit=enter_unit)
+    finally:
+        for module, training in flags:
+            module.training = training
+    return units._cut(_cut_like(units.graph, holders, num_stages))
 
 
 def _holders(stage_of: StageOf) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import nn
 
 from .export import BatchSizes
-from .forms import Form, FormError, Tensors
+from .forms import Arguments, Form, FormError, Tensors
 
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
 
@@ -159,13 +159,13 @@ class Cut:
         pieces: one a stage.
         batch_sizes: for which the pieces are right.
         output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
-        evaluation: makes the same cut of the model in evaluation mode.
+        evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
     """
 
     pieces: tuple[Piece, ...]
     batch_sizes: BatchSizes
     output_form: Form | None
-    evaluation: Callable[[], Cut]
+    evaluation: Callable[[Arguments], Cut]
 
     def form_of_output(self, last: StageModule) -> Form:
         """The form of the model's output, from its last stage."""

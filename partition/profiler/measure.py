@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..graph.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
+from ..graph.chain import is_sequential
 from ..graph.forms import Arguments, Tensors
+from ..graph.model_loss import MODEL, mean_of_model
 from ..graph.model_units import model_units
 from ..graph.source_line import first_line, users_line
 from ..graph.units import MODEL_INPUT
@@ -29,15 +33,18 @@ LEAST = 3  # passes that count, however long they take
 SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
 UPDATES = 5  # optimizer steps that are timed, behind one that makes its state
 
+NO_TARGET = "none"  # of a model's own loss
+
 LossFunction = Callable[[Any, Any], Any]
 
 
 def profile_model(
     model: nn.Module,
-    example_inputs: Sequence[object] | Mapping[str, object],
+    example_inputs: Sequence[object] | Mapping[str, object] | Arguments,
     *,
+    batch_dims: BatchDims | None = None,
     target: Any = None,
-    loss_fn: LossFunction | None = None,
+    loss_fn: LossFunction | str | None = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
     repetitions: int = 30,
@@ -57,9 +64,11 @@ def profile_model(
     they are.
 
     Arguments:
-        example_inputs: arguments of ONE microbatch, batch in dimension 0: a tuple, or a dict of keywords.
+        example_inputs: arguments of ONE microbatch: a tuple, or a dict of keywords.
+        batch_dims: dimension of the batch by name or position, see PipelineModule; 0 by default.
         target: for `loss_fn`.
-        loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit.
+        loss_fn: (output, target) -> scalar mean, or (sum, count); it counts to the last unit. "model": the model
+            returns its own loss.
         optimizer: makes the optimizers of a stage, as that of PipelineModule; they step on copies. None: no update is
             measured.
         autocast: run forwards under torch.autocast with this type.
@@ -72,8 +81,9 @@ def profile_model(
     optimizer that needs a closure.
     """
     tell = progress or (lambda text: None)
-    arguments = Arguments.of_example(example_inputs)
-    _check(arguments, target, loss_fn, repetitions, seconds)
+    arguments = _arguments(model, example_inputs, batch_dims)
+    loss, target = _loss_option(loss_fn, target)
+    _check(arguments, target, loss, repetitions, seconds)
     device = next((p.device for p in model.parameters()), arguments.tensors[0].device)
     clock = clock_for(device)
     arguments = arguments.map(lambda x: x.detach().to(device))
@@ -85,7 +95,7 @@ def profile_model(
         passes = Passes(
             model_units(model, arguments, enter_unit=None),
             arguments,
-            loss=None if loss_fn is None else lambda output: (_loss(loss_fn, output, target),),
+            loss=None if loss is None else lambda output: (_loss(loss, output, target),),
             apart=[*model.parameters(), *model.buffers()],
             autocast=autocast,
             clock=clock,
@@ -104,15 +114,44 @@ def profile_model(
     return _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
 
 
+def _arguments(
+    model: nn.Module,
+    example: Sequence[object] | Mapping[str, object] | Arguments,
+    batch_dims: BatchDims | None,
+) -> Arguments:
+    """The arguments of the microbatch; ValueError for wrong names."""
+    if isinstance(example, Arguments):
+        return example
+    signature = None if is_sequential(model) else inspect.signature(model.forward)
+    dims = check_batch_dims(batch_dims, signature)
+    return with_dims(Arguments.of_example(example), dims, parameter_names(signature))
+
+
+def _loss_option(loss_fn: LossFunction | str | None, target: object) -> tuple[LossFunction | None, object]:
+    """The loss, and its target; ValueError for another word than "model"."""
+    if not isinstance(loss_fn, str):
+        return loss_fn, target
+    if loss_fn != MODEL or target is not None:
+        raise ValueError(
+            f"loss_fn={loss_fn!r}{'' if target is None else ' with target='}: expected a function of (output, target), "
+            f"or {MODEL!r}, without target=, for a model that returns its own loss"
+        )
+    return mean_of_model, NO_TARGET
+
+
 def _check(arguments: Arguments, target: object, loss_fn: object, repetitions: int, seconds: float) -> None:
     if not arguments.tensors:
         raise ValueError(
             f"example_inputs={arguments} has no tensor: expected the arguments of one microbatch, as in "
             f"example_inputs=(x,)"
         )
-    for name, value in zip(arguments.names, arguments.tensors, strict=True):
-        if not value.dim():
-            raise ValueError(f"example_inputs: {name} is a scalar: expected a tensor, batch first")
+    if not arguments.sizes:
+        raise ValueError(f"example_inputs: {arguments.names[0]} is a scalar: expected a tensor, batch first")
+    if len(set(arguments.sizes)) > 1:
+        raise ValueError(
+            f"example_inputs={arguments} have batch sizes {list(arguments.sizes)}: expected the same number in "
+            f"dimension 0, or batch_dims={{name: dimension, or None for an input without batch}}"
+        )
     if (loss_fn is None) != (target is None):
         given, missing = ("loss_fn", "target") if target is None else ("target", "loss_fn")
         raise ValueError(f"{given}= without {missing}=: expected both, or neither (the loss belongs to the last unit)")

@@ -97,7 +97,7 @@ class Passes:
         autocast: torch.dtype | None,
         clock: Clock,
     ) -> None:
-        self._form, self._inputs = arguments.form, arguments.tensors
+        self._form, self._inputs, self.num_samples = arguments.form, arguments.tensors, arguments.num_samples
         self._loss = loss
         self._autocast_dtype = autocast
         self._clock = clock
@@ -106,11 +106,6 @@ class Passes:
         self.times = {i: Times() for i in self.firsts}
         self.step = Times()
         self.splits = False
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in the microbatch."""
-        return self._inputs[0].shape[0]
 
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""

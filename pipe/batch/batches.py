@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..stages.autocast import Autocast
 from ..stages.stage import LossValue
@@ -69,52 +68,6 @@ class NonFiniteLossError(FloatingPointError):
     """A microbatch's loss is infinite or not a number; the message names step and microbatch."""
 
 
-def check_inputs(inputs: Sequence[object], num_microbatches: int) -> int:
-    """N of a batch; ValueError for what is no batch, for uneven sizes and for fewer samples than microbatches."""
-    if not inputs:
-        raise ValueError("no input: expected at least one tensor with the batch in dimension 0, then the target")
-    sizes = []
-    for position, x in enumerate(inputs):
-        if not isinstance(x, torch.Tensor) or x.dim() == 0:
-            shown = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"input {position} is {shown}: expected a tensor with the batch in dimension 0")
-        sizes.append(x.shape[0])
-    if len(set(sizes)) > 1:
-        raise ValueError(f"inputs have batch sizes {sizes}: expected the same number of samples in dimension 0")
-    if sizes[0] < num_microbatches:
-        raise ValueError(
-            f"a batch of {sizes[0]} samples for {num_microbatches} microbatches: expected at least one sample each; "
-            f"give larger batches or num_microbatches={max(1, sizes[0])}"
-        )
-    return int(sizes[0])
-
-
-def check_like_example(inputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], *, has_target: bool) -> None:
-    """ValueError unless there are as many inputs, of the same types, as the stages were built for."""
-    if len(inputs) != len(dtypes):
-        given, then = (" and a target", "then the target") if has_target else ("", "and no target")
-        raise ValueError(
-            f"{len(inputs)} inputs{given} for a model that was built for {len(dtypes)}: expected {len(dtypes)}, {then}"
-        )
-    for position, (x, dtype) in enumerate(zip(inputs, dtypes, strict=True)):
-        if x.dtype != dtype:
-            raise ValueError(f"input {position} is {x.dtype} and the stages were built for {dtype}: type x.to({dtype})")
-
-
-def to_device(target: Any, device: torch.device) -> Any:
-    """Every tensor moved to `device`, but for those that are shapes alone."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
-
-    return pytree.tree_map(move, target)
-
-
-def split_tensor(x: torch.Tensor, num_microbatches: int) -> tuple[torch.Tensor, ...]:
-    """[N, ...] -> M parts whose sizes differ by at most one."""
-    return torch.tensor_split(x, num_microbatches)
-
-
 def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
     """M outputs -> that of the whole batch, joined along its dimension of the batch.
 
@@ -123,23 +76,6 @@ def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.
     if dimension is not None:
         return torch.cat(list(parts), dim=dimension)
     return list(parts) if parts[0].dim() else torch.stack(list(parts))
-
-
-def split_target(target: Any, num_microbatches: int, num_samples: int) -> list[object]:
-    """The target of each microbatch: every tensor in it is cut along dimension 0, anything else goes to all."""
-    leaves, spec = pytree.tree_flatten(target)
-    columns: list[Sequence[object]] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            if leaf.shape[0] != num_samples:
-                raise ValueError(
-                    f"a target of {leaf.shape[0]} samples for inputs of {num_samples}: expected the same "
-                    f"number in dimension 0"
-                )
-            columns.append(split_tensor(leaf, num_microbatches))
-        else:
-            columns.append([leaf] * num_microbatches)
-    return [pytree.tree_unflatten([column[k] for column in columns], spec) for k in range(num_microbatches)]
 
 
 def read_loss(value: object) -> LossValue:

@@ -1,10 +1,10 @@
-"""From the arguments of a call to a batch of microbatches."""
+"""From what a call was given to a batch of microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,10 @@ from ...partition.graph.forms import Arguments
 from ...schedules import Schedule
 from ..stages.autocast import Autocast
 from ..stages.shapes import InferredStages, Signature
-from .batches import Batch, check_inputs, check_like_example, split_target, split_tensor, to_device, weigh
+from .batches import Batch, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
+from .given import Given, check_arguments, check_like_example
+from .model_loss import ModelLoss
 
 
 class Reads(NamedTuple):
@@ -30,8 +32,9 @@ class BatchReader:
         schedule: of that mode.
         inference: of the stages' outputs.
         own: microbatches that the batch of a call holds: all, or those of this process's data replica.
-        input_types: of the model's inputs.
-        has_target: whether the last argument is the target.
+        example: arguments that the stages were built for.
+        has_loss: whether one is computed.
+        model_loss: of a model that returns its own loss: weighs the microbatches.
         reads: the model inputs that stages of this process read, and whether one reads the target; the others may be
             passed as meta tensors (shapes alone).
         compares: whether other ranks must have passed the same batch.
@@ -45,8 +48,9 @@ class BatchReader:
         *,
         inference: InferredStages,
         own: range,
-        input_types: Sequence[torch.dtype],
-        has_target: bool,
+        example: Arguments,
+        has_loss: bool,
+        model_loss: ModelLoss | None,
         device: torch.device,
         reads: Reads,
         compares: bool,
@@ -54,8 +58,9 @@ class BatchReader:
     ) -> None:
         self._inference = inference
         self._own = own
-        self._input_types = input_types
-        self._has_target = has_target
+        self._example = example
+        self._has_loss = has_loss
+        self._model_loss = model_loss
         self._device = device
         self.reads = reads
         self._compares = compares
@@ -64,25 +69,28 @@ class BatchReader:
         # Microbatches of other replicas are taken to be as large as one's own.
         self._like = [k // own.step for k in range(schedule.num_microbatches)]
 
-    def read(self, arguments: Sequence[Any], *, step: int) -> Batch:
+    def read(self, given: Given, *, step: int) -> Batch:
         """The batch; ValueError for one that does not fit the pipeline."""
         with self._together():
-            own, device, has_target = self._own, self._device, self._has_target
-            inputs = arguments[:-1] if has_target else arguments
-            num_samples = check_inputs(inputs, len(own))
-            check_like_example(inputs, self._input_types, has_target=has_target)
-            target = arguments[-1] if has_target else None
-            self._refuse_shapes_alone(inputs, target)
-            sums = (checksum(inputs), checksum(target)) if self._compares else (UNKNOWN, UNKNOWN)
-            columns = [split_tensor(to_device(x, device), len(own)) for x in inputs]
-            whole_target = to_device(target, device)
-            targets = split_target(whole_target, len(own), num_samples)
-            microbatches = [Arguments.of(tensors) for tensors in zip(*columns, strict=True)]
+            own, device = self._own, self._device
+            arguments = given.arguments
+            check_arguments(arguments, len(own))
+            check_like_example(arguments, self._example, has_target=self._has_loss and self._model_loss is None)
+            self._refuse_shapes_alone(given)
+            sums = (UNKNOWN, UNKNOWN)
+            if self._compares:
+                sums = checksum(arguments.tensors), checksum(given.target)
+            parts = given.on(device).cut(len(own))
+            microbatches = [part.arguments for part in parts]
             specs = [self._inference.outputs(Signature.of(each)) for each in microbatches]
-            sizes = [len(columns[0][j]) for j in self._like]
+            targets: Sequence[object] = [part.target for part in parts]
+            if self._model_loss is not None and self.reads.target:
+                targets = self._model_loss.weigh(microbatches)
+            sizes = [microbatches[j].num_samples for j in self._like]
+            columns = list(zip(*(each.tensors for each in microbatches), strict=True))
             return Batch(
                 inputs=[[column[j] if k in own else None for k, j in enumerate(self._like)] for column in columns],
-                has_target=has_target,
+                has_target=self._has_loss,
                 targets=[targets[j] if k in own else None for k, j in enumerate(self._like)],
                 specs=[specs[j] for j in self._like],
                 sizes=sizes,
@@ -94,11 +102,17 @@ class BatchReader:
                 checksums=sums,
             )
 
-    def _refuse_shapes_alone(self, inputs: Sequence[torch.Tensor], target: object) -> None:
-        slots = [slot for slot in sorted(self.reads.inputs) if inputs[slot].is_meta]
-        if slots or (self.reads.target and is_shape_alone(target)):
-            what = f"input {slots[0]}" if slots else "the target"
+    def _refuse_shapes_alone(self, given: Given) -> None:
+        arguments = given.arguments
+        reads, weighs = self.reads, self._model_loss.reads if self._model_loss is not None else None
+        names = [
+            name
+            for slot, (name, x) in enumerate(zip(arguments.names, arguments.tensors, strict=True))
+            if x.is_meta and (slot in reads.inputs or (reads.target and weighs is not None and weighs(name)))
+        ]
+        if names or (reads.target and is_shape_alone(given.target)):
             raise ValueError(
-                f"{what} is a meta tensor, and a stage of this process reads it: expected its values; shapes alone "
-                f"are for ranks whose stages read nothing (pipe.loader(..., same_shapes=True) does it right)"
+                f"{names[0] if names else 'the target'} is a meta tensor, and a stage of this process reads it: "
+                f"expected its values; shapes alone are for ranks whose stages read nothing (pipe.loader(..., "
+                f"same_shapes=True) does it right)"
             )

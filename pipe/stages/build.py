@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...partition.graph.chain import given_stages
+from ...partition.graph.chain import given_stages, is_sequential
 from ...partition.graph.forms import Arguments
 from ...partition.graph.model_units import model_units
+from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Cut
 from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
@@ -31,6 +35,8 @@ class CutModel:
         train, evaluate: the stages in both modes.
         is_traced: whether the stages are graphs of their own, not the user's modules.
         recomputed: the modules that run again in the backward.
+        evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
+            chain takes one kind.
     """
 
     model: nn.Module
@@ -40,6 +46,7 @@ class CutModel:
     evaluate: InferredStages
     is_traced: bool
     recomputed: RecomputedModules
+    evaluate_like: Callable[[Arguments], InferredStages] | None
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
         """The model's output from the flat outputs of the last stage."""
@@ -88,7 +95,9 @@ def cut_model(
     microbatch = Signature.of(example)
     with recomputed.checked():
         train = InferredStages(cut, microbatch, root=root, seeder=seeder, device=device, training=True)
-    evaluate = InferredStages(cut.evaluation(), microbatch, root=root, seeder=seeder, device=device, training=False)
+    evaluate = InferredStages(
+        cut.evaluation(example), microbatch, root=root, seeder=seeder, device=device, training=False
+    )
     for mode in (train, evaluate):
         _refuse_shared_writes(root, mode)
     if plan is not None:
@@ -102,7 +111,58 @@ def cut_model(
         evaluate=evaluate,
         is_traced=is_traced,
         recomputed=recomputed,
+        evaluate_like=None
+        if model is None or is_sequential(model)
+        else partial(
+            _evaluate_like, evaluation=cut.evaluation, root=root, loss_fn=loss_fn, seeder=seeder, device=device
+        ),
     )
+
+
+def _evaluate_like(
+    example: Arguments,
+    *,
+    evaluation: Callable[[Arguments], Cut],
+    root: nn.Module,
+    loss_fn: object,
+    seeder: Seeder,
+    device: torch.device,
+) -> InferredStages:
+    """The stages in evaluation mode for other arguments; those of other processes have no weights any more."""
+    if any(parameter.is_meta for parameter in root.parameters()):
+        cut = _without_weights(evaluation, root, device, example)
+    else:
+        cut = evaluation(example)
+    found = InferredStages(cut, Signature.of(example), root=root, seeder=seeder, device=device, training=False)
+    _refuse_shared_writes(root, found)
+    give_loss(loss_fn, [found.stages[-1]])
+    return found
+
+
+def _without_weights(
+    evaluation: Callable[[Arguments], Cut], root: nn.Module, device: torch.device, example: Arguments
+) -> Cut:
+    """The cut made on fake tensors; then each stage holds the model's own tensors, by their names."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with mode, stand_ins(root, device):
+        cut = evaluation(example.map(torch.empty_like))
+    own = {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
+    for index, piece in enumerate(cut.pieces):
+        module = piece.link(None, index=index, inputs=example.form).module if cut.output_form is not None else None
+        for prefix, part in module.named_modules() if module is not None else ():
+            for table in (part._parameters, part._buffers):
+                for name, value in table.items():
+                    full = f"{prefix}.{name}" if prefix else name
+                    if not isinstance(value, FakeTensor):
+                        continue
+                    if full not in own:
+                        raise ValueError(
+                            f"the model makes a constant ({full}) in its forward, and its weights are spread over "
+                            f"processes: expected predict and eval_step with the arguments that the stages were built "
+                            f"for, or the constant as a buffer"
+                        )
+                    table[name] = own[full]
+    return cut
 
 
 def _cut(

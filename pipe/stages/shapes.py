@@ -35,15 +35,31 @@ class Signature(NamedTuple):
     Arguments:
         form: of the arguments: with the constants among them.
         tensors: shape and type of each.
+        dims: of the batch in each; None: all microbatches share it.
     """
 
     form: Form
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    dims: tuple[int | None, ...]
 
     @classmethod
     def of(cls, arguments: Arguments) -> Signature:
         """The signature of these arguments."""
-        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in arguments.tensors))
+        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in arguments.tensors), arguments.dims)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the microbatch."""
+        return next(shape[dim] for (shape, _), dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
+
+    def resized(self, num_samples: int) -> Signature:
+        """The same for another number of samples."""
+        return self._replace(
+            tensors=tuple(
+                (shape if dim is None else (*shape[:dim], num_samples, *shape[dim + 1 :]), dtype)
+                for (shape, dtype), dim in zip(self.tensors, self.dims, strict=True)
+            )
+        )
 
     def __str__(self) -> str:
         """For errors."""
@@ -125,12 +141,12 @@ class InferredStages:
         Arguments:
             inputs: that the stages take.
         """
-        size = inputs.tensors[0][0][0]
+        size = inputs.num_samples
         here = self.outputs(inputs)[-1]
         there = None
         for other in (size + 1, size - 1) if size > 1 else (size + 1,):
             try:
-                there = self.outputs(Signature(inputs.form, tuple(((other, *s[1:]), d) for s, d in inputs.tensors)))[-1]
+                there = self.outputs(inputs.resized(other))[-1]
             except ValueError:
                 continue
             break
@@ -149,7 +165,7 @@ class InferredStages:
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
         """Walk over the stages with fake tensors."""
-        self._sizes.check(inputs.tensors[0][0][0])
+        self._sizes.check(inputs.num_samples)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[Tensors] = []

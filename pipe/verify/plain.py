@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...partition.graph.chain import given_units, is_sequential
+from ...partition.graph.forms import Arguments, Form, Tensors
 from ...partition.graph.untouched import untouched
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
@@ -26,12 +26,12 @@ class Share:
     """One microbatch.
 
     Arguments:
-        inputs, target: as the model and the loss take them.
+        arguments, target: as the model and the loss take them.
         samples: n_k.
         number: k, of the batch.
     """
 
-    inputs: Sequence[torch.Tensor]
+    arguments: Arguments
     target: object
     samples: int
     number: int
@@ -110,12 +110,12 @@ class PlainModule:
     def _state(self) -> dict[str, torch.Tensor]:
         return dict(self.root.state_dict(keep_vars=True))
 
-    def __call__(self, *inputs: torch.Tensor) -> object:
+    def __call__(self, given: Arguments) -> object:
         """The model's output."""
         if not self._given:
-            output: object = self._model(*inputs)
+            output: object = given.call(self._model)
             return output
-        arguments: tuple[Any, ...] = inputs
+        arguments: tuple[Any, ...] = given.call(lambda *args: args)
         for index, stage in enumerate(self._model.children()):
             value = stage(*arguments)
             is_several = index < len(self._model._modules) - 1 and isinstance(value, tuple | list)
@@ -141,11 +141,12 @@ class PlainModule:
         step: int,
         group_size: int,
         evaluated: Sequence[Share],
-        join: Callable[[Sequence[Sequence[torch.Tensor]]], Sequence[torch.Tensor | list[torch.Tensor]]],
+        join: Callable[..., Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
         """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`."""
         columns = self._evaluate(evaluated, seeder, step=step)
-        outputs = pytree.tree_leaves(join(columns))
+        joined = join(columns, like=evaluated[0].arguments)
+        outputs = [x for one in joined for x in (one if isinstance(one, list) else [one])]
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
@@ -160,7 +161,7 @@ class PlainModule:
                 try:
                     with torch.enable_grad():
                         with self._entering(seeder):
-                            output = self(*share.inputs)
+                            output = self(share.arguments)
                         seeder.enter_loss()
                         loss, count = loss_of(output, share.target)
                         scaled = loss if count is not None else loss * (share.samples / samples)
@@ -184,17 +185,17 @@ class PlainModule:
 
     def _evaluate(self, shares: Sequence[Share], seeder: Seeder, *, step: int) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
-        columns: list[list[torch.Tensor]] = []
+        columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
             self.root.eval()
             for share in shares:
                 seeder.begin(step=step, microbatch=share.number)
                 try:
                     with self._entering(seeder):
-                        leaves = pytree.tree_leaves(self(*share.inputs))
+                        _, flat = Form.of_output(self(share.arguments))
                 finally:
                     seeder.end()
-                columns.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+                columns.append(flat)
         return list(zip(*columns, strict=True))
 
 

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ...comm import Collectives, Guard, MeshPlace
 from ...partition.graph.untouched import untouched
 from ...schedules import Schedule
-from ..batch.batches import read_loss, split_target, split_tensor, to_device
+from ..batch.batches import read_loss
 from ..batch.checksum import is_shape_alone
+from ..batch.given import Given
+from ..batch.model_loss import ModelLoss
 from ..evaluation import Evaluation
 from ..settings import Settings
 from ..stages.build import CutModel
@@ -97,7 +97,7 @@ class Verifier:
         self._guard = guard
         self._settings = settings
 
-    def verify(self, arguments: Sequence[Any]) -> Verification:
+    def verify(self, given: Given) -> Verification:
         """See PipelineModule.verify. Collective over the processes."""
         self._settings.require_loss()
         if not self._place.world.distributed:
@@ -108,7 +108,7 @@ class Verifier:
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         started = time.perf_counter()
-        if self._plain is not None and is_shape_alone(arguments):
+        if self._plain is not None and is_shape_alone((given.arguments.tensors, given.target)):
             with self._guard.together():
                 raise ValueError(
                     "verify: the process of the last stage runs the plain module, and was passed meta tensors: "
@@ -120,17 +120,17 @@ class Verifier:
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            evaluated = self._evaluation.step(arguments)
-            loss, own = self._train(arguments, step)
+            outputs = self._evaluation.flat_outputs(given)
+            loss, own = self._train(given, step)
             after = self._own_buffers()
         with self._guard.together():
             moved = self._gather_moved(before, after)
             gradients = self._gather(own)
-            batches = self._gather_batches(arguments)
+            batches = self._gather_batches(given)
             verdict: str | None = None
             if self._plain is not None:
-                outputs = [x for x in pytree.tree_leaves(evaluated.output) if isinstance(x, torch.Tensor)]
-                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=outputs)
+                flat = [x for one in outputs for x in (one if isinstance(one, list) else [one])]
+                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=flat)
                 verdict = self._judge_it(self._plain, weights, moved=moved, batches=batches, piped=piped, step=step)
             said = self._collectives.gather(verdict, what="telling what verify found")
         verdict = next((one for one in said if one is not None), None)
@@ -152,7 +152,7 @@ class Verifier:
         weights: Mapping[str, torch.Tensor],
         *,
         moved: Mapping[str, _Moved],
-        batches: Sequence[Sequence[Any]],
+        batches: Sequence[Given],
         piped: Outcome,
         step: int,
     ) -> str | None:
@@ -190,19 +190,29 @@ class Verifier:
         plain.unload()
         return difference
 
-    def _shares(self, batches: Sequence[Sequence[Any]]) -> list[Share]:
+    def _shares(self, batches: Sequence[Given]) -> list[Share]:
         """All microbatches, in order: microbatch j of data replica q is number j D + q."""
         own, device = self._schedule.num_microbatches // len(batches), self._settings.device
         shares = []
-        for replica, (*inputs, target) in enumerate(batches):
-            columns = [split_tensor(to_device(x, device), own) for x in inputs]
-            targets = split_target(to_device(target, device), own, len(inputs[0]))
-            for j, microbatch in enumerate(zip(*columns, strict=True)):
-                number = j * len(batches) + replica
-                shares.append(Share(inputs=microbatch, target=targets[j], samples=len(microbatch[0]), number=number))
+        loss = self._settings.loss_fn
+        for replica, given in enumerate(batches):
+            parts = given.on(device).cut(own)
+            microbatches = [part.arguments for part in parts]
+            targets: Sequence[object] = [part.target for part in parts]
+            if isinstance(loss, ModelLoss):
+                targets = loss.weigh(microbatches)
+            shares += [
+                Share(
+                    arguments=microbatch,
+                    target=target,
+                    samples=microbatch.num_samples,
+                    number=j * len(batches) + replica,
+                )
+                for j, (microbatch, target) in enumerate(zip(microbatches, targets, strict=True))
+            ]
         return sorted(shares, key=lambda share: share.number)
 
-    def _train(self, arguments: Sequence[Any], step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
+    def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
         """The batch's loss, and the gradients of this process's parameters, with no update made."""
         taken: dict[str, torch.Tensor | None] = {}
         giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
@@ -215,13 +225,13 @@ class Verifier:
             taken[name] = known if added is None else added
 
         if not self._schedule.is_asynchronous:
-            result = self._training.accumulate(arguments)
+            result = self._training.accumulate(given)
             assert result.loss is not None
             return result.loss, {name: p.grad for name, p in self._ownership.named_parameters()}
         with ExitStack() as stack:
             for position, one in enumerate(self._update.stages):
                 stack.enter_context(one.optimizers.held_back(partial(take, position)))
-            results = [self._training.step(arguments, is_reported=False), *self._training.flush()]
+            results = [self._training.step(given, is_reported=False), *self._training.flush()]
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None
         limit = self._settings.max_grad_norm
@@ -270,16 +280,20 @@ class Verifier:
                 gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
         return gathered
 
-    def _gather_batches(self, arguments: Sequence[Any]) -> list[Sequence[Any]]:
+    def _gather_batches(self, given: Given) -> list[Given]:
         """By data replica, what its last stage was passed."""
         mine, count = self._place.replica
         if count == 1:
-            return [arguments]
+            return [given]
         speaks = self._schedule.num_stages - 1 in {
             stage for rank in self._place.local_ranks for stage in self._schedule.placement[rank]
         }
-        spoken = self._collectives.gather((mine, arguments) if speaks else None, what="gathering batches for verify")
-        by_replica = dict(one for one in spoken if one is not None)
+        own = (mine, given.arguments.tensors, given.target) if speaks else None
+        spoken = self._collectives.gather(own, what="gathering batches for verify")
+        by_replica = {
+            replica: replace(given, arguments=replace(given.arguments, tensors=tensors), target=target)
+            for replica, tensors, target in (one for one in spoken if one is not None)
+        }
         return [by_replica[replica] for replica in range(count)]
 
     @contextmanager

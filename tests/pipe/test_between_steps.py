@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from support.small import WIDTH, X, Y, make, stream
 from torch import Tensor, nn
 
+from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.batch.given import Given
 from stagewright.pipe.batch.reader import BatchReader, Reads
 from stagewright.pipe.update.gradients import FlatGradients
 from stagewright.schedules import build
@@ -115,15 +117,16 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
         schedule,
         inference=NoStages(),  # type: ignore[arg-type]
         own=own,
-        input_types=[torch.float32],
-        has_target=True,
+        example=Arguments.of((torch.zeros(3, 1),)),
+        has_loss=True,
+        model_loss=None,
         device=torch.device("cpu"),
         reads=Reads(inputs=frozenset({0}), target=True),
         compares=True,
         together=nullcontext,
     )
     x = torch.arange(5.0).unsqueeze(1)  # microbatches of 3 and of 2 samples
-    batch = reader.read((x, -x), step=4)
+    batch = reader.read(Given(arguments=Arguments.of((x,)), target=-x), step=4)
     assert [None if part is None else part.flatten().tolist() for part in batch.inputs[0]] == [
         ([0.0, 1.0, 2.0] if k < 3 else [3.0, 4.0]) if k in own else None for k in range(6)
     ]

@@ -1,0 +1,266 @@
+"""From what a call was given (`train_step(x, y)`, `train_step(input_ids=..., labels=...)`) to a batch.
+
+train_step(x, y)                 f(x)                 target y: the last positional argument
+train_step(x, mask=m, target=y)  f(x, mask=m)         target y: by keyword
+train_step(batch)                f(**batch)           a dict whose keys are parameters of f
+train_step(x, labels=y)          f(x, labels=y)       no target: f returns its own loss
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...partition.graph.batch_dims import TARGET, BatchDims, parameter_names, with_dims
+from ...partition.graph.chain import is_sequential
+from ...partition.graph.forms import Arguments, Form, cut_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """One batch, whole.
+
+    Arguments:
+        arguments: of the model.
+        target: of the loss: tensors in tuples, lists and dicts; None where there is none.
+        target_dim: of the batch in it; None: all microbatches share it.
+    """
+
+    arguments: Arguments
+    target: object = None
+    target_dim: int | None = 0
+
+    def on(self, device: torch.device) -> Given:
+        """The same with its tensors moved, but for those that are shapes alone."""
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return x if x.is_meta else x.to(device)
+
+        target = pytree.tree_map(lambda leaf: move(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.target)
+        return replace(self, arguments=self.arguments.map(move), target=target)
+
+    def cut(self, num_parts: int) -> list[Given]:
+        """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all."""
+        num_samples = self.arguments.num_samples
+        leaves, spec = pytree.tree_flatten(self.target)
+        columns: list[Sequence[object]] = []
+        for leaf in leaves:
+            dim = self.target_dim
+            if dim is None or not isinstance(leaf, torch.Tensor) or not leaf.dim():
+                columns.append([leaf] * num_parts)
+                continue
+            if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != num_samples:
+                shown = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else "no"
+                raise ValueError(
+                    f"a target of {shown} samples for inputs of {num_samples}: expected the same number in dimension "
+                    f"{dim}; or batch_dims={{{TARGET!r}: ...}} with another dimension, or None where all microbatches "
+                    f"share it"
+                )
+            columns.append(cut_tensor(leaf, num_parts, dim % leaf.dim()))
+        return [
+            Given(
+                arguments=part,
+                target=pytree.tree_unflatten([column[k] for column in columns], spec),
+                target_dim=self.target_dim,
+            )
+            for k, part in enumerate(self.arguments.cut(num_parts))
+        ]
+
+
+_LIKE = 0.75  # how much a wrong name resembles the right one
+
+
+class CallReader:
+    """Tells the model's arguments from the target.
+
+    Arguments:
+        model: the user's; None: stages of the user's own.
+        has_target: whether a loss_fn(output, target) takes one.
+        batch_dims: see PipelineModule.
+    """
+
+    def __init__(self, model: nn.Module | None, *, has_target: bool, batch_dims: BatchDims) -> None:
+        self.signature = signature_of(model)
+        self._model = type(model).__name__
+        self._has_target = has_target
+        self._batch_dims = batch_dims
+        self._names = parameter_names(self.signature)
+        self._num_positional: int | None = None  # of the first call: others are told in its way
+
+    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
+        """Inputs and the target; ValueError for what the model cannot take."""
+        if not self._has_target:
+            return self.inputs(args, kwargs)
+        args, kwargs = self._spread(args, kwargs) if len(args) == 1 and not kwargs else (tuple(args), dict(kwargs))
+        if TARGET in kwargs:
+            target = kwargs.pop(TARGET)
+        elif args:
+            *args, target = args
+        elif kwargs:
+            raise ValueError(
+                f"no target among {', '.join(map(repr, kwargs))}: expected it as target=..., or as the last positional "
+                f'argument; or PipelineModule(..., loss_fn="model") for a model that returns its own loss'
+            )
+        else:
+            target = None
+        given = self.inputs(args, kwargs)
+        return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
+        """Inputs alone; ValueError for what the model cannot take."""
+        if len(args) == 1 and not kwargs:
+            args, kwargs = self._spread(args, kwargs)
+        args, kwargs = self._bound(tuple(args), kwargs)
+        return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
+
+    def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
+        """Inputs from a tuple, or a dict of keywords."""
+        if not isinstance(example, list | tuple | Mapping):
+            shown = type(example).__name__
+            raise ValueError(
+                f"example_inputs= is {shown}: expected a tuple of tensors, or a dict of keywords; "
+                f"example_inputs=(batch,)"
+            )
+        return self.inputs((), example) if isinstance(example, Mapping) else self.inputs(example, {})
+
+    def _spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A mapping as the only argument stands for keywords, if one of its keys is a parameter of forward."""
+        only = args[0]
+        if self.signature is None or not isinstance(only, Mapping) or not all(isinstance(key, str) for key in only):
+            return tuple(args), dict(kwargs)
+        if any(key in self._names or self._meant(key) for key in only):
+            return (), dict(only)
+        return tuple(args), dict(kwargs)
+
+    def _meant(self, name: str) -> str | None:
+        """The parameter that a wrong name resembles."""
+        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=_LIKE)), None)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
+        if self.signature is None:
+            if kwargs:
+                raise ValueError(
+                    f"{', '.join(map(repr, kwargs))} by keyword for an nn.Sequential or stages=[...], whose modules "
+                    f"pass on positional arguments alone: expected positional arguments"
+                    f"{' and target=...' if self._has_target else ''}"
+                )
+            return args, kwargs
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            if not args and not kwargs:  # told in the words of a batch
+                return args, kwargs
+            raise self._unfit(args, kwargs, str(error)) from None
+        for name in kwargs:
+            meant = None if name in self._names else self._meant(name)
+            if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
+                raise self._unfit(args, kwargs, f"nothing for {meant!r}")
+        if self._num_positional is None:
+            self._num_positional = len(args)
+        first = self._names[: self._num_positional]
+        if len(args) == self._num_positional or any(name not in bound.arguments for name in first):
+            return args, kwargs
+        plain = {
+            name
+            for name, each in self.signature.parameters.items()
+            if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        }
+        given = set(self._names[: len(args)]) | set(first)
+        if len(args) > len(self._names) or not given <= plain:
+            return args, kwargs
+        by_name = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        return tuple(by_name.pop(name) for name in first), by_name
+
+    def _unfit(self, args: Sequence[object], kwargs: Mapping[str, object], problem: str) -> ValueError:
+        near = [
+            f"{name!r} looks like {meant!r}"
+            for name in kwargs
+            if name not in self._names and (meant := self._meant(name)) is not None
+        ]
+        words = [*(f"{len(args)} by position" for _ in args[:1]), *map(repr, kwargs)]
+        target = "; the last positional argument is the target, unless target=... is given" if self._has_target else ""
+        return ValueError(
+            f"{self._model}.forward{self.signature} does not take {', '.join(words)} ({problem}"
+            f"{'; ' if near else ''}{', '.join(near)}): expected its arguments, in its order or by name{target}"
+        )
+
+
+def signature_of(model: nn.Module | None) -> inspect.Signature | None:
+    """Signature of a model's forward; None for a chain, whose first module takes what is given."""
+    return None if model is None or is_sequential(model) else inspect.signature(model.forward)
+
+
+def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
+    """N of a batch; ValueError for what is no batch, for uneven sizes and for fewer samples than microbatches."""
+    if not arguments.form.spec.num_leaves:
+        raise ValueError("no input: expected at least one tensor with the batch in dimension 0, then the target")
+    sizes = arguments.sizes
+    if not sizes:
+        args, kwargs = arguments.form.assemble(arguments.tensors)
+        name, value = next(iter([*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()]))
+        shown = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor) and value.dim():
+            shown = "shared by all microbatches (batch_dims)"
+        raise ValueError(f"{name} is {shown}: expected a tensor with the batch in dimension 0")
+    if len(set(sizes)) > 1:
+        names = [name for name, dim in zip(arguments.names, arguments.dims, strict=True) if dim is not None]
+        usual = max(sizes, key=sizes.count)
+        odd = next(name for name, size in zip(names, sizes, strict=True) if size != usual)
+        raise ValueError(
+            f"inputs have batch sizes {list(sizes)}: expected the same number of samples in dimension 0 of "
+            f"{', '.join(names)}; or, where one has its batch elsewhere or all microbatches share it, "
+            f"batch_dims={{{_key(odd)}: its dimension, or None}}"
+        )
+    if sizes[0] < num_microbatches:
+        raise ValueError(
+            f"a batch of {sizes[0]} samples for {num_microbatches} microbatches: expected at least one sample each; "
+            f"give larger batches or num_microbatches={max(1, sizes[0])}"
+        )
+    return sizes[0]
+
+
+def check_like_example(arguments: Arguments, example: Arguments, *, has_target: bool) -> None:
+    """ValueError unless the stages were built for such arguments, values and sizes of tensors apart."""
+    if arguments.form != example.form:
+        raise ValueError(_difference(arguments, example, has_target=has_target))
+    for name, x, like in zip(arguments.names, arguments.tensors, example.tensors, strict=True):
+        if x.dtype != like.dtype:
+            raise ValueError(f"{name} is {x.dtype} and the stages were built for {like.dtype}: type x.to({like.dtype})")
+
+
+def _difference(arguments: Arguments, example: Arguments, *, has_target: bool) -> str:
+    """What distinguishes them, in words."""
+    (args, kwargs), (then_args, then_kwargs) = (each.form.assemble(each.tensors) for each in (arguments, example))
+    if len(args) != len(then_args) and not kwargs and not then_kwargs:
+        given, then = (" and a target", "then the target") if has_target else ("", "and no target")
+        return (
+            f"{len(args)} inputs{given} for a model that was built for {len(then_args)}: expected {len(then_args)}, "
+            f"{then}"
+        )
+    now = {**{f"input {i}": value for i, value in enumerate(args)}, **kwargs}
+    then_ = {**{f"input {i}": value for i, value in enumerate(then_args)}, **then_kwargs}
+    said = [f"{name} is missing" for name in then_ if name not in now]
+    said += [f"{name} is new" for name in now if name not in then_]
+    for name, value in now.items():
+        if name in then_ and not said:
+            one, other = (Form.of(each)[0] for each in (value, then_[name]))
+            if one != other:
+                said.append(f"{name} is {one} and was {other} (_: a tensor)")
+    return (
+        f"arguments unlike those that the stages were built for: {', '.join(said)}. Expected the same ones, with the "
+        f"same numbers, strings and flags, for every batch: {', '.join(then_)}; give what varies as a tensor, or build "
+        f"with example_inputs= of the batches to come"
+    )
+
+
+def _key(name: str) -> str:
+    """How an argument is named in batch_dims."""
+    return name.removeprefix("input ") if name.startswith("input ") else repr(name)

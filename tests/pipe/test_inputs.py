@@ -1,0 +1,259 @@
+"""What users bring as batches: keywords, dicts, batch dimensions, and what they get back; against one plain process."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small import X, Y, make
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+N, T, WIDTH, CLASSES = 7, 5, 6, 9
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    logits: Any
+    extra: Any = None
+
+
+class Tagger(nn.Module):
+    """Embeds tokens, adds a bias for each position and each sample, and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [N, T], or [T, N] where flipped
+        mask: Tensor | None = None,  # [N, T]
+        *,
+        positions: Tensor | None = None,  # [T, WIDTH]
+        pair: Pair | None = None,  # left: [N, T], right: [T]
+        scale: float = 1.0,
+        flipped: bool = False,
+    ) -> Output:
+        h = self.embed(tokens.transpose(0, 1) if flipped else tokens)
+        if positions is not None:
+            h = h + positions
+        if pair is not None:
+            h = h * (pair.left + pair.right).unsqueeze(-1)
+        for block in self.blocks:
+            h = torch.tanh(block(h)) * scale
+        if mask is not None:
+            h = h * mask.unsqueeze(-1)
+        return Output(self.head(h), {"hidden": h, "tokens": h.transpose(0, 1), "text": "kept", "none": None})
+
+
+def loss_of(output: Output, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+TOKENS = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(1))
+TARGET = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(2))
+MASK, POSITIONS = draw(N, T), draw(T, WIDTH, seed=3)
+
+
+def models(make_model: Callable[[], nn.Module] = Tagger) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = make_model().double()
+    return model, copy.deepcopy(model)
+
+
+def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"num_microbatches": 3, "mesh": {"pipe": 2}, "loss_fn": loss_of}
+    return PipelineModule(model, **(settings | options))
+
+
+def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | None]]] = {
+    "by position": ((TOKENS, MASK, TARGET), {}, {}),
+    "by keyword": ((), {"target": TARGET, "mask": MASK, "tokens": TOKENS}, {}),
+    "both": ((TOKENS, TARGET), {"mask": MASK, "scale": 0.5}, {}),
+    "a dict": (({"target": TARGET, "tokens": TOKENS, "mask": MASK},), {}, {}),
+    "a dict, then the target": (({"tokens": TOKENS, "mask": None}, TARGET), {}, {}),
+    "shared": ((TOKENS, TARGET), {"positions": POSITIONS}, {"positions": None}),
+    "batch in another dimension": ((TOKENS.T, TARGET), {"flipped": True}, {"tokens": 1}),
+    "by number": ((TOKENS.T, TARGET), {"flipped": True}, {0: -1}),
+    "nested": ((TOKENS, TARGET), {"pair": Pair(MASK, POSITIONS[:, 0])}, {"pair.right": None}),
+    "the target's": ((TOKENS, TARGET.T), {}, {"target": 1}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
+def test_a_batch_gives_the_numbers_of_one_process(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]
+) -> None:
+    """M=3 does not divide N=7. The loss is a mean, so that the whole batch is the reference."""
+    model, twin = models()
+    given = dict(args[0]) if args and isinstance(args[0], Mapping) else {}
+    plain = {**dict(zip(("tokens", "mask"), args[:-1], strict=False)), **kwargs}
+    plain = {**given, **kwargs} if given else plain
+    plain.pop("target", None)
+    target = TARGET if "target" not in dims else TARGET.T
+    rows = (lambda output, t: loss_of(output, t.T)) if "target" in dims else loss_of
+    expected = twin(**plain)
+    rows(expected, target).backward()
+    pipe = pipeline(model, batch_dims=dims, loss_fn=rows)
+    assert pipe.forward_backward(*args, **kwargs).loss == pytest.approx(rows(expected, target).item(), abs=1e-12)
+    assert_equal_gradients(model, twin)
+    result = pipe.eval_step(*args, **kwargs)
+    assert result.loss == pytest.approx(rows(expected, target).item(), abs=1e-12)
+    assert isinstance(result.output, Output)
+    torch.testing.assert_close(result.output.logits, expected.logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.output.extra["tokens"], expected.extra["tokens"], rtol=0, atol=1e-12)
+    assert (result.output.extra["text"], result.output.extra["none"]) == ("kept", None)
+    predicted: Any = pipe.predict(**plain)
+    torch.testing.assert_close(predicted.logits, expected.logits, rtol=0, atol=1e-12)
+
+
+def test_what_was_built_by_position_takes_keywords_and_the_other_way_round() -> None:
+    model, twin = models()
+    pipe = pipeline(model, example_inputs={"mask": MASK, "tokens": TOKENS})
+    losses = [
+        pipe.forward_backward(TOKENS, MASK, TARGET).loss,
+        pipe.forward_backward(tokens=TOKENS, mask=MASK, target=TARGET).loss,
+        pipe.forward_backward(TOKENS, TARGET, mask=MASK).loss,
+    ]
+    assert losses == [pytest.approx(loss_of(twin(TOKENS, MASK), TARGET).item(), abs=1e-12)] * 3
+    assert pipe.forward_backward(target=TARGET[:4], mask=MASK[:4], tokens=TOKENS[:4]).loss == pytest.approx(
+        loss_of(twin(TOKENS[:4], MASK[:4]), TARGET[:4]).item(), abs=1e-12
+    )
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "a wrong name": ((), {"token": TOKENS, "target": TARGET}, r"does not take 'token' .*'token' looks like 'tokens'"),
+    "a dict with a wrong key": (
+        ({"tokens": TOKENS, "maks": MASK, "target": TARGET},),
+        {},
+        r"does not take 'tokens', 'maks' .*'maks' looks like 'mask'",
+    ),
+    "something missing": ((), {"mask": MASK, "target": TARGET}, r"missing a required argument: 'tokens'"),
+    "no target": ((), {"tokens": TOKENS}, r"no target among 'tokens': expected it as target=.*loss_fn=\"model\""),
+    "the input taken for the target": (
+        (TOKENS,),
+        {"mask": MASK},
+        r"missing a required argument: 'tokens'.*the last positional argument is the target",
+    ),
+    "a keyword that is gone": (
+        (TOKENS, TARGET),
+        {},
+        r"those that the stages were built for: mask is missing. Expected",
+    ),
+    "a keyword that is new": (
+        (TOKENS, TARGET),
+        {"mask": MASK, "positions": POSITIONS},
+        r"inputs have batch sizes \[7, 5, 7\]: .* of mask, positions, tokens; .*batch_dims=\{'positions': its dim",
+    ),
+    "another flag": (
+        (TOKENS, TARGET),
+        {"mask": MASK, "scale": 2.0},
+        r"built for: scale is new\. Expected the same ones, with the same numbers, strings and flags",
+    ),
+    "what cannot travel": (
+        (TOKENS, TARGET),
+        {"mask": object()},
+        r"^mask is object: expected tensors, numbers, strings",
+    ),
+    "a mask of another size": (
+        (TOKENS, TARGET),
+        {"mask": MASK[:5]},
+        r"batch sizes \[5, 7\].* of mask, tokens; .*batch_dims=",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def built() -> PipelineModule:
+    return pipeline(models()[0], example_inputs={"tokens": TOKENS, "mask": MASK})
+
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), WRONG.values(), ids=WRONG.keys())
+def test_mistakes(built: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        built.forward_backward(*args, **kwargs)
+    assert built.forward_backward(TOKENS, MASK, TARGET).loss is not None
+
+
+def test_a_constant_that_changes_is_told_with_both_values() -> None:
+    pipe = pipeline(models()[0])
+    pipe.forward_backward(TOKENS, TARGET, scale=0.5)
+    with pytest.raises(ValueError, match=r"scale is 2\.0 and was 0\.5 \(_: a tensor\)"):
+        pipe.forward_backward(TOKENS, TARGET, scale=2.0)
+
+
+DIMS: dict[str, tuple[Any, str]] = {
+    "a wrong name": ({"token": 1}, r"batch_dims names 'token', .*'tokens'.*did you mean 'tokens'\?"),
+    "no dict": (1, r"batch_dims=1: expected a dict"),
+    "no dimension": ({"mask": "first"}, r"batch_dims\['mask'\]='first': expected the number of a dimension, or None"),
+    "a wrong key": ({1.5: 0}, r"batch_dims has the key 1\.5"),
+}
+
+
+@pytest.mark.parametrize(("dims", "message"), DIMS.values(), ids=DIMS.keys())
+def test_wrong_batch_dims(dims: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline(models()[0], batch_dims=dims)
+
+
+def test_a_dimension_that_a_tensor_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension"):
+        pipeline(models()[0], batch_dims={"mask": 2}).forward_backward(TOKENS, TARGET, mask=MASK)
+    with pytest.raises(ValueError, match=r"a target of no samples for inputs of 7: .* in dimension 2"):
+        pipeline(models()[0], batch_dims={"target": 2}).forward_backward(TOKENS, TARGET)
+    with pytest.raises(ValueError, match=r"input 0 is shared by all microbatches \(batch_dims\)"):
+        pipeline(models()[0], batch_dims={"tokens": None}).forward_backward(TOKENS, TARGET)
+
+
+def test_chains_take_positionals_alone() -> None:
+    with pytest.raises(ValueError, match=r"'input' by keyword for an nn.Sequential or stages=\[\.\.\.\], whose mod"):
+        make().train_step(input=X, target=Y)
+    assert make().train_step(X, target=Y).loss_step == 0
+    with pytest.raises(ValueError, match=r"batch_dims names 'x', .*: expected positions"):
+        make(batch_dims={"x": 1})
+
+
+class TakesADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.b(torch.tanh(self.a(batch["x"]))) + batch["y"]
+
+
+def test_a_model_that_takes_a_dict_gets_it_whole() -> None:
+    model, twin = models(TakesADict)
+    batch = {"x": draw(N, WIDTH), "y": draw(N, WIDTH, seed=4)}
+    pipe = pipeline(model, loss_fn=F.mse_loss)
+    assert pipe.forward_backward(batch, batch["y"]).loss == pytest.approx(F.mse_loss(twin(batch), batch["y"]).item())
+    assert torch.allclose(pipe.predict(batch), twin(batch))  # type: ignore[arg-type]
+
+
+def test_the_plain_module_of_verify_gets_the_same_keywords() -> None:
+    model, _ = models()
+    pipe = pipeline(model, verify=True, batch_dims={"positions": None})
+    pipe.forward_backward(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5)
+    assert pipe.verify(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5).num_gradients == 9
