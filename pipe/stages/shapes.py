@@ -7,8 +7,10 @@ code, and leaves no trace of that: counters, buffers, lists of hooks and random 
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -106,6 +108,8 @@ class InferredStages:
             stages.append(stage)
             writes.append(frozenset(written))
             _refuse_shared_memory(stage, index, arguments, changed)
+            if index < len(cut.pieces) - 1:
+                _refuse_sparse(stage, outputs)
             return outputs
 
         specs = self._specs(example, len(cut.pieces), run_first)
@@ -194,7 +198,8 @@ class InferredStages:
 def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
     try:
-        with _quiet_torch():
+        with _quiet_torch(), _uncompiled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
             yield
     except OutputError:
         raise
@@ -220,8 +225,26 @@ def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, ch
             )
 
 
+def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
+    """OutputError for a tensor that would travel and has no strides, by which a message is laid out."""
+    layout = next((x.layout for x in outputs if x.layout != torch.strided), None)
+    if layout is not None:
+        raise OutputError(
+            f"{stage.end} returns a sparse tensor ({layout}) at the end of a stage: expected dense tensors there; "
+            f"return x.to_dense(), or let stages end elsewhere (split_points=)"
+        )
+
+
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Within: what torch.compile made runs as it was written, since nothing is gained by compiling it for fakes."""
+    stance: AbstractContextManager[None] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

@@ -10,89 +10,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.plain import (
+    MICROBATCHES,
+    STEPS,
+    WIDTH,
+    Between,
+    Make,
+    agree,
+    batch,
+    between_layers,
+    linear,
+    made,
+    nothing,
+    piped,
+    sgd,
+)
 from support.pool import Pool
 from support.reference import mix
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-
-WIDTH, MICROBATCHES, BATCH = 6, 4, 8
-STEPS = 3
-Make = Callable[[], nn.Sequential]
-Between = Callable[[Any, int], None]  # (model, the step that comes)
-
-
-def batch(step: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(BATCH, width, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x, y
-
-
-def made(make: Make) -> nn.Sequential:
-    torch.manual_seed(0)
-    return make().double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def nothing(model: Any, step: int) -> None:
-    """Between two steps."""
-
-
-def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
-    """The model after STEPS steps, and the losses."""
-    model = made(make)
-    optimizer, losses = sgd(model.parameters()), []
-    for step in range(STEPS):
-        between(model, step)
-        x, y = batch(step)
-        optimizer.zero_grad()
-        total = 0.0
-        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
-            loss = F.mse_loss(model(mine.clone()), target) / MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return model, losses
-
-
-def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
-    """The same in a pipeline."""
-    model = made(make)
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "split_points": ["2"], "example_inputs": batch(0)[:1]}
-    settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
-    pipe = PipelineModule(model, **(settings | options))
-    losses = []
-    for step in range(STEPS):
-        between(model, step)
-        loss = pipe.train_step(*batch(step)).loss
-        assert loss is not None
-        losses.append(loss)
-    return model, losses
-
-
-def agree(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, Any]:
-    """Losses, weights and buffers after some steps; returns both models."""
-    one, losses = plain(make, between)
-    other, found = piped(make, between, **options)
-    assert found == pytest.approx(losses, abs=1e-12)
-    theirs = one.state_dict()
-    for name, tensor in other.state_dict().items():
-        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-12), name
-    return one, other
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def between_layers(*middle: Callable[[], nn.Module]) -> Make:
-    """A chain with these in its first stage."""
-    return lambda: nn.Sequential(linear(), nn.Sequential(*[one() for one in middle]), linear(), nn.Tanh(), linear())
-
 
 # --- code that reads values ---
 

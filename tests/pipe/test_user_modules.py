@@ -1,0 +1,254 @@
+"""What people's modules do in a forward, in a chain's stages: equal to plain PyTorch, state in Python included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, made, piped, plain
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stagewright.pipe import PipelineModule
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return -ctx.scale * gradient, None
+
+
+class Rounded(torch.autograd.Function):
+    """Straight-through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() <= 1)
+
+
+class Calls(nn.Module):
+    """A module from a function of its linear layer and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = linear(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
+    def run(module: Any, x: Tensor) -> Tensor:
+        value: Tensor = checkpoint(lambda h: torch.tanh(module.linear(h)).sin(), x, use_reentrant=reentrant)
+        return value
+
+    return lambda: Calls(run)
+
+
+def cast(module: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = nn.functional.linear(x.float(), module.linear.weight.float())
+    assert h.dtype == torch.bfloat16
+    return x + h.double()
+
+
+class Ema(nn.Module):
+    """Buffers that are assigned anew; counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.history = linear(), 0, []
+        self.register_buffer("ema", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.ema = 0.9 * self.ema + 0.1 * h.detach().mean(0)
+        self.scale = self.scale * 0.99
+        self.calls += 1
+        self.history.append(len(x))
+        self.last = h.detach()
+        return (h - self.ema) * self.scale
+
+
+class Tempered(nn.Module):
+    """Reads an attribute and a dict that change between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature, self.options = linear(), 1.0, {"act": torch.tanh}
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.options["act"](self.linear(x) / self.temperature)
+        return value
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "gradient reversal": lambda: Calls(lambda m, x: Reversed.apply(m.linear(x), 0.5)),
+    "straight-through": lambda: Calls(lambda m, x: Rounded.apply(m.linear(x))),
+    "checkpoint": checkpointed(False),
+    "reentrant checkpoint": checkpointed(True),
+    "autocast": lambda: Calls(cast),
+    "buffers": Ema,
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "recompute": {"recompute": "full"},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "split_points": ["1", "2", "3"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # so it is, in a first run of two
+@pytest.mark.parametrize("options", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("middle", MODULES.values(), ids=MODULES)
+def test_modules_do_what_they_do_in_one_process(middle: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    agree(between_layers(middle), **options)
+    if middle is Ema:
+        return
+    # Alone on a stage: its input is a leaf there, and on the first stage it wants no gradient.
+    agree(lambda: nn.Sequential(linear(), nn.Tanh(), middle(), linear()), **options)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_reentrant_checkpoint_at_the_front_gives_no_gradients_in_either() -> None:
+    """Plain PyTorch's own behaviour, with its warning."""
+    one, other = agree(lambda: nn.Sequential(checkpointed(True)(), linear(), nn.Tanh(), linear()))
+    assert one[0].linear.weight.grad is None
+    assert other[0].linear.weight.grad is None
+
+
+@pytest.mark.parametrize(("options", "runs"), [({}, 1), ({"recompute": "full"}, 2)])
+def test_state_in_python_counts_each_run_of_a_microbatch_once(options: dict[str, Any], runs: int) -> None:
+    """As torch.utils.checkpoint does, recomputation runs a forward twice; the shapes of the build count for nothing."""
+    model, _ = piped(between_layers(Ema), **options)
+    ema = model[1][0]
+    assert ema.calls == STEPS * MICROBATCHES * runs
+    assert ema.history == [2] * ema.calls
+    assert ema.last.shape == (2, WIDTH)
+    assert type(ema.last) is Tensor
+
+
+def test_a_buffer_that_is_assigned_anew_under_2bw() -> None:
+    """As 2BW's definition on one process: the gradients of batch t at the weights before the last update."""
+    model, losses = piped(between_layers(Ema), schedule="2bw")
+    twin = made(between_layers(Ema))
+    older = twin.state_dict()
+    for step in range(STEPS):
+        x, y = batch(step)
+        current = {name: p.detach().clone() for name, p in twin.named_parameters()}
+        with torch.no_grad():
+            for name, p in twin.named_parameters():
+                p.copy_(older[name])
+        twin.zero_grad()
+        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
+            (torch.nn.functional.mse_loss(twin(mine), target) / MICROBATCHES).backward()
+        with torch.no_grad():
+            for name, p in twin.named_parameters():
+                assert p.grad is not None
+                p.copy_(current[name] - 0.1 * p.grad)
+        older = current
+    del losses
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor, twin.state_dict()[name], rtol=0, atol=1e-12), name
+    assert model[1][0].calls == STEPS * MICROBATCHES
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute: str) -> None:
+    def change(model: Any, step: int) -> None:
+        module = model[1][0]
+        module.temperature = 1.0 / (1 + step)
+        if step == 2:
+            module.options["act"] = torch.sin
+
+    agree(between_layers(Tempered), change, recompute=recompute)
+
+
+# --- compiled children ---
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_children_stay_compiled() -> None:
+    """Their graphs run each microbatch; the fakes of shape inference compile nothing."""
+    graphs, runs = [], []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            runs.append(len(args))
+            return graph(*args)
+
+        return run
+
+    def make() -> nn.Sequential:
+        model = between_layers(lambda: Calls(lambda m, x: m.linear(x).sin()), Ema)()
+        model[3] = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend=backend)
+        model[1][0].compile(backend=backend)
+        return model
+
+    torch._dynamo.reset()
+    one, losses = plain(make)
+    expected = len(graphs), len(runs)
+    assert expected == (2, 2 * STEPS * MICROBATCHES)
+    for options in ({}, {"recompute": "full"}, {"schedule": "2bw"}):
+        torch._dynamo.reset()
+        graphs.clear(), runs.clear()
+        other, found = piped(make, **options)
+        again = 2 if "recompute" in options else 1  # the first of two runs builds no graph of gradients
+        assert (len(graphs), len(runs)) == (again * expected[0], again * expected[1])
+        if "schedule" not in options:
+            assert found == pytest.approx(losses, abs=1e-12)
+            for name, tensor in other.state_dict().items():
+                assert torch.allclose(tensor, one.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+# --- memory ---
+
+
+def test_a_checkpoint_keeps_as_little_as_in_one_process() -> None:
+    kept: list[int] = []
+
+    def count(make: Callable[[], nn.Module]) -> int:
+        kept.clear()
+        model = nn.Sequential(make(), linear()).double()
+        pipe = PipelineModule(model, mesh={"pipe": 1}, num_microbatches=1, example_inputs=batch(0)[:1], loss_fn=loss)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            pipe.forward_backward(*batch(0))
+        return sum(kept)
+
+    loss = torch.nn.functional.mse_loss
+    assert count(checkpointed(False)) < count(lambda: Calls(lambda m, x: torch.tanh(m.linear(x)).sin()))
+
+
+# --- sparse ---
+
+
+class Sparse(nn.Module):
+    """Returns a sparse tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x).to_sparse()
+
+
+def test_a_sparse_tensor_within_a_stage_is_none_of_its_business_and_cannot_travel() -> None:
+    within = between_layers(Sparse, lambda: Calls(lambda m, x: m.linear(x.to_dense())))
+    agree(within)
+    with pytest.raises(ValueError, match=r"Sparse returns a sparse tensor .* at the end of a stage: expected"):
+        piped(lambda: nn.Sequential(linear(), Sparse(), Calls(lambda m, x: m.linear(x.to_dense()))))
