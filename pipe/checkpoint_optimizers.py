@@ -173,11 +173,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """In place where a tensor holds it, since compiled steps keep that very tensor."""
+    """In place where a tensor holds it, since compiled steps keep that very tensor; a number stays a number."""
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:
-        group[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        group[key] = value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _regrouped(

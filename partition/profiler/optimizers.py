@@ -46,6 +46,8 @@ def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
     >>> sgd(list(nn.Linear(2, 1).named_parameters())).param_groups[0]["param_names"]
     ['weight', 'bias']
     """
+    if not callable(make):
+        raise ValueError(f"named({make!r:.60}): expected a function that takes [(name, parameter), ...]")
     return NamedFactory(make)
 
 

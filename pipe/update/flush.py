@@ -17,7 +17,6 @@ from ..measure.recorder import RankRecord, assemble_timeline
 from ..stages.ownership import Ownership
 from .gradients import (
     FlatGradients,
-    added,
     clip_gradients,
     flatten,
     refuse_sparse_modules,
@@ -141,7 +140,7 @@ class FlushUpdate(Update):
             if grad is None:
                 continue
             if parameter.grad is not None:
-                grad = added(grad, parameter.grad)
+                grad += parameter.grad
             parameter.grad = grad
         self._before = []
 

@@ -32,14 +32,6 @@ def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.devi
     return total
 
 
-def added(gradient: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """The sum, in the first one's memory where that has room for it."""
-    if gradient.is_sparse or more.is_sparse:
-        return gradient + more
-    gradient += more
-    return gradient
-
-
 def refuse_sparse(names: Sequence[str], gradients: Grads) -> None:
     """ValueError for a sparse gradient that would have to travel to other ranks."""
     for name, gradient in zip(names, gradients, strict=True):
