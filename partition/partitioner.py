@@ -17,7 +17,8 @@ from .planner.space import Configuration
 from .plans.plan import Plan
 from .plans.record import PlanStage
 from .profile import Profile
-from .solver.antichains import MAX_CUTS, node_names, pipedream_cuts
+from .solver.antichains import MAX_CUTS, pipedream_cuts
+from .solver.cut_sums import node_names
 from .solver.orders import canonical_order
 from .solver.pipedream_model import LevelStage, PipeDreamModel
 from .solver.ranges import SCHEDULES

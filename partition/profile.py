@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .memory_use import MemoryUse
-from .strict import Fields, count, number, parse_object, printable, read_text
+from .strict import Fields, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
@@ -27,8 +27,9 @@ _FIGURES = (
     "update_seconds",
     "workspace_bytes",
 )
+_SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
 _PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown")
-_SECONDS = tuple(name for name in _FIGURES if name.endswith("_seconds"))
+_SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
 _OPTIONAL = ("microbatch_size", *_PROFILE_FIGURES)
 
 
@@ -48,8 +49,12 @@ class Node:
             the same graph. 0 when not measured.
         update_seconds: of the optimizer's step on its parameters, once a batch [s]; 0 when not measured.
         workspace_bytes: the most that F or B holds for a while beyond inputs, outputs and stash [bytes].
+        runs_again: whether it does so where a stage recomputes by layer or selectively; False: it keeps its stash even
+            then, as the part does that ends in the loss, whose B follows its F at once.
+        selective_bytes, selective_seconds: kept from F to B under selective recompute, its inputs included, counted
+            once where shared [bytes], and what B takes longer then [s]; None when not known.
 
-    Raises ValueError for a figure that is no finite number of at least 0.
+    Raises ValueError for a figure that is no finite number of at least 0, and for one of the last two alone.
     """
 
     name: str
@@ -65,6 +70,9 @@ class Node:
     weight_grad_seconds: float = 0.0
     update_seconds: float = 0.0
     workspace_bytes: float = 0.0
+    runs_again: bool = True
+    selective_bytes: float | None = None
+    selective_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -72,6 +80,13 @@ class Node:
         printable("node name", self.name)
         for figure in _FIGURES:
             object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
+        if not isinstance(self.runs_again, bool):
+            fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
+        for figure, other in (_SELECTIVE, _SELECTIVE[::-1]):
+            if getattr(self, figure) is None and getattr(self, other) is not None:
+                fail(f"node {self.name}: {figure}", None, f"a number beside {other}, or neither")
+            if getattr(self, figure) is not None:
+                object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
 
     @property
     def seconds(self) -> float:
@@ -150,6 +165,11 @@ class Profile:
         """The edges as positions in `nodes`."""
         position = {node.name: i for i, node in enumerate(self.nodes)}
         return tuple((position[src], position[dst]) for src, dst in self.edges or ())
+
+    @property
+    def knows_selective(self) -> bool:
+        """Whether every node that runs again has the figures of selective recompute."""
+        return all(node.selective_bytes is not None or not node.runs_again for node in self.nodes)
 
     @property
     def parts_seconds(self) -> float:
@@ -249,7 +269,10 @@ class Profile:
         factor = self.slowdown
         if self.step_seconds is not None and self.parts_seconds > 0:
             factor *= self.step_seconds / self.parts_seconds
-        nodes = tuple(replace(node, **{name: getattr(node, name) * factor for name in _SECONDS}) for node in self.nodes)
+        nodes = tuple(
+            replace(node, **{name: known * factor for name in _SECONDS if (known := getattr(node, name)) is not None})
+            for node in self.nodes
+        )
         return replace(self, nodes=nodes, slowdown=1.0)
 
     def to_json(self) -> str:
@@ -315,5 +338,17 @@ def _node(record: Fields) -> Node:
     optional = {each.name for each in fields(Node) if each.default == 0.0}
     for figure in _FIGURES:
         values[figure] = record.number(figure, default=0.0) if figure in optional else record.number(figure)
+    runs_again = record.truth("runs_again", default=True)
+    kept, again = (record.optional_number(figure) for figure in _SELECTIVE)
     record.done()
-    return Node(name=name, description=description, **values)
+    try:
+        return Node(
+            name=name,
+            description=description,
+            runs_again=runs_again,
+            selective_bytes=kept,
+            selective_seconds=again,
+            **values,
+        )
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from None

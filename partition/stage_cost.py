@@ -2,7 +2,7 @@
 
 Seconds of a stage on its ranks, of one microbatch:
 
-    F, B      its nodes' over the speed of its slowest device; a recomputed stage runs F once more in B
+    F, B      its nodes' over the speed of its slowest device; in B of a recomputed stage, what runs again as well
     message   latency + bytes across the cut / T / bandwidth of the slowest link between ranks that share a microbatch
     sending   the bytes of the messages over both cuts, without latency, which delays a link and does not slow it down
 
@@ -18,19 +18,43 @@ A stage has two lanes, which overlap. Its pace is that of the slower one, a micr
 
 The dynamic program of `partition()` looks at the same lanes where only the stage's range of devices is known, not yet
 the ranks of its neighbours (`solver/ranges.py`): it is never slower there than here.
+
+Recomputation of a stage, a microbatch:
+
+                kept from F to B                        made again, at once         runs again, in B
+    none        what every node keeps                   nothing                     nothing
+    full        what crosses the cut in front           what all nodes keep         F of all nodes, in front of B
+    layer       what enters each node, each tensor      what the node keeps that    F of each node, in front of its
+                once                                    keeps most                  own B
+    selective   results of matrix products, and what    the most that a node keeps  the rest of F of each node,
+                enters each node                        beyond that                 in front of its own B
+
+Under "layer" and "selective" a node that does not run again (`Node.runs_again`) keeps what it always keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from .topology import Floats, TransferTime
 
+RECOMPUTE = ("none", "full", "layer", "selective")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recomputed:
+    """A row of the table of recomputation for stages, arrays of one shape: bytes kept, bytes made again, seconds."""
+
+    kept: Floats
+    again: Floats
+    seconds: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
 class StageSums:
     """Sums over the nodes of stages, arrays of one shape.
 
@@ -39,6 +63,7 @@ class StageSums:
         weights, buffers, stash: held, and kept from F to B [bytes].
         before, behind: of tensors that cross the cut in front of the stage and behind it [bytes].
         workspace: of the node that needs most while it runs [bytes].
+        by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
     """
 
     forward: Floats
@@ -50,11 +75,44 @@ class StageSums:
     before: Floats
     behind: Floats
     workspace: Floats
+    by_node: Callable[[str], Recomputed]
 
     @property
     def work(self) -> Floats:
         """F + B [s]."""
         return self.forward + self.backward
+
+    def under(self, recompute: str) -> Recomputed:
+        """The row of the table of recomputation."""
+        match recompute:
+            case "none":
+                return self._none
+            case "full":
+                return Recomputed(kept=self.before, again=self.stash, seconds=self.forward)
+            case "layer":
+                return self._layer
+            case _:
+                return self._selective
+
+    @cached_property
+    def _none(self) -> Recomputed:
+        nothing = np.zeros_like(self.stash)
+        return Recomputed(kept=self.stash, again=nothing, seconds=nothing)
+
+    @cached_property
+    def _layer(self) -> Recomputed:
+        return self.by_node("layer")
+
+    @cached_property
+    def _selective(self) -> Recomputed:
+        return self.by_node("selective")
+
+    def seconds_again(self, recompute: Sequence[str]) -> Floats:
+        """[S] seconds of what runs again in B, by stage."""
+        found, names = np.zeros_like(self.forward), np.array(recompute)
+        for name in set(recompute) - {"none"}:
+            found = np.where(names == name, self.under(name).seconds, found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +156,7 @@ def stage_seconds(
     outward: Sequence[TransferTime],
     rings: Sequence[TransferTime],
     tensor: int,
-    recompute: Floats,
+    recompute: Sequence[str],
     shards: Floats,
 ) -> StageSeconds:
     """The table above for S stages whose ranks are known.
@@ -107,14 +165,14 @@ def stage_seconds(
         speeds: [S] of the slowest device, times that of the profile's.
         inward, outward, rings: [S] to the stage in front and behind, over the replicas.
         tensor: T; each of T ranks sends its share of a message.
-        recompute: [S] 1 where F runs again in B, else 0.
+        recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     return StageSeconds(
         forward=sums.forward / speeds,
-        backward=(sums.backward + recompute * sums.forward) / speeds,
+        backward=(sums.backward + sums.seconds_again(recompute)) / speeds,
         message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
         ring=np.array(

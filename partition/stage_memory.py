@@ -4,7 +4,7 @@
     gradients      W, once a backward has left some, or (behind the batch) where that is more than all that ran
     optimizer      W ratio, or a share of it where it is divided over the replicas
     buffers        of the nodes
-    activations    stash of every microbatch in flight; a recomputed stage keeps its input instead, and the stash of one
+    activations    of every microbatch in flight what is kept from F to B; of one what is made again (`stage_cost`)
     workspace      of the node that needs most, and the gradients of the stage's output and input
     communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed
 
@@ -14,7 +14,7 @@ for stages between any two cuts, elementwise, never less: with it the dynamic pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
 from .in_flight import InFlight
 from .memory_use import MemoryUse
+from .recompute_choice import Choice, Option, cheaper, in_turn
 from .stage_cost import StageSums
 from .topology import Floats
 
@@ -32,39 +33,14 @@ Figures = Any  # a number or an array of them; they broadcast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """Choices for the memory of a rank's V stages: recomputed or not, ranks that share the optimizer's state."""
+    """Choices for the memory of a rank's V stages: what is recomputed, ranks that share the optimizer's state."""
 
-    recompute: tuple[bool, ...]
+    recompute: tuple[str, ...]
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """One rank at its peak.
-
-    Arguments:
-        treatment: of its stages.
-        uses: [V] by stage; messages stand with the first one.
-        in_flight: [V] the most microbatches of each stage that are there at once.
-        too_many: bytes beyond the device's memory; 0 where it fits.
-    """
-
-    treatment: Treatment
-    uses: tuple[MemoryUse, ...]
-    in_flight: tuple[int, ...]
-    too_many: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes on the rank, all together."""
-        whole = self.uses[0]
-        for use in self.uses[1:]:
-            whole += use
-        return whole.total
-
-
-class _Held(NamedTuple):
-    """[V] bytes of each stage of a rank."""
+class Held(NamedTuple):
+    """[V] bytes of each stage of a rank, messages apart."""
 
     parameters: Floats
     gradients: Floats
@@ -79,11 +55,36 @@ class _Held(NamedTuple):
         kept = self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
         return float(kept.sum() + self.workspace.max())
 
-    def uses(self, messages: float) -> tuple[MemoryUse, ...]:
-        """[V] the same as records, messages with the first one."""
-        rows = zip(*(column.tolist() for column in self), strict=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankMemory:
+    """One rank at its peak.
+
+    Arguments:
+        treatment: of its stages.
+        held: by its stages.
+        messages: bytes of messages, of all stages together.
+        in_flight: [V] the most microbatches of each stage that are there at once.
+        too_many: bytes beyond the device's memory; 0 where it fits.
+    """
+
+    treatment: Treatment
+    held: Held
+    messages: float
+    in_flight: tuple[int, ...]
+    too_many: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes on the rank, all together."""
+        return self.held.total + self.messages
+
+    @property
+    def uses(self) -> tuple[MemoryUse, ...]:
+        """[V] by stage and data structure; messages stand with the first one."""
+        rows = zip(*(column.tolist() for column in self.held), strict=True)
         return tuple(
-            MemoryUse(**dict(zip(self._fields, row, strict=True)), communication=0.0 if v else messages)
+            MemoryUse(**dict(zip(self.held._fields, row, strict=True)), communication=0.0 if v else self.messages)
             for v, row in enumerate(rows)
         )
 
@@ -105,7 +106,7 @@ def stage_parts(
     versions: Figures,
     optimizer: float,
     has_replicas: Figures = False,
-    recompute: bool = False,
+    recompute: str = "none",
     tensor: int = 1,
     num_chunks: int = 1,
 ) -> tuple[Floats, Floats]:
@@ -123,9 +124,8 @@ def stage_parts(
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
     bucket = np.where(has_replicas, np.minimum(sums.weights, BUCKET_BYTES / num_chunks), 0.0)
     fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share + bucket
-    if recompute:
-        return fixed + sums.stash, sums.behind / share + sums.before
-    return fixed, sums.behind / share + sums.stash
+    under = sums.under(recompute)
+    return fixed + under.again, sums.behind / share + under.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,8 @@ class MemoryRules:
 
     Arguments:
         optimizer_ratio: bytes of state a byte of parameters.
-        recompute, sharding: what is allowed, some of "none" and "full".
+        recompute: what is allowed, some of RECOMPUTE.
+        sharding: what is allowed, some of "none" and "full".
     """
 
     optimizer_ratio: float
@@ -142,70 +143,120 @@ class MemoryRules:
     sharding: tuple[str, ...] = ("none",)
 
     def fit(self, sums: StageSums, in_flight: InFlight, place: RankPlace) -> RankMemory:
-        """The first treatment with which the rank's stages fit its device, or the one with the least excess."""
-        own = slice(place.position, None, place.pipeline)
-        stash, before, weights = sums.stash[own], sums.before[own], sums.weights[own]
-        most = in_flight.held.max(axis=0)
-        num_messages = in_flight.num_microbatches * len(weights)
+        """The treatment with the least seconds that fits the device (`recompute_choice`), or with the least excess."""
+        rank = _Rank(sums, in_flight, place, self)
+        if "none" in self.recompute:  # most ranks need no more
+            plain = rank.treated(("none",) * rank.num_chunks)
+            if plain.too_many == 0 or len(self.recompute) == 1:
+                return plain
+        options = rank.options(self.recompute)
+        best: RankMemory | None = None
+        for choice in in_turn(options):
+            found = rank.treated(tuple(option.name for option in choice))
+            if best is None or found.too_many < best.too_many:
+                best = found
+            if best.too_many == 0:
+                return rank.relaxed(best, choice, options)
+        assert best is not None
+        return best
+
+
+class _Rank:
+    """What one rank holds, whatever is done about it."""
+
+    def __init__(self, sums: StageSums, in_flight: InFlight, place: RankPlace, rules: MemoryRules) -> None:
+        self.sums, self.in_flight, self.place, self.rules = sums, in_flight, place, rules
+        self.own = slice(place.position, None, place.pipeline)
+        self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
+        self.num_chunks = len(self.weights)
+        self.most = in_flight.held.max(axis=0)
+        self.messages = self._messages()
+        self.shards = self._shards(sums.update[self.own])
+
+    def _messages(self) -> float:
+        """Bytes received ahead and sent, and of gradients that are being summed."""
+        num_messages = self.in_flight.num_microbatches * self.num_chunks
         received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
-        behind = float(sums.behind[own].max()) * received + float((sums.behind[own] * most).sum())
-        messages = (float(before.max()) * (received + returned) + behind) / place.tensor
-        if place.replicas > 1:
-            messages += min(float(weights.sum()), BUCKET_BYTES)
-        gain = most * (stash - before) / np.maximum(sums.forward[own], 1e-12)
-        best: tuple[float, Treatment, _Held] | None = None
-        for treatment in self._treatments(sums.update[own], gain, place.replicas):
-            held = self._held(treatment, sums, own, in_flight)
-            excess = held.total + messages - place.limit
-            if best is None or excess < best[0]:
-                best = excess, treatment, held
-            if excess <= place.limit * 1e-12:
-                best = 0.0, treatment, held
+        behind = float(self.behind.max()) * received + float((self.behind * self.most).sum())
+        messages = (float(self.before.max()) * (received + returned) + behind) / self.place.tensor
+        return messages + (min(float(self.weights.sum()), BUCKET_BYTES) if self.place.replicas > 1 else 0.0)
+
+    def _shards(self, update: Floats) -> tuple[tuple[int, ...], ...]:
+        """Ways to divide the optimizer's state, to try in turn.
+
+        It is divided where the step takes time (a share of it remains), else only where memory is short.
+        """
+        replicas, sharding = self.place.replicas, self.rules.sharding
+        may_shard = "full" in sharding and replicas > 1
+        must = "none" not in sharding and replicas > 1
+        wanted = tuple(replicas if must or (may_shard and seconds > 0) else 1 for seconds in update.tolist())
+        sharded = (replicas if may_shard else 1,) * len(wanted)
+        return (wanted,) if wanted == sharded else (wanted, sharded)
+
+    def options(self, names: Sequence[str]) -> list[list[Option]]:
+        """[V] options of each stage."""
+        rows = [self.sums.under(name) for name in names]
+        columns = [
+            ((self.most * row.kept[self.own]).tolist(), row.again[self.own].tolist(), row.seconds[self.own].tolist())
+            for row in rows
+        ]
+        return [
+            [
+                Option(name=name, seconds=seconds[v], kept=kept[v], again=again[v])
+                for name, (kept, again, seconds) in zip(names, columns, strict=True)
+            ]
+            for v in range(self.num_chunks)
+        ]
+
+    def treated(self, recompute: tuple[str, ...]) -> RankMemory:
+        """The rank's memory, with the first division of the optimizer's state that fits, or the smallest."""
+        best: RankMemory | None = None
+        for shards in self.shards:
+            held = self._held(recompute, shards)
+            excess = held.total + self.messages - self.place.limit
+            too_many = 0.0 if excess <= self.place.limit * 1e-12 else excess
+            if best is None or too_many < best.too_many:
+                best = RankMemory(
+                    treatment=Treatment(recompute=recompute, shards=shards),
+                    held=held,
+                    messages=self.messages,
+                    in_flight=tuple(self.most.astype(int).tolist()),
+                    too_many=too_many,
+                )
+            if best.too_many == 0:
                 break
         assert best is not None
-        too_many, treatment, held = best
-        return RankMemory(
-            treatment=treatment,
-            uses=held.uses(messages),
-            in_flight=tuple(most.astype(int).tolist()),
-            too_many=too_many,
-        )
+        return best
 
-    def _held(self, treatment: Treatment, sums: StageSums, own: slice, in_flight: InFlight) -> _Held:
+    def relaxed(self, fitting: RankMemory, choice: Choice, options: Sequence[Sequence[Option]]) -> RankMemory:
+        """The same with fewer seconds in single stages, where that still fits."""
+        chosen, done = list(choice), set[int]()
+        for stage, option in cheaper(options, choice):
+            if stage in done:
+                continue
+            found = self.treated(tuple(each.name for each in (*chosen[:stage], option, *chosen[stage + 1 :])))
+            if found.too_many == 0:
+                fitting, chosen[stage] = found, option
+                done.add(stage)
+        return fitting
+
+    def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> Held:
         """What stands at the rank's peak, messages apart."""
-        stash, before, weights = sums.stash[own], sums.before[own], sums.weights[own]
-        recompute = np.array(treatment.recompute)
-        again, kept = np.where(recompute, stash, 0.0), np.where(recompute, before, stash)
-        peak = in_flight.peak(kept, again, weights)
-        gradients, activations = peak.graded * weights, peak.held * kept + peak.anew * again
-        workspace = sums.workspace[own] + before + sums.behind[own]
-        if float((gradients + activations).sum() + workspace.max()) < float(weights.sum()):
+        rows = {name: self.sums.under(name) for name in set(recompute)}
+        stages = range(self.place.position, len(self.sums.weights), self.place.pipeline)
+        kept = np.array([rows[name].kept[s] for name, s in zip(recompute, stages, strict=True)])
+        again = np.array([rows[name].again[s] for name, s in zip(recompute, stages, strict=True)])
+        peak = self.in_flight.peak(kept, again, self.weights)
+        gradients, activations = peak.graded * self.weights, peak.held * kept + peak.anew * again
+        workspace = self.sums.workspace[self.own] + self.before + self.behind
+        if float((gradients + activations).sum() + workspace.max()) < float(self.weights.sum()):
             # Behind the batch all gradients are there, and nothing else that comes and goes.
-            gradients, activations, workspace = weights, np.zeros_like(stash), np.zeros_like(stash)
-        return _Held(
-            parameters=weights * in_flight.versions,
+            gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)
+        return Held(
+            parameters=self.weights * self.in_flight.versions,
             gradients=gradients,
-            optimizer=weights * self.optimizer_ratio / np.array(treatment.shards),
-            buffers=sums.buffers[own],
+            optimizer=self.weights * self.rules.optimizer_ratio / np.array(shards),
+            buffers=self.sums.buffers[self.own],
             activations=activations,
             workspace=workspace,
         )
-
-    def _treatments(self, update: Floats, gain: Floats, replicas: int) -> Iterator[Treatment]:
-        """Treatments to try in turn; each next one costs at least as much time.
-
-        The optimizer's state is divided where the step takes time (a share of it remains), else only where memory is
-        short. Stages are recomputed one after the other, those first that free the most bytes for a second of theirs.
-        """
-        may_shard = "full" in self.sharding and replicas > 1
-        must = "none" not in self.sharding and replicas > 1
-        wanted = tuple(replicas if must or (may_shard and seconds > 0) else 1 for seconds in update.tolist())
-        sharded = (replicas if may_shard else 1,) * len(wanted)
-        again = ["none" not in self.recompute] * len(wanted)
-        chunks = [v for v in np.argsort(-gain, kind="stable").tolist() if gain[v] > 0 and len(self.recompute) == 2]
-        for chunk in (None, *chunks):
-            if chunk is not None:
-                again[chunk] = True
-            yield Treatment(recompute=tuple(again), shards=wanted)
-            if sharded != wanted:
-                yield Treatment(recompute=tuple(again), shards=sharded)

@@ -136,6 +136,13 @@ class Fields:
             fail(self.at(key), value, expected)
         return value
 
+    def truth(self, key: str, **default: bool) -> bool:
+        """True or false."""
+        value = self.take(key, "true or false", **default)
+        if not isinstance(value, bool):
+            fail(self.at(key), value, "true or false")
+        return value
+
     def items(self, key: str, **default: list[object]) -> list[object]:
         """A list."""
         value = self.take(key, "a list", **default)

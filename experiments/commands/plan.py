@@ -75,8 +75,9 @@ class PlanOptions(OwnOptions):
     """Tensor-parallel sizes to choose from."""
     chunks: tuple[int, ...] = CHUNK_SIZES
     """Stages a rank to choose from, where the schedule has several."""
-    recompute: tuple[Literal["none", "full"], ...] = ("none", "full")
-    """Recomputation to choose from."""
+    recompute: tuple[Literal["none", "full", "layer", "selective"], ...] | None = None
+    """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts by itself, or in each
+    all but matrix products (default: all that the profiles have figures for)."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
     """Sharding of the optimizer's state to choose from."""
     runnable: bool = False

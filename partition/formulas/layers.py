@@ -13,6 +13,8 @@ A layer, forward (backward):
                     + 4r n h + 13 n a s                over t     (6r n h + 19 n a s)      GeLU; scores
     tensor links      2 sums of 2 n h bytes                       (2 sums)
     kept until B      10 n h  +  ((8 + 4r) n h + 5 n a s) over t  Korthikanti et al. 2022, section 4
+      selective       10 n h  +  (8 + 4r) n h              over t  section 5; F of the scores runs again
+      by layer         2 n h                                       F runs again; embedding and head keep theirs
 
 Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
 norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
@@ -112,6 +114,10 @@ class LayerFormulas:
             weight_grad=self._seconds(forward, 0),  # split along the tokens, where their own outputs are few
             parameters=model.layer_parameters(t),
             stash=10 * self.whole + 8 * self.wide / t + 4 * mlp + 5 * self.scores,
+            selective=(
+                10 * self.whole + 8 * self.wide / t + 4 * mlp,
+                self._seconds([(scores, every_score)], 13 * self.scores),
+            ),
             workspace=max(4 * mlp, 4 * self.scores),  # gradients in front of and behind GeLU or softmax
             output=VALUE_BYTES * self.wide,
         )
@@ -162,7 +168,9 @@ class LayerFormulas:
         stash: float,
         workspace: float,
         output: float,
+        selective: tuple[float, float] | None = None,
     ) -> Node:
+        """One part; it runs again where it has figures of selective recompute (bytes, seconds)."""
         return Node(
             name=name,
             forward_seconds=forward,
@@ -174,4 +182,7 @@ class LayerFormulas:
             weight_grad_seconds=weight_grad,
             update_seconds=self.device.memory_seconds(2 * self.model.bytes_per_parameter * parameters),
             workspace_bytes=workspace,
+            runs_again=selective is not None,
+            selective_bytes=None if selective is None else selective[0],
+            selective_seconds=None if selective is None else selective[1],
         )

@@ -15,7 +15,7 @@ Head = Literal["tied", "untied"]
 Split = Literal["tensor", "sequence"]
 Attention = Literal["stored", "flash"]
 Gradients = Literal["16-bit", "float32"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "layer", "selective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +87,17 @@ class Transformer:
         return (self.bytes_per_parameter - 2 * VALUE_BYTES) / VALUE_BYTES
 
     def flops(self, *, batch_size: int, recompute: Recompute = "none") -> float:
-        """FLOP of the matrix products of one step; "full": each layer's forward runs again in front of its backward.
+        """FLOP of the matrix products of one step.
 
-        72 B s l h^2 (1 + s / (6h) + V / (12 l h)) for r = 4, with "full" 96 B s l h^2 (1 + s / (6h) + V / (16 l h))
-        (Narayanan et al. 2021, section 5.1).
+        72 B s l h^2 (1 + s / (6h) + V / (12 l h)) for r = 4. With "layer" each layer's forward runs again: 96 B s l h^2
+        (1 + s / (6h) + V / (16 l h)) (Narayanan et al. 2021, section 5.1); with "selective" that of its scores alone.
         """
         if recompute not in get_args(Recompute):
             fail("recompute", recompute, f"one of {', '.join(get_args(Recompute))}")
         tokens = count("batch_size", batch_size) * self.length
-        layers = self.layers * (self.weight_flops(tokens) + self.score_flops(tokens))
-        return (4 if recompute == "full" else 3) * layers + 3 * self.head_flops(tokens)
+        weights, scores = self.layers * self.weight_flops(tokens), self.layers * self.score_flops(tokens)
+        again = {"none": 0.0, "layer": weights + scores, "selective": scores}[recompute]
+        return 3 * (weights + scores + self.head_flops(tokens)) + again
 
     def refuse_tensor(self, tensor: int) -> None:
         """ValueError for a tensor size that does not divide the heads and the MLP."""

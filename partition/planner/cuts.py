@@ -83,24 +83,20 @@ class _EvenCosts:
         p, chunk = stage % self.c.pipeline, stage // self.c.pipeline
         flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
         plain = self.whatever(stage)
-        must = "none" not in self.rules.recompute
-        if not math.isfinite(limit) and not must:
+        if not math.isfinite(limit) and "none" in self.rules.recompute:
             return plain
         held = float(flight.held[int(flight.held.sum(axis=1).argmax())][chunk])
         key = (id(plain), held, flight.versions, limit, speed)
         if key in self._made:
             return self._made[key]
-        small = self._bytes(p, held, recompute=False)
-        seconds = plain
-        if "full" in self.rules.recompute:
-            again = np.full(plain.shape, fill_value=True) if must else small > limit
-            seconds = np.where(again, np.maximum(plain, (self.sums.work + self.sums.forward) / speed), plain)
-            small = np.where(again, self._bytes(p, held, recompute=True), small)
-        made = np.where(small <= limit, seconds, np.inf)
+        made = np.full_like(plain, np.inf)
+        for recompute in self.rules.recompute:
+            seconds = np.maximum(plain, (self.sums.work + self.sums.under(recompute).seconds) / speed)
+            made = np.where(self._bytes(p, held, recompute) <= limit, np.minimum(made, seconds), made)
         self._made[key] = made
         return made
 
-    def _bytes(self, p: int, held: float, *, recompute: bool) -> Floats:
+    def _bytes(self, p: int, held: float, recompute: str) -> Floats:
         counts, versions = self.c.counts[p], self.flights[p].versions
         key = (counts, versions, recompute)
         if key not in self._parts:

@@ -89,6 +89,9 @@ class Evaluator:
         self.placements = Placements(topology)
         self._flights: dict[object, tuple[InFlight, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
+        # Of the configuration at hand: cuts move, and most ranks keep theirs.
+        self._memories_of: tuple[Configuration, Sequence[InFlight]] | None = None
+        self._memories: dict[object, RankMemory] = {}
 
     def model(self, c: Configuration) -> Model:
         """The model at its microbatch and tensor size."""
@@ -107,12 +110,17 @@ class Evaluator:
         sums, rules, counts = model.stages(ends), self._rules_of(model), c.counts
         if flights is None:
             flights = self.in_flight(c, exact=exact)
+        if self._memories_of != (c, flights):
+            self._memories_of, self._memories = (c, flights), {}
         memories = []
         for p in range(c.pipeline):
-            rank = RankPlace(
-                position=p, pipeline=c.pipeline, replicas=counts[p], tensor=c.tensor, limit=place.limits[p]
-            )
-            memories.append(rules.fit(sums, flights[p], rank))
+            own = (p, *((ends[s], ends[s + 1]) for s in range(p, c.num_stages, c.pipeline)))
+            if own not in self._memories:
+                rank = RankPlace(
+                    position=p, pipeline=c.pipeline, replicas=counts[p], tensor=c.tensor, limit=place.limits[p]
+                )
+                self._memories[own] = rules.fit(sums, flights[p], rank)
+            memories.append(self._memories[own])
         worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
         if memories[worst].too_many:
             raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
@@ -202,7 +210,7 @@ def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequ
         outward=place.outward,
         rings=[place.rings[p] for p in group],
         tensor=c.tensor,
-        recompute=np.array([float(each.recompute[v]) for each, v in treatments]),
+        recompute=[each.recompute[v] for each, v in treatments],
         shards=np.array([float(each.shards[v]) for each, v in treatments]),
     )
 

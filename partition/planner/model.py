@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from ..profile import Profile
-from ..solver.antichains import MAX_CUTS, Cuts, all_cuts, node_names
+from ..solver.antichains import MAX_CUTS, all_cuts
+from ..solver.cut_sums import Cuts, node_names
 from ..stage_cost import StageSums
 
 MAX_COARSE = 256  # cuts that the dynamic program looks at

@@ -12,11 +12,11 @@ from ...schedules.registry import canonical_name, family
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
-from ..plans.record import RECOMPUTE
 from ..profile import Profile
 from ..solver.antichains import MAX_CUTS
 from ..solver.orders import canonical_order, node_orders, own_ranks
 from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
+from ..stage_cost import RECOMPUTE
 from ..stage_memory import MemoryRules
 from ..strict import count, number
 from ..topology import Topology
@@ -33,6 +33,8 @@ SCHEDULES = ("1f1b", "interleaved")
 CHUNK_SIZES = tuple(range(2, 9))
 CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
+SHARDING = ("none", "full")
+RUNNABLE = ("none", "full")  # of RECOMPUTE, what the runtime executes
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
 
@@ -48,8 +50,8 @@ def plan(
     data_sizes: Sequence[int] | None = None,
     tensor_sizes: Sequence[int] | None = None,
     chunk_sizes: Sequence[int] = CHUNK_SIZES,
-    recompute: Sequence[str] = RECOMPUTE,
-    optimizer_sharding: Sequence[str] = RECOMPUTE,
+    recompute: Sequence[str] | None = None,
+    optimizer_sharding: Sequence[str] = SHARDING,
     optimizer_bytes: float | None = None,
     runnable: bool = False,
     num_runners_up: int = 8,
@@ -68,10 +70,11 @@ def plan(
             change the training.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules with several stages a rank.
-        recompute, optimizer_sharding: what a stage may do about its memory, some of "none" and "full"; the least that
-            fits is taken. Sharding divides the optimizer's state over the replicas.
+        recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
+            `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
+        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        runnable: only what the runtime executes: no split tensors, no sharded optimizer.
+        runnable: only what the runtime executes: no split tensors, no sharded optimizer, recompute of whole stages.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; a note says where the search stopped at it.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
@@ -97,8 +100,14 @@ def plan(
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     wanted = (schedules,) if isinstance(schedules, str) else schedules
     names = _names("schedules", [canonical_name(name) for name in wanted])
-    recompute = _choices("recompute", recompute)
-    sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding)
+    for name in names:
+        if runnable and family(name).splits_backward:
+            raise ValueError(
+                f"schedules: {name!r} with runnable=True: its split backwards (I and W) are simulated, but not yet "
+                f"run: expected another schedule, such as {SCHEDULES[0]}"
+            )
+    allowed = _recompute(recompute, runnable=runnable)
+    sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)
@@ -115,7 +124,8 @@ def plan(
         return models[key]
 
     def rules_of(model: Model) -> MemoryRules:
-        return MemoryRules(optimizer_ratio=model.optimizer_ratio, recompute=recompute, sharding=sharding)
+        known = allowed if model.profile.knows_selective else tuple(each for each in allowed if each != "selective")
+        return MemoryRules(optimizer_ratio=model.optimizer_ratio, recompute=known, sharding=sharding)
 
     space = SearchSpace(
         num_devices=cluster.num_devices,
@@ -128,6 +138,8 @@ def plan(
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
         chunk_sizes=_chunks(chunk_sizes),
     )
+    if recompute is not None and "selective" in allowed:
+        _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
     fixed: list[tuple[Configuration, Ends]] = []
     if data_sizes is None and pipeline_sizes is None and 1 in ways:
         for size in sizes:
@@ -138,7 +150,7 @@ def plan(
                     schedule=name,
                     microbatch_size=size,
                     num_microbatches=global_batch // size,
-                    makes_room="full" in (*recompute, *sharding),
+                    makes_room={*allowed, *sharding} != {"none"},
                 )
     search = Search(
         Evaluator(topology, rules_of, model_of),
@@ -236,12 +248,36 @@ def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _choices(what: str, values: Sequence[str]) -> tuple[str, ...]:
+def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     values = (values,) if isinstance(values, str) else tuple(values)
     for value in values:
-        if value not in RECOMPUTE:
-            raise ValueError(f"{what}: {value!r}: expected some of {', '.join(RECOMPUTE)}")
-    return tuple(each for each in RECOMPUTE if each in _names(what, values))
+        if value not in known:
+            raise ValueError(f"{what}: {value!r}: expected some of {', '.join(known)}")
+    return tuple(each for each in known if each in _names(what, values))
+
+
+def _recompute(wanted: Sequence[str] | None, *, runnable: bool) -> tuple[str, ...]:
+    if wanted is None:
+        return RUNNABLE if runnable else RECOMPUTE
+    allowed = _choices("recompute", wanted, RECOMPUTE)
+    planned = [each for each in allowed if each not in RUNNABLE]
+    if runnable and planned:
+        raise ValueError(
+            f"recompute: {planned[0]!r} with runnable=True: expected some of {', '.join(RUNNABLE)}; "
+            f"{planned[0]!r} is planned and simulated, but not yet run"
+        )
+    return allowed
+
+
+def _refuse_unknown(profiles: Sequence[Profile]) -> None:
+    """ValueError for a profile without the figures of selective recompute."""
+    for profile in profiles:
+        missing = [node.name for node in profile.nodes if node.runs_again and node.selective_bytes is None]
+        if missing:
+            raise ValueError(
+                f"recompute: 'selective' with a profile whose node {missing[0]!r} has no selective_bytes and "
+                f"selective_seconds: expected a profile with both, or some of none, full, layer"
+            )
 
 
 def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -323,5 +359,5 @@ def _done_about_it(search: Search) -> str:
     assert search.miss is not None
     rules = search.rules_of(search.evaluator.model(search.miss.configuration))
     ways = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
-    full = [what for what, allowed in ways if "full" in allowed]
-    return f" (allowed: {', '.join(full)})" if full else ", with nothing recomputed and no optimizer sharded"
+    tried = [what for what, allowed in ways if set(allowed) != {"none"}]
+    return f" (allowed: {', '.join(tried)})" if tried else ", with nothing recomputed and no optimizer sharded"

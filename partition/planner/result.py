@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..solver.orders import own_ranks
+from ..stage_cost import RECOMPUTE
 from ..topology import Topology
 from .evaluate import Evaluated, Simulated, stage_paces
 
@@ -82,7 +83,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],
                 in_flight=max(1, memory.in_flight[v]),
-                recompute="full" if memory.treatment.recompute[v] else "none",
+                recompute=memory.treatment.recompute[v],
                 optimizer_shards=memory.treatment.shards[v],
             )
         )
@@ -93,9 +94,10 @@ def label(e: Evaluated) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
-    again = sum(sum(memory.treatment.recompute) for memory in e.memories)
-    if again:
-        parts.append("recompute full" if again == c.num_stages else f"recompute {again} of {c.num_stages} stages")
+    chosen = [name for memory in e.memories for name in memory.treatment.recompute]
+    for name in (each for each in RECOMPUTE[1:] if each in chosen):
+        times = chosen.count(name)
+        parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))
     shards = sum(each > 1 for memory in e.memories for each in memory.treatment.shards)
     if shards:
         parts.append("optimizer sharded" + ("" if shards == c.num_stages else f" in {shards} of {c.num_stages} stages"))

@@ -7,8 +7,9 @@ from dataclasses import asdict, fields
 from typing import TypeVar
 
 from ..memory_use import MemoryUse
+from ..stage_cost import RECOMPUTE
 from ..strict import Fields, parse_object
-from .record import RECOMPUTE, PlanRecord, PlanStage, RunnerUp
+from .record import PlanRecord, PlanStage, RunnerUp
 
 P = TypeVar("P", bound=PlanRecord)
 _JSON_VERSION = 1

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..memory_use import MemoryUse
-
-RECOMPUTE = ("none", "full")
+from ..stage_cost import RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,9 @@ class PlanStage:
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
-        recompute: "none", or "full": only the stage's inputs are kept, and its forward runs again in the backward.
+        recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
+            "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
+            matrix products are kept.
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
     """
 

@@ -10,20 +10,14 @@ name. A stage is the difference of two cuts, one inside the other; a pipeline is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..profile import Profile
-from ..stage_cost import StageSums
 from ..topology import Floats
-
-Cut = Any  # a position or an array of them; they broadcast
-Bools = npt.NDArray[np.bool_]
+from .cut_sums import Bools, Cuts, cuts_of, total
 
 MAX_CUTS = 1500
 _MAX_STATES = 6000  # of PipeDream's model, which is never simplified
@@ -31,74 +25,6 @@ _MAX_STATES = 6000  # of PipeDream's model, which is never simplified
 
 class _TooManyError(Exception):
     """More cuts than the limit."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
-class Cuts:
-    """The cuts of a profile, the smaller ones first: cut 0 is empty, cut n-1 holds all nodes.
-
-    Arguments:
-        members: [n, nodes] which nodes each cut holds.
-        forward, backward, update: [n] seconds of its nodes [s].
-        parameters, buffers, stash: [n] of its nodes [bytes].
-        workspaces: [nodes] of each node [bytes].
-        crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
-        inside: [n, n] whether cut i lies inside cut j and is not the same.
-        notes: what was left out, for people; empty where all cuts are there.
-    """
-
-    members: Bools
-    forward: Floats
-    backward: Floats
-    update: Floats
-    parameters: Floats
-    buffers: Floats
-    stash: Floats
-    crossing: Floats
-    workspaces: Floats
-    inside: Bools
-    notes: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> Floats:
-        """[n] F + B of each cut's nodes [s]."""
-        return self.forward + self.backward
-
-    def stages(self, first: Cut, last: Cut) -> StageSums:
-        """Stages between the cuts `first` and `last`, elementwise."""
-
-        def between(column: Floats) -> Floats:
-            return np.asarray(np.maximum(column[last] - column[first], 0.0), dtype=np.float64)
-
-        return StageSums(
-            forward=between(self.forward),
-            backward=between(self.backward),
-            update=between(self.update),
-            weights=between(self.parameters),
-            buffers=between(self.buffers),
-            stash=between(self.stash),
-            before=np.asarray(self.crossing[first]),
-            behind=np.asarray(self.crossing[last]),
-            workspace=np.asarray(self._workspace[first, last]),
-        )
-
-    @cached_property
-    def _workspace(self) -> Floats:
-        """[n, n] the largest workspace of any node between two cuts [bytes]. O(n^2) for each different size."""
-        table = np.zeros((len(self), len(self)))
-        for size in np.unique(self.workspaces[self.workspaces > 0]):
-            largest = self.members[:, self.workspaces >= size].sum(axis=1)
-            table[largest > largest[:, None]] = size
-        return table
-
-    def __len__(self) -> int:
-        return len(self.crossing)
-
-
-def node_names(profile: Profile, cuts: Cuts, first: int, last: int) -> tuple[str, ...]:
-    """Names of the nodes between two cuts, each behind what it needs."""
-    own = cuts.members[last] & ~cuts.members[first]
-    return tuple(profile.nodes[at].name for at in profile.order() if own[at])
 
 
 def all_cuts(profile: Profile, *, limit: int = MAX_CUTS) -> Cuts:
@@ -168,7 +94,7 @@ def _as_pipedream_counts(profile: Profile, graph: _Graph, members: Bools) -> Flo
             maximal[:, at] &= ~members[:, graph.feeds[at]].any(axis=1)
     tensors = maximal.astype(np.float32) @ counted.astype(np.float32) > 0
     weights = np.array([node.activation_bytes for node in profile.nodes])
-    return _sums(tensors, weights)
+    return total(tensors, weights)
 
 
 class _Graph:
@@ -292,33 +218,4 @@ def _cuts(profile: Profile, graph: _Graph, masks: Sequence[int], notes: tuple[st
     # Smaller cuts first, then those whose earliest nodes stand first: the rule for ties.
     sizes, keys = in_order.sum(axis=1).tolist(), [row.tobytes() for row in np.packbits(~in_order, axis=1)]
     rows = sorted(range(len(masks)), key=lambda row: (sizes[row], keys[row]))
-    members = members[rows]
-    leaves = members.copy()
-    for at in range(graph.size):
-        leaves[:, at] &= ~members[:, graph.feeds[at]].all(axis=1)  # nobody takes the output of a sink
-    counted = members.astype(np.float32)
-    inside = counted @ (1 - counted).T == 0
-    np.fill_diagonal(inside, val=False)
-
-    def total(chosen: Bools, figure: str) -> Floats:
-        weights = np.array([getattr(node, figure) for node in profile.nodes])
-        return _sums(chosen, weights)
-
-    return Cuts(
-        members=members,
-        forward=total(members, "forward_seconds"),
-        backward=total(members, "backward_seconds"),
-        update=total(members, "update_seconds"),
-        parameters=total(members, "parameter_bytes"),
-        buffers=total(members, "buffer_bytes"),
-        stash=total(members, "stash_bytes"),
-        crossing=total(leaves, "activation_bytes"),
-        workspaces=np.array([node.workspace_bytes for node in profile.nodes]),
-        inside=inside,
-        notes=notes,
-    )
-
-
-def _sums(chosen: Bools, weights: Floats) -> Floats:
-    """[n] of the chosen weights, always in one order (a matrix product may take another with other threads)."""
-    return np.asarray(np.where(chosen, weights, 0.0).sum(axis=1), dtype=np.float64)
+    return cuts_of(profile, members[rows], notes=notes)

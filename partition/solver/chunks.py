@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..topology import Floats
-from .antichains import Bools, Cuts
+from .cut_sums import Bools, Cuts
 
 MAX_MOVES = 32
 CostOf = Callable[[int], Floats]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..topology import Floats
-from .antichains import Cuts
+from .cut_sums import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from ..cluster import Cluster
 from ..stage_cost import StageSums, busiest_share, pace
 from ..stage_memory import stage_parts
 from ..topology import Floats, Index, Indices, Topology
-from .antichains import Cut, Cuts
+from .cut_sums import Cut, Cuts
 
 # The families that follow PipeDream's warm-up, see `in_flight`.
 SCHEDULES = tuple(sorted(each.name for each in FAMILIES.values() if each.takes_replicas))

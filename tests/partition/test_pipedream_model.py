@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Profile, partition, read_pipedream_profile
-from stagewright.partition.solver.antichains import Cuts, pipedream_cuts
+from stagewright.partition.solver.antichains import pipedream_cuts
+from stagewright.partition.solver.cut_sums import Cuts
 from stagewright.partition.solver.pipedream_model import PipeDreamModel
 
 from .small import profiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def bad_node(**fields: object) -> str:
         (bad_node(input_grad_seconds=-2), r"p\.json: nodes\[0\]: input_grad_seconds: -2: expected a finite number"),
         (bad_node(weight_grad_seconds="1 ms"), r"p\.json: nodes\[0\]: weight_grad_seconds: '1 ms': expected"),
         (bad_node(update_seconds=math.nan), r"p\.json: nodes\[0\]: update_seconds: nan: expected a finite number"),
+        (bad_node(runs_again="no"), r"p\.json: nodes\[0\]: runs_again: 'no': expected true or false"),
+        (bad_node(selective_bytes=-1), r"p\.json: nodes\[0\]: selective_bytes: -1: expected a finite number"),
+        (
+            bad_node(selective_bytes=1),
+            r"p\.json: nodes\[0\]: node a: selective_seconds: None: expected a number beside selective_b",
+        ),
         (bad_node(workspace_bytes=None), r"p\.json: nodes\[0\]: workspace_bytes: None: expected a finite number"),
         (change(microbatch_size=0), r"p\.json: microbatch_size: 0: expected a whole number of at least 1"),
         (change(microbatch_size=2.5), r"p\.json: microbatch_size: 2\.5: expected a whole number"),
@@ -115,6 +122,12 @@ MEASURED = Profile(
 
 def test_measured_figures_there_and_back() -> None:
     assert Profile.from_json(MEASURED.to_json()) == MEASURED
+    selective = Profile(
+        nodes=(node("a", selective_bytes=5, selective_seconds=0.5), replace(node("b"), runs_again=False))
+    )
+    assert Profile.from_json(selective.to_json()) == selective
+    assert selective.knows_selective
+    assert not MEASURED.knows_selective
 
 
 def test_files_from_before_these_figures_are_still_read() -> None:
@@ -126,6 +139,7 @@ def test_files_from_before_these_figures_are_still_read() -> None:
     profile = Profile.from_json(text)
     (only,) = profile.nodes
     assert (only.spread, only.input_grad_seconds, only.update_seconds, only.workspace_bytes) == (0.5, 0, 0, 0)
+    assert (only.runs_again, only.selective_bytes, only.selective_seconds) == (True, None, None)
     assert (profile.microbatch_size, profile.optimizer_ratio, profile.step_seconds) == (None, None, None)
     assert profile.parts_over_step is None
 
@@ -155,12 +169,14 @@ def test_bad_figures_of_a_profile(field: str, value: object) -> None:
 
 def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
     nodes = (
-        Node(name="a", forward_seconds=1.0, backward_seconds=2.0),
+        Node(name="a", forward_seconds=1.0, backward_seconds=2.0, selective_bytes=7, selective_seconds=0.5),
         Node(name="b", forward_seconds=2, backward_seconds=3),
     )
     whole = Profile(nodes=nodes, step_seconds=10.0, slowdown=1.2).typical()
     assert whole.parts_seconds == pytest.approx(12.0)
     assert whole.nodes[0].forward_seconds == pytest.approx(1.5)
+    assert (whole.nodes[0].selective_bytes, whole.nodes[0].selective_seconds) == (7, pytest.approx(0.75))
+    assert (whole.nodes[1].selective_bytes, whole.nodes[1].selective_seconds) == (None, None)
     assert whole.slowdown == 1.0
     assert Profile(nodes=nodes, slowdown=1.5).typical().parts_seconds == pytest.approx(12.0)
     assert Profile.from_json(Profile(nodes=nodes, slowdown=1.5).to_json()).slowdown == 1.5

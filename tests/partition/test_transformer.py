@@ -13,7 +13,7 @@ from stagewright.partition import Cluster, Profile, plan
 from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
 from stagewright.partition.formulas.layers import transformer_profile
 from stagewright.partition.formulas.source import TransformerSource
-from stagewright.partition.formulas.transformer import Transformer
+from stagewright.partition.formulas.transformer import Split, Transformer
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
@@ -61,7 +61,7 @@ def test_megatrons_formula_for_flops() -> None:
     model = Transformer(layers=96, hidden=12288, heads=96, vocabulary=51200, length=2048)
     B, s, l, h, V = 1536, model.length, model.layers, model.hidden, model.vocabulary
     published = 96 * B * s * l * h**2 * (1 + s / (6 * h) + V / (16 * l * h))
-    assert model.flops(batch_size=B, recompute="full") == pytest.approx(published, rel=1e-12)
+    assert model.flops(batch_size=B, recompute="layer") == pytest.approx(published, rel=1e-12)
     assert model.flops(batch_size=B) == pytest.approx(72 * B * s * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h)))
 
 
@@ -115,6 +115,34 @@ def test_a_layer_on_a_device_of_round_figures() -> None:
     assert layer.activation_bytes == 2 * n * h
     assert layer.parameter_bytes == 2 * (12 * h**2 // t + 7 * h // t + 6 * h)
     assert layer.update_seconds == pytest.approx(layer.parameter_bytes / 2 * 32 / 1e6)
+
+
+@pytest.mark.parametrize("split", ["tensor", "sequence"])
+def test_what_a_layer_keeps(split: Split) -> None:
+    """Korthikanti et al. 2022, Table 2, in units of n h bytes: all, selectively; what runs again is the scores' F."""
+    b, t, s, h, a = 2, 4, SMALL.length, SMALL.hidden, SMALL.heads
+    n = b * s
+    layer = profile_of(replace(SMALL, split=split), b=b, t=t, device=COUNTER).nodes[1]
+    kept = 10 + 24 / t if split == "tensor" else 34 / t
+    assert layer.stash_bytes == pytest.approx((kept + 5 * a * s / (h * t)) * n * h)
+    assert layer.selective_bytes == pytest.approx(kept * n * h)
+    assert layer.selective_seconds == pytest.approx(SMALL.score_flops(n) / t)
+    assert layer.activation_bytes == 2 * n * h  # what is kept by layer
+
+
+def test_embedding_and_head_do_not_run_again() -> None:
+    profile = profile_of(SMALL)
+    assert [node.runs_again for node in profile.nodes] == [False, True, True, True, False]
+    assert profile.knows_selective
+
+
+def test_flops_of_recompute() -> None:
+    by_layer, selective = (
+        SMALL.flops(batch_size=2, recompute=each) - SMALL.flops(batch_size=2) for each in ("layer", "selective")
+    )
+    tokens = 2 * SMALL.length
+    assert selective == SMALL.layers * 4 * tokens * SMALL.length * SMALL.hidden
+    assert by_layer == pytest.approx(SMALL.layers * 24 * tokens * SMALL.hidden**2 + selective)
 
 
 def test_flash_attention_multiplies_the_scores_again() -> None:

@@ -13,7 +13,9 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.partition import Plan, PlanStage
+from stagewright.partition.planner import RUNNABLE
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.stages.stage import RECOMPUTE
 
 WIDTH = 5
 
@@ -157,6 +159,14 @@ BAD = {
         {"plan": plan_of(stage("0 1", 0, 1, optimizer_shards=2), stage("2 3", 2), num_devices=3)},
         r"divides the optimizer state of stage 0 over 2 ranks: expected optimizer_shards=1",
     ),
+    "recompute by layer": (
+        {"plan": plan_of(stage("0 1", 0), stage("2 3", 1, recompute="layer"), num_devices=2)},
+        r"recomputes stage 1 with 'layer': expected one of none, full; 'layer' is planned and simulated, but not yet",
+    ),
+    "selective recompute": (
+        {"plan": plan_of(stage("0 1", 0, recompute="selective"), stage("2 3", 1), num_devices=2)},
+        r"recomputes stage 0 with 'selective': expected one of none, full",
+    ),
     "tensor": (
         {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
         r"splits tensors over 2 ranks: expected tensor=1",
@@ -179,6 +189,10 @@ BAD = {
 def test_bad_plans(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PipelineModule(make_chain(), loss_fn=F.mse_loss, example_inputs=(X,), **options)
+
+
+def test_what_is_planned_as_runnable_runs() -> None:
+    assert RUNNABLE == RECOMPUTE
 
 
 def _for_another_number_of_ranks() -> str:

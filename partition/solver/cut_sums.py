@@ -1,0 +1,199 @@
+"""Sums over the cuts of a profile: what the stage between any two of them computes, holds and sends.
+
+Most figures of a stage are differences of a column: column[last] - column[first]. The largest of a stage's nodes is
+not; it stands in a table of all pairs of cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..profile import Node, Profile
+from ..stage_cost import Recomputed, StageSums
+from ..topology import Floats
+
+Cut = Any  # a position or an array of them; they broadcast
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
+class Cuts:
+    """The cuts of a profile, the smaller ones first: cut 0 is empty, cut n-1 holds all nodes.
+
+    Arguments:
+        members: [n, nodes] which nodes each cut holds.
+        forward, backward, update: [n] seconds of its nodes [s].
+        parameters, buffers, stash: [n] of its nodes [bytes].
+        crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
+        inside: [n, n] whether cut i lies inside cut j and is not the same.
+        nodes: of the profile.
+        taken, half_taken: [n] bytes of the tensors of which some node that runs again and is in it takes one, and of
+            those that nodes outside take, too [bytes].
+        notes: what was left out, for people; empty where all cuts are there.
+    """
+
+    members: Bools
+    forward: Floats
+    backward: Floats
+    update: Floats
+    parameters: Floats
+    buffers: Floats
+    stash: Floats
+    crossing: Floats
+    inside: Bools
+    nodes: tuple[Node, ...]
+    taken: Floats
+    half_taken: Floats
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.crossing)
+
+    @property
+    def seconds(self) -> Floats:
+        """[n] F + B of each cut's nodes [s]."""
+        return self.forward + self.backward
+
+    def stages(self, first: Cut, last: Cut) -> StageSums:
+        """Stages between the cuts `first` and `last`, elementwise."""
+        return StageSums(
+            forward=_between(self.forward, first, last),
+            backward=_between(self.backward, first, last),
+            update=_between(self.update, first, last),
+            weights=_between(self.parameters, first, last),
+            buffers=_between(self.buffers, first, last),
+            stash=_between(self.stash, first, last),
+            before=np.asarray(self.crossing[first]),
+            behind=np.asarray(self.crossing[last]),
+            workspace=np.asarray(self._workspace[first, last]),
+            by_node=partial(self._recomputed, first, last),
+        )
+
+    def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
+        """Stages whose nodes run again one by one, "layer" or "selective".
+
+        Under "layer" a tensor from in front of the stage that nodes in front take, too, and perhaps none of the stage,
+        counts as kept: exact for chains, never less.
+        """
+        if recompute == "layer":
+            kept, seconds, again = self._layer
+            inputs = _between(self.taken, first, last) + self.half_taken[first]
+            return Recomputed(
+                kept=inputs + _between(kept, first, last),
+                again=np.asarray(again[first, last]),
+                seconds=_between(seconds, first, last),
+            )
+        kept, seconds, again = self._selective
+        return Recomputed(
+            kept=_between(kept, first, last),
+            again=np.asarray(again[first, last]),
+            seconds=_between(seconds, first, last),
+        )
+
+    @cached_property
+    def _layer(self) -> tuple[Floats, Floats, Floats]:
+        """[n] kept beside inputs [bytes], [n] what runs again [s], [n, n] made again at once [bytes]."""
+        return (
+            self._total([0.0 if node.runs_again else node.stash_bytes for node in self.nodes]),
+            self._total([node.forward_seconds if node.runs_again else 0.0 for node in self.nodes]),
+            self._largest([node.stash_bytes if node.runs_again else 0.0 for node in self.nodes]),
+        )
+
+    @cached_property
+    def _selective(self) -> tuple[Floats, Floats, Floats]:
+        """The same, with all that is kept."""
+        kept = [_selective_bytes(node) for node in self.nodes]
+        return (
+            self._total(kept),
+            self._total([(node.selective_seconds or 0.0) if node.runs_again else 0.0 for node in self.nodes]),
+            self._largest([max(node.stash_bytes - k, 0.0) for node, k in zip(self.nodes, kept, strict=True)]),
+        )
+
+    @cached_property
+    def _workspace(self) -> Floats:
+        """[n, n] the largest workspace of any node between two cuts [bytes]."""
+        return self._largest([node.workspace_bytes for node in self.nodes])
+
+    def _total(self, figures: Sequence[float]) -> Floats:
+        return total(self.members, np.array(figures))
+
+    def _largest(self, figures: Sequence[float]) -> Floats:
+        """[n, n] the largest figure of any node between two cuts.
+
+        Between two of the cuts inside `last` it is known: of each that lies in no other, and of those inside that.
+        O(n^2) for each such cut of an average `last`: one in a chain.
+        """
+        table, values = np.zeros((len(self), len(self))), np.array(figures)
+        if not values.any():
+            return table
+        for last in range(1, len(self)):
+            left = self.inside[:, last].copy()
+            while left.any():
+                near = len(left) - 1 - int(left[::-1].argmax())
+                step = float(values[self.members[last] & ~self.members[near]].max())
+                table[near, last] = step
+                left[near] = False
+                own = self.inside[:, near] & left
+                table[own, last] = np.maximum(table[own, near], step)
+                left &= ~own
+        return table
+
+
+def node_names(profile: Profile, cuts: Cuts, first: int, last: int) -> tuple[str, ...]:
+    """Names of the nodes between two cuts, each behind what it needs."""
+    own = cuts.members[last] & ~cuts.members[first]
+    return tuple(profile.nodes[at].name for at in profile.order() if own[at])
+
+
+def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts:
+    """The sums for these cuts, [n, nodes], the smaller ones first."""
+    feeds: list[list[int]] = [[] for _ in profile.nodes]
+    for src, dst in profile.links:
+        feeds[src].append(dst)
+    leaves, taken, half_taken = members.copy(), np.zeros_like(members), np.zeros_like(members)
+    for at, consumers in enumerate(feeds):
+        leaves[:, at] &= ~members[:, consumers].all(axis=1)  # nobody takes the output of a sink
+        again = members[:, [each for each in consumers if profile.nodes[each].runs_again]]
+        taken[:, at] = again.any(axis=1)
+        half_taken[:, at] = again.any(axis=1) & ~again.all(axis=1)
+    counted = members.astype(np.float32)
+    inside = counted @ (1 - counted).T == 0
+    np.fill_diagonal(inside, val=False)
+
+    def of(chosen: Bools, figure: str) -> Floats:
+        return total(chosen, np.array([getattr(node, figure) for node in profile.nodes]))
+
+    return Cuts(
+        members=members,
+        forward=of(members, "forward_seconds"),
+        backward=of(members, "backward_seconds"),
+        update=of(members, "update_seconds"),
+        parameters=of(members, "parameter_bytes"),
+        buffers=of(members, "buffer_bytes"),
+        stash=of(members, "stash_bytes"),
+        crossing=of(leaves, "activation_bytes"),
+        inside=inside,
+        nodes=profile.nodes,
+        taken=of(taken, "activation_bytes"),
+        half_taken=of(half_taken, "activation_bytes"),
+        notes=notes,
+    )
+
+
+def total(chosen: Bools, weights: Floats) -> Floats:
+    """[n] of the chosen weights, always in one order (a matrix product may take another with other threads)."""
+    return np.asarray(np.where(chosen, weights, 0.0).sum(axis=1), dtype=np.float64)
+
+
+def _between(column: Floats, first: Cut, last: Cut) -> Floats:
+    return np.asarray(np.maximum(column[last] - column[first], 0.0), dtype=np.float64)
+
+
+def _selective_bytes(node: Node) -> float:
+    return node.stash_bytes if not node.runs_again or node.selective_bytes is None else node.selective_bytes

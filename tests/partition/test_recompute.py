@@ -1,0 +1,287 @@
+"""Recomputation of whole stages, by layer and selectively: what is kept, what is made again, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.in_flight import InFlight
+from stagewright.partition.planner.model import Model
+from stagewright.partition.stage_cost import RECOMPUTE, Recomputed, StageSums
+from stagewright.partition.stage_memory import MemoryRules, RankMemory, RankPlace
+
+from .small import TENTHS, profiles
+
+CHAIN = Profile(
+    nodes=tuple(
+        Node(
+            name=name,
+            forward_seconds=forward,
+            backward_seconds=2 * forward,
+            activation_bytes=output,
+            stash_bytes=stash,
+            runs_again=name != "d",
+            selective_bytes=None if name == "d" else selective,
+            selective_seconds=None if name == "d" else forward / 4,
+        )
+        for name, forward, output, stash, selective in [
+            ("a", 1, 10, 100, 40),
+            ("b", 2, 20, 300, 50),
+            ("c", 4, 30, 200, 70),
+            ("d", 8, 0, 500, 0),
+        ]
+    ),
+    microbatch_size=1,
+)
+
+
+def rows(profile: Profile, first: int, last: int) -> dict[str, tuple[float, float, float]]:
+    sums = Model(profile, optimizer_ratio=2.0).cuts.stages(first, last)
+    found = {name: sums.under(name) for name in RECOMPUTE}
+    return {name: (float(row.kept), float(row.again), float(row.seconds)) for name, row in found.items()}
+
+
+def test_a_stage_in_the_middle() -> None:
+    """Nodes b and c, which take the outputs of a (10 bytes) and of b (20)."""
+    assert rows(CHAIN, 1, 3) == {
+        "none": (500, 0, 0),
+        "full": (10, 500, 6),
+        "layer": (10 + 20, 300, 6),
+        "selective": (50 + 70, 300 - 50, 1.5),
+    }
+
+
+def test_what_does_not_run_again_keeps_its_stash() -> None:
+    """The last node, and nothing of what the first one takes, which is the model's own input."""
+    assert rows(CHAIN, 0, 4) == {
+        "none": (1100, 0, 0),
+        "full": (0, 1100, 15),
+        "layer": (10 + 20 + 500, 300, 7),
+        "selective": (40 + 50 + 70 + 500, 250, 7 / 4),
+    }
+    assert rows(CHAIN, 3, 4)["layer"] == (500, 0, 0)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Profile:
+    """Random graphs, with nodes that do not run again and figures of selective recompute."""
+    profile = draw(profiles(max_nodes=5))
+    return replace(
+        profile,
+        nodes=tuple(
+            replace(
+                node,
+                runs_again=draw(st.integers(0, 3)) > 0,
+                selective_bytes=draw(TENTHS),
+                selective_seconds=draw(TENTHS) / 4,
+            )
+            for node in profile.nodes
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(graphs())
+def test_each_tensor_that_enters_a_node_counts_once(profile: Profile) -> None:
+    """All stages between all cuts, by sets of names; a tensor that only skips over the stage may count as well."""
+    cuts = Model(profile, optimizer_ratio=2.0).cuts
+    names = np.array([node.name for node in profile.nodes])
+    for first, last in zip(*np.nonzero(cuts.inside), strict=True):
+        own = {*names[cuts.members[last]]} - {*names[cuts.members[first]]}
+        again = [node for node in profile.nodes if node.name in own and node.runs_again]
+        other = [node for node in profile.nodes if node.name in own and not node.runs_again]
+        takers = {node.name for node in profile.nodes if node.runs_again}
+        entering = {src for src, dst in profile.edges or () if dst in {node.name for node in again}}
+        skipping = {
+            src
+            for src, dst in profile.edges or ()
+            if src in names[cuts.members[first]] and dst in takers and dst not in names[cuts.members[last]]
+        }
+        size = {node.name: node.activation_bytes for node in profile.nodes}
+        still = sum(node.stash_bytes for node in other)
+        layer, selective = (
+            rows(profile, int(first), int(last))["layer"],
+            rows(profile, int(first), int(last))["selective"],
+        )
+        least = sum(size[name] for name in entering) + still
+        assert least - 1e-9 <= layer[0] <= least + sum(size[name] for name in skipping - entering) + 1e-9
+        assert layer[1] == max([0.0, *(node.stash_bytes for node in again)])
+        assert layer[2] == pytest.approx(sum(node.forward_seconds for node in again))
+        assert selective[0] == pytest.approx(sum(node.selective_bytes or 0.0 for node in again) + still)
+        made = [node.stash_bytes - (node.selective_bytes or 0.0) for node in again]
+        assert selective[1] == pytest.approx(max([0.0, *made]))
+        assert selective[2] == pytest.approx(sum(node.selective_seconds or 0.0 for node in again))
+
+
+# What a rank chooses.
+
+
+BYTES = st.integers(0, 20).map(float)
+
+
+@st.composite
+def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]:
+    """One rank with V stages, what is in flight on it, and the memory of its device."""
+
+    def column() -> np.ndarray:
+        return np.array([draw(BYTES) for _ in range(num_chunks)])
+
+    known = {name: Recomputed(kept=column(), again=column(), seconds=column()) for name in ("layer", "selective")}
+    nothing = np.zeros(num_chunks)
+    sums = StageSums(
+        forward=column(),
+        backward=nothing,
+        update=nothing,
+        weights=nothing,
+        buffers=nothing,
+        stash=column(),
+        before=column(),
+        behind=nothing,
+        workspace=nothing,
+        by_node=known.__getitem__,
+    )
+    moments = draw(st.integers(1, 4))
+    held = np.array([[draw(st.integers(0, 3)) for _ in range(num_chunks)] for _ in range(moments)], dtype=float)
+    running = np.array([draw(st.integers(0, num_chunks - 1)) for _ in range(moments)])
+    for moment, chunk in enumerate(running):
+        held[moment, chunk] = max(1.0, held[moment, chunk])
+    flight = InFlight(
+        held=held,
+        graded=np.zeros_like(held),
+        in_backward=held,
+        graded_backward=np.zeros_like(held),
+        running=running,
+        versions=1,
+        num_microbatches=4,
+    )
+    return sums, flight, draw(st.floats(0, 400))
+
+
+def fitted(case: tuple[StageSums, InFlight, float], recompute: tuple[str, ...]) -> RankMemory:
+    sums, flight, limit = case
+    place = RankPlace(position=0, pipeline=1, replicas=1, tensor=1, limit=limit)
+    return MemoryRules(optimizer_ratio=2.0, recompute=recompute).fit(sums, flight, place)
+
+
+def seconds(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> float:
+    return float(case[0].seconds_again(choice).sum())
+
+
+def total_by_hand(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> float:
+    sums, flight, _ = case
+    kept, again = (
+        [float(getattr(sums.under(name), what)[v]) for v, name in enumerate(choice)] for what in ("kept", "again")
+    )
+    most = max(
+        float(np.dot(row, kept)) + again[chunk] for row, chunk in zip(flight.in_backward, flight.running, strict=True)
+    )
+    return most + float(sums.before.max()) * (4 + 2) + float(sums.before.max())  # messages, gradient of the input
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
+    """Of one or two stages all choices are tried."""
+    case = data.draw(ranks(data.draw(st.integers(1, 2))))
+    found, num_chunks = fitted(case, RECOMPUTE), len(case[0].stash)
+    choices = list(product(RECOMPUTE, repeat=num_chunks))
+    fitting = [seconds(case, choice) for choice in choices if fitted_alone(case, choice).too_many == 0]
+    assert (found.too_many == 0) == bool(fitting)
+    if fitting:
+        assert seconds(case, found.treatment.recompute) == min(fitting)
+    else:
+        assert found.too_many == min(fitted_alone(case, choice).too_many for choice in choices)
+
+
+def fitted_alone(case: tuple[StageSums, InFlight, float], choice: tuple[str, ...]) -> RankMemory:
+    """The same rank with one choice: as if each stage had "none" alone, with the figures of that choice."""
+    sums, flight, limit = case
+    kept = np.array([sums.under(name).kept[v] for v, name in enumerate(choice)])
+    again = np.array([sums.under(name).again[v] for v, name in enumerate(choice)])
+    alone = replace(sums, by_node=lambda _: Recomputed(kept=kept, again=again, seconds=np.zeros_like(kept)))
+    return fitted((alone, flight, limit), ("layer",))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
+    """Three and four stages: never more seconds than the same for all, and no stage has more than it needs."""
+    case = data.draw(ranks(data.draw(st.integers(3, 4))))
+    found, num_chunks = fitted(case, RECOMPUTE), len(case[0].stash)
+    alike = [(name,) * num_chunks for name in RECOMPUTE]
+    fitting = [seconds(case, choice) for choice in alike if fitted_alone(case, choice).too_many == 0]
+    assert not fitting or found.too_many == 0
+    if found.too_many:
+        return
+    mine = found.treatment.recompute
+    for v, name in product(range(num_chunks), RECOMPUTE):
+        other = (*mine[:v], name, *mine[v + 1 :])
+        assert seconds(case, other) >= seconds(case, mine) or fitted_alone(case, other).too_many > 0
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.data())
+def test_bytes_at_the_peak(data: st.DataObject) -> None:
+    case = data.draw(ranks(data.draw(st.integers(1, 3))))
+    choice = tuple(data.draw(st.sampled_from(RECOMPUTE)) for _ in case[0].stash)
+    forced = fitted_alone((case[0], case[1], 0.0), choice)
+    assert forced.total == pytest.approx(total_by_hand(case, choice))
+
+
+# Plans.
+
+
+def test_the_plan_says_what_each_stage_does() -> None:
+    """Two stages of two layers that keep 100 bytes each and take 5; the first holds two microbatches."""
+    layer = Node(
+        name="l", forward_seconds=1, backward_seconds=2, activation_bytes=5, stash_bytes=100, selective_bytes=60,
+        selective_seconds=0.25,
+    )  # fmt: skip
+    profile = Profile(nodes=tuple(replace(layer, name=f"l{i}") for i in range(4)), microbatch_size=1)
+    options = {"global_batch": 8, "schedules": "1f1b", "pipeline_sizes": (2,), "data_sizes": (1,)}
+    for limit, wanted in ((500, "none"), (380, "selective"), (280, "full"), (190, "layer")):
+        allowed = ("none", "full") if wanted == "full" else RECOMPUTE
+        found = plan(
+            profile,
+            Cluster.from_levels([(2, 1e9)]),
+            memory_limit=limit,
+            recompute=allowed,
+            **options,  # type: ignore[arg-type]
+        )
+        first = found.stages[0]
+        assert first.recompute == wanted, limit
+        assert first.memory is not None
+        kept = {"none": 4 * 100, "selective": 4 * 60 + 40, "full": 200, "layer": 2 * 5 + 100}[wanted]
+        assert first.memory.activations == kept
+        again = {"none": 0, "selective": 2 * 0.25, "full": 2, "layer": 2}[wanted]
+        assert first.backward_seconds == 4 + again
+        assert Plan.from_json(found.to_json()) == found
+        if wanted != "none":
+            assert f"recompute {wanted}" in found.explain().splitlines()[0]
+
+
+OLD = Profile(nodes=tuple(Node(name=n, forward_seconds=1, backward_seconds=2, stash_bytes=100) for n in "ab"))
+
+
+def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
+    cluster = Cluster.from_levels([(1, 1e9)])
+    with pytest.raises(ValueError, match="recompute: 'selective' with a profile whose node 'a' has no selective_bytes"):
+        plan(OLD, cluster, global_batch=2, recompute=("none", "selective"))
+    found = plan(OLD, cluster, global_batch=2, memory_limit=150)  # by itself it takes what is known
+    assert found.stages[0].recompute == "layer"
+    known = replace(OLD, nodes=tuple(replace(node, runs_again=False) for node in OLD.nodes))
+    assert plan(known, cluster, global_batch=2, recompute="selective").stages[0].recompute == "selective"
+
+
+def test_only_what_runs() -> None:
+    cluster = Cluster.from_levels([(1, 1e9)])
+    with pytest.raises(ValueError, match="recompute: 'layer' with runnable=True: expected some of none, full"):
+        plan(OLD, cluster, global_batch=2, recompute=("none", "layer"), runnable=True)
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(OLD, cluster, global_batch=2, memory_limit=150, runnable=True)
