@@ -106,13 +106,6 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{plan.stages[sharded[0]].optimizer_shards} ranks: expected optimizer_shards=1; sharded optimizers are "
             f"planned, but not yet run"
         )
-    for number, stage in enumerate(plan.stages):
-        if stage.recompute not in RECOMPUTE:
-            raise ValueError(
-                f"the plan recomputes stage {number} with {stage.recompute!r}: expected one of {', '.join(RECOMPUTE)}; "
-                f"{stage.recompute!r} is planned and simulated, but not yet run (stagewright plan --runnable leaves it "
-                f"out)"
-            )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
     if idle and schedule.is_asynchronous:

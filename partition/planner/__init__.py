@@ -7,8 +7,8 @@ evaluate  what it costs, holds and takes, simulated, on the ranks of its `placem
 result    the Plan
 """
 
-from .plan import CHUNK_SIZES, RUNNABLE, SCHEDULES, plan
+from .plan import CHUNK_SIZES, SCHEDULES, plan
 from .search import Tally
 from .source import ProfileSource, difference
 
-__all__ = ["CHUNK_SIZES", "RUNNABLE", "SCHEDULES", "ProfileSource", "Tally", "difference", "plan"]
+__all__ = ["CHUNK_SIZES", "SCHEDULES", "ProfileSource", "Tally", "difference", "plan"]

@@ -34,7 +34,6 @@ CHUNK_SIZES = tuple(range(2, 9))
 CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
 SHARDING = ("none", "full")
-RUNNABLE = ("none", "full")  # of RECOMPUTE, what the runtime executes
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
 
@@ -74,7 +73,7 @@ def plan(
             `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        runnable: only what the runtime executes: no split tensors, no sharded optimizer, recompute of whole stages.
+        runnable: only what the runtime executes: no split tensors, no sharded optimizer.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; a note says where the search stopped at it.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
@@ -106,7 +105,7 @@ def plan(
                 f"schedules: {name!r} with runnable=True: its split backwards (I and W) are simulated, but not yet "
                 f"run: expected another schedule, such as {SCHEDULES[0]}"
             )
-    allowed = _recompute(recompute, runnable=runnable)
+    allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
@@ -254,19 +253,6 @@ def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[st
         if value not in known:
             raise ValueError(f"{what}: {value!r}: expected some of {', '.join(known)}")
     return tuple(each for each in known if each in _names(what, values))
-
-
-def _recompute(wanted: Sequence[str] | None, *, runnable: bool) -> tuple[str, ...]:
-    if wanted is None:
-        return RUNNABLE if runnable else RECOMPUTE
-    allowed = _choices("recompute", wanted, RECOMPUTE)
-    planned = [each for each in allowed if each not in RUNNABLE]
-    if runnable and planned:
-        raise ValueError(
-            f"recompute: {planned[0]!r} with runnable=True: expected some of {', '.join(RUNNABLE)}; "
-            f"{planned[0]!r} is planned and simulated, but not yet run"
-        )
-    return allowed
 
 
 def _refuse_unknown(profiles: Sequence[Profile]) -> None:

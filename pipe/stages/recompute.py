@@ -22,13 +22,13 @@ from typing import Any
 from torch import nn
 
 from ...partition.graph.units import StageModule
+from ...partition.stage_cost import RECOMPUTE
 from .calls import Calls
 
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
 Policy = Callable[..., Any]
 Rule = str | Policy
 
-KINDS = ("none", "full", "layer", "selective")
 RULES = ("full", "selective")  # of a module
 RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
 
@@ -38,7 +38,7 @@ class Recompute:
     """What is computed again.
 
     Arguments:
-        stages: [S] one of KINDS, or a policy.
+        stages: [S] one of RECOMPUTE, or a policy.
         modules: by pattern of module names, one of RULES or a policy; every stage is then "none". A pattern has as
             many parts between dots as the names that it matches, each as in fnmatch.
 
@@ -50,8 +50,8 @@ class Recompute:
 
     def __post_init__(self) -> None:
         for kind in self.stages:
-            if not callable(kind) and kind not in KINDS:
-                raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, KINDS))}, or a policy")
+            if not callable(kind) and kind not in RECOMPUTE:
+                raise ValueError(f"recompute={kind!r}: expected one of {', '.join(map(repr, RECOMPUTE))}, or a policy")
         for pattern, rule in self.modules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"recompute={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*'")
@@ -80,7 +80,7 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
         return Recompute(stages=(recompute,) * num_stages)
     if not isinstance(recompute, Sequence):
         raise ValueError(
-            f"recompute={recompute!r:.60}: expected one of {', '.join(map(repr, KINDS))}, one a stage, or "
+            f"recompute={recompute!r:.60}: expected one of {', '.join(map(repr, RECOMPUTE))}, one a stage, or "
             f"{{'blocks.*': 'full'}}"
         )
     if len(recompute) != num_stages:

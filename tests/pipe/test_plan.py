@@ -13,9 +13,7 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.partition import Plan, PlanStage
-from stagewright.partition.planner import RUNNABLE
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.stages.stage import RECOMPUTE
 
 WIDTH = 5
 
@@ -77,6 +75,10 @@ PLANS = {
         ),
     ),
     "recompute": ("chain", plan_of(stage("0 1", 0, recompute="full"), stage("2 3", 1), num_devices=2)),
+    "recompute by unit": (
+        "chain",
+        plan_of(stage("0 1", 0, 1, recompute="selective"), stage("2 3", 2, recompute="layer"), num_devices=3),
+    ),
     "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2), num_devices=3)),
 }
 
@@ -159,13 +161,14 @@ BAD = {
         {"plan": plan_of(stage("0 1", 0, 1, optimizer_shards=2), stage("2 3", 2), num_devices=3)},
         r"divides the optimizer state of stage 0 over 2 ranks: expected optimizer_shards=1",
     ),
-    "recompute by layer": (
-        {"plan": plan_of(stage("0 1", 0), stage("2 3", 1, recompute="layer"), num_devices=2)},
-        r"recomputes stage 1 with 'layer': expected one of none, full; 'layer' is planned and simulated, but not yet",
-    ),
-    "selective recompute": (
-        {"plan": plan_of(stage("0 1", 0, recompute="selective"), stage("2 3", 1), num_devices=2)},
-        r"recomputes stage 0 with 'selective': expected one of none, full",
+    "recompute of a graph": (
+        {
+            "model": make_towers(),
+            "plan": plan_of(
+                stage("left.0 right.0", 0, recompute="layer"), stage("left.2 right.2 head", 1), num_devices=2
+            ),
+        },
+        r"this model runs as a traced graph, which has none: expected recompute='full' or 'none'",
     ),
     "tensor": (
         {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
@@ -188,11 +191,7 @@ BAD = {
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_plans(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PipelineModule(make_chain(), loss_fn=F.mse_loss, example_inputs=(X,), **options)
-
-
-def test_what_is_planned_as_runnable_runs() -> None:
-    assert RUNNABLE == RECOMPUTE
+        PipelineModule(**{"model": make_chain(), "loss_fn": F.mse_loss, "example_inputs": (X,), **options})
 
 
 def _for_another_number_of_ranks() -> str:
