@@ -6,12 +6,14 @@ import doctest
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stagewright
+import stagewright.schedules
 from stagewright.experiments.cli import COMMANDS, main
 
 ROOT = Path(stagewright.__file__).parent
@@ -19,7 +21,14 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SLOW = re.compile(r"schedule=\"auto\"")  # a model profiled
 SMALLER = {"layers=100": "layers=4", "128x8": "1x8", "1536": "16"}  # a plan for 1,024 devices is made nightly
 QUICK = ("schedule", "simulate", "plan")  # commands that need no run before them
-NEEDS_FILES = re.compile(r"--profile|--cluster \S+\.json")
+NEEDS_FILES = re.compile(r"--profile|--model|--cluster \S+\.json")
+FILES = {  # that commands take for granted
+    "my_models.py": "def small(): ...",
+    "my_data.py": "def digits(): ...",
+    "mine.csv": stagewright.schedules.build("gpipe", num_ranks=2, num_microbatches=3).to_csv(),
+    "mine.py": "from stagewright.schedules import build\n"
+    "def zigzag(): return build('gpipe', num_ranks=2, num_microbatches=3)",
+}
 OPTIONS = {"train": "training.options.TrainOptions", "profile": "commands.profile.ProfileOptions"}
 
 
@@ -67,9 +76,10 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     command, line = words[0], " ".join(words)
     assert command in COMMANDS
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in FILES.items():
+        Path(name).write_text(text)
     if command in QUICK and not NEEDS_FILES.search(line):
-        if "--csv mine.csv" in line:
-            Path("mine.csv").write_text(stagewright.schedules.build("gpipe", num_ranks=2, num_microbatches=3).to_csv())
         assert main(words) == 0
     elif command in OPTIONS:
         import tyro

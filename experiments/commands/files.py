@@ -28,3 +28,9 @@ def write_out(path: Path, text: str) -> None:
             f"--out {path}: cannot write: {error.strerror or error}: expected a file in a folder that exists and may "
             f"be written to"
         ) from None
+
+
+def check_out(option: str, path: Path) -> None:
+    """Raise ValueError, before any work, for a file in no folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: cannot write: expected a file in a folder that exists")

@@ -24,7 +24,7 @@ from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from ..own_options import OwnOptions
-from .files import read_file, write_out
+from .files import check_out, read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _EVERY = 1.0  # seconds between two lines of progress
@@ -97,8 +97,8 @@ def run(argv: Sequence[str]) -> int:
     limit = _memory(options.memory) if options.memory is not None else None
     if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
         limit = default_memory
-    if options.out is not None and not options.out.parent.is_dir():  # said before the search, not behind it
-        raise ValueError(f"--out {options.out}: cannot write: expected a file in a folder that exists")
+    if options.out is not None:
+        check_out("--out", options.out)
     started = time.perf_counter()
     try:
         found = _planned(options, source, cluster, limit)

@@ -7,10 +7,11 @@ from typing import Literal
 
 import tyro
 
-from ...schedules import FAMILIES, Schedule, build, check
+from ...schedules import FAMILIES, Costs, Schedule, build, check
+from ..schedule_files import FORMS, is_file, read
 
 NAMES = ", ".join(FAMILIES)
-NAME_HELP = tyro.conf.arg(help=f"Name of the schedule: {NAMES}.")
+NAME_HELP = tyro.conf.arg(help=f"{NAMES}; or a schedule of your own: {FORMS}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,55 @@ class BuildOptions:
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def build(self, name: str, *, ranks: int, microbatches: int) -> Schedule:
-        """The checked schedule of this name."""
-        schedule = build(name, num_ranks=ranks, num_microbatches=microbatches, num_chunks=self.chunks, **self.given())
+    def make(self, name: str, *, command: str) -> Schedule:
+        """The checked schedule of this name or file; ValueError where that says too little, or clashes with options."""
+        if is_file(name):
+            surplus = [f"--{option.removeprefix('num_').replace('_', '-')}" for option in self.given()]
+            if surplus:
+                raise ValueError(f"{', '.join(surplus)} beside {name}: expected the file alone, which says it all")
+            sizes = {"num_ranks": self.ranks, "num_microbatches": self.microbatches, "num_chunks": self.chunks}
+            return read(name, sizes)
+        if self.ranks is None or self.microbatches is None:
+            raise ValueError(
+                f"{name} needs --ranks and --microbatches: expected `stagewright {command} {name} --ranks 4 "
+                f"--microbatches 8`, or a file ({FORMS})"
+            )
+        schedule = build(
+            name,
+            num_ranks=self.ranks,
+            num_microbatches=self.microbatches,
+            num_chunks=self.chunks,
+            **self.given(),
+        )
         check(schedule)
         return schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostOptions(BuildOptions):
+    """A schedule and its costs, in seconds of ONE stage action: one number, or one a stage."""
+
+    forward: tuple[float, ...] = (1.0,)
+    """F [s]."""
+    backward: tuple[float, ...] | None = None
+    """B [s] (default: twice the forward)."""
+    input_grad: tuple[float, ...] | None = None
+    """I [s], where the backward is split."""
+    weight_grad: tuple[float, ...] | None = None
+    """W [s], where the backward is split."""
+    latency: float = 0.0
+    """Seconds of a message between ranks."""
+
+    def costs(self) -> Costs:
+        """As the simulator takes them."""
+        return Costs(
+            forward=_per_stage(self.forward),
+            backward=None if self.backward is None else _per_stage(self.backward),
+            input_grad=None if self.input_grad is None else _per_stage(self.input_grad),
+            weight_grad=None if self.weight_grad is None else _per_stage(self.weight_grad),
+            latency=self.latency,
+        )
+
+
+def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
+    return numbers[0] if len(numbers) == 1 else numbers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -19,27 +18,17 @@ from ...schedules import (
     lower_bound,
     simulate,
 )
-from ...schedules.text import read_schedule
-from .schedule_options import NAME_HELP, BuildOptions
+from ...schedules.wording import count
+from .schedule_options import NAME_HELP, CostOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions(BuildOptions):
+class SimulateOptions(CostOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
 
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
-    forward: tuple[float, ...] = (1.0,)
-    """F [s]."""
-    backward: tuple[float, ...] | None = None
-    """B [s] (default: twice the forward)."""
-    input_grad: tuple[float, ...] | None = None
-    """I [s], where the backward is split."""
-    weight_grad: tuple[float, ...] | None = None
-    """W [s], where the backward is split."""
-    latency: float = 0.0
-    """Seconds of a message between ranks."""
-    csv: Path | None = None
-    """Read the schedule from this file (CSV or JSON) instead of building it; no name is needed then."""
+    csv: str | None = None
+    """The schedule's file, in place of its name."""
     json: bool = False
     """Print one JSON object."""
 
@@ -77,19 +66,13 @@ def run(argv: Sequence[str]) -> int:
     """Build or read, check, simulate, print."""
     options = tyro.cli(SimulateOptions, args=argv, prog="stagewright simulate")
     schedule = _schedule(options)
-    costs = Costs(
-        forward=_per_stage(options.forward),
-        backward=None if options.backward is None else _per_stage(options.backward),
-        input_grad=None if options.input_grad is None else _per_stage(options.input_grad),
-        weight_grad=None if options.weight_grad is None else _per_stage(options.weight_grad),
-        latency=options.latency,
-    )
+    costs = options.costs()
     answer = summarise(schedule, costs, simulate(schedule, costs))
     if options.json:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
     else:
-        print(_table(answer))
+        print(table(answer))
     return 0
 
 
@@ -119,37 +102,17 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulatio
 
 
 def _schedule(options: SimulateOptions) -> Schedule:
-    if options.csv is not None:
-        asked = [*options.given(), *["chunks"] * (options.chunks is not None)]
-        surplus = [f"--{name.removeprefix('num_').replace('_', '-')}" for name in asked]
-        if surplus:
-            raise ValueError(
-                f"{', '.join(surplus)} with --csv {options.csv}: expected the file alone, which says it all"
-            )
-        schedule = read_schedule(options.csv)
-        for name, given, found in (
-            ("ranks", options.ranks, schedule.num_ranks),
-            ("microbatches", options.microbatches, schedule.num_microbatches),
-        ):
-            if given not in (None, found):
-                raise ValueError(
-                    f"--{name} {given} but {options.csv} has {found}: leave --{name} away, or make them agree"
-                )
-        return schedule
-    if options.schedule is None or options.ranks is None or options.microbatches is None:
+    if (options.schedule is None) == (options.csv is None):
         raise ValueError(
-            "a schedule needs a name, --ranks and --microbatches, such as "
-            "`stagewright simulate 1f1b --ranks 4 --microbatches 8`, or --csv FILE"
+            "expected a schedule's name or its file, once, such as `stagewright simulate 1f1b --ranks 4 --microbatches "
+            "8` or `stagewright simulate mine.csv`"
         )
-    return options.build(options.schedule, ranks=options.ranks, microbatches=options.microbatches)
+    return options.make(str(options.schedule or options.csv), command="simulate")
 
 
-def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-def _table(answer: SimulationSummary) -> str:
-    batches = f" a batch, {answer.num_batches} batches" if answer.num_batches > 1 else ""
+def table(answer: SimulationSummary) -> str:
+    """The figures for people."""
+    batches = f" a batch, {count(answer.num_batches, 'batch')}" if answer.num_batches > 1 else ""
     # The first and the last batch are not like those between them.
     steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"
     figures = [
@@ -165,8 +128,8 @@ def _table(answer: SimulationSummary) -> str:
             ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
         ]
     lines = [
-        f"{answer.schedule}: {answer.num_ranks} ranks, {answer.num_chunks} chunks a rank, "
-        f"{answer.num_microbatches} microbatches{batches} (simulated)",
+        f"{answer.schedule}: {count(answer.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
+        f"{count(answer.num_microbatches, 'microbatch')}{batches} (simulated)",
         *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
         "",
         f"  rank       busy       idle  activations{'  versions  staleness' * answer.streams}  largest idle cause",

@@ -12,9 +12,9 @@ import tyro
 
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
-from ...schedules.text import read_schedule
 from ...schedules.wording import count
 from ..own_options import OwnOptions, given
+from ..schedule_files import FORMS, is_file, read
 
 if TYPE_CHECKING:
     from .gpt import GPTConfig
@@ -39,7 +39,7 @@ class TrainOptions(OwnOptions):
     schedule: Annotated[
         str | None,
         tyro.conf.arg(
-            help=f"{', '.join(FAMILIES)}, or a file (.csv or .json) (default: {DEFAULT_SCHEDULE}; with --model "
+            help=f"{', '.join(FAMILIES)}, or a file ({FORMS}) (default: {DEFAULT_SCHEDULE}; with --model "
             f"{DEFAULT_OWN_SCHEDULE})."
         ),
     ] = None
@@ -174,16 +174,11 @@ def make_schedule(options: TrainOptions) -> Schedule:
     """The schedule that the options mean, checked."""
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
-    if name.endswith((".csv", ".json")):
-        schedule = read_schedule(Path(name))
+    if is_file(name):
         for option in ("chunks", "microbatches"):
             if getattr(options, option) is not None:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
-        if schedule.num_ranks != options.ranks:
-            raise ValueError(
-                f"{name} is for {count(schedule.num_ranks, 'rank')}: expected --ranks {schedule.num_ranks}, not "
-                f"{options.ranks}"
-            )
+        schedule = read(name, {"num_ranks": options.ranks})
     else:
         schedule = build(
             name,

@@ -106,7 +106,7 @@ def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFi
 
 def test_the_table_for_people_names_bubbles_and_causes(capsys: pytest.CaptureFixture[str]) -> None:
     text = answer(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "4")
-    assert "1f1b: 2 ranks, 1 chunks a rank, 4 microbatches (simulated)" in text
+    assert "1f1b: 2 ranks, 1 chunk a rank, 4 microbatches (simulated)" in text
     for words in ("makespan bubble", "span bubble", "lower bound", "ideal makespan", "activations"):
         assert words in text
 
@@ -179,7 +179,7 @@ def test_a_simulated_flush_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("simulate", "2bw", "--ranks", "2", "--microbatches", "2")
     lines = answer(capsys, *words).splitlines()
-    assert lines[0] == "2bw: 2 ranks, 1 chunks a rank, 2 microbatches a batch, 8 batches (simulated)"
+    assert lines[0] == "2bw: 2 ranks, 1 chunk a rank, 2 microbatches a batch, 8 batches (simulated)"
     assert lines[4].split() == [
         "batch",
         "seconds",
@@ -196,7 +196,7 @@ def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> 
     for command in ("schedule", "simulate", "train"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
-        words = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(".", " ").split()
+        words = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(".", " ").replace(";", " ").split()
         assert set(FAMILIES) <= set(words)
 
 
@@ -217,10 +217,10 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         (("simulate", "2bw", "--ranks", "2", "--microbatches", "2", "--replicas", "2", "1"), "replicas=(2, 1) on 2"),
         (("schedule", "pipedream", "--ranks", "2", "--microbatches", "4", "--update-every", "3"), "update_every=3"),
         (("schedule", "2bw", "--ranks", "2", "--microbatches", "2", "--format", "csv"), "use to_json"),
-        (("simulate", "--csv", "mine.csv", "--chunks", "2"), "--chunks with --csv mine.csv: expected the file alone"),
+        (("simulate", "--csv", "mine.csv", "--warmup", "plain"), "--warmup beside mine.csv: expected the file alone"),
         (
             ("simulate", "--csv", "mine.csv", "--replicas", "1", "1", "--batches", "2"),
-            "--replicas, --batches with --csv",
+            "--replicas, --batches beside mine.csv",
         ),
         (("schedule", "1f2b", "--ranks", "2", "--microbatches", "3"), "did you mean '1f1b'?"),
         (("schedule", "1f1b", "--ranks", "0", "--microbatches", "3"), "at least 1"),
@@ -233,6 +233,15 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         ),
         (("simulate", "1f1b", "--ranks", "2", "--microbatches", "3", "--input-grad", "1"), "both or neither"),
         (("simulate", "--csv", "nowhere.csv"), "schedule file 'nowhere.csv' cannot be read: "),
+        (("simulate",), "expected a schedule's name or its file, once"),
+        (("simulate", "1f1b", "--csv", "mine.csv"), "expected a schedule's name or its file, once"),
+        (("schedule", "mine.py:order"), "--schedule mine.py:order: there is no file mine.py"),
+        (("schedule", "math:pi"), "--schedule math:pi: pi is a float: expected a function"),
+        (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a stagewright.schedules.Schedule"),
+        (
+            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
+            "--png nowhere/a.png: cannot write: expected a file in a folder that exists",
+        ),
         (("timeline", "nowhere"), "no run folder nowhere"),
     ],
 )
@@ -302,3 +311,39 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(timeout=60) == 141
+
+
+# --- schedules that a user brings ---
+
+ORDER = """
+from stagewright.schedules import Schedule, build
+
+def order(num_ranks=2, num_microbatches=3):
+    return Schedule.from_csv(build("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches).to_csv())
+
+def deadlock():
+    return Schedule.from_csv("0B0,0F0\\n1F0,1B0\\n")
+"""
+
+
+def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    expected = build("gpipe", num_ranks=2, num_microbatches=3)
+    (tmp_path / "own_order.py").write_text(ORDER)
+    (tmp_path / "mine.csv").write_text(expected.to_csv())
+    (tmp_path / "mine.json").write_text(expected.to_json())
+    for name in ("mine.csv", "mine.json", "own_order.py:order"):
+        words = ("schedule", str(tmp_path / name), "--forward", "2", "--png", str(tmp_path / "drawn.png"))
+        text = answer(capsys, *words)
+        assert text.startswith(f"{expected.grid()}\n\nchecked: ")
+        assert "makespan                 24" in text  # (M + P - 1) (F + B), with B twice the F
+        assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "drawn.png").unlink()
+        found = simulated(capsys, str(tmp_path / name), "--forward", "2")
+        assert (found["makespan"], found["num_microbatches"]) == (24.0, 3)
+    found = simulated(capsys, str(tmp_path / "own_order.py:order"), "--microbatches", "5")
+    assert found["num_microbatches"] == 5
+    assert "--chunks 2 but" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:order"), "--chunks", "2")
+    assert "own_order.py:deadlock: deadlock" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:deadlock"))
