@@ -27,7 +27,7 @@ from ..comm import (
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
 from ..partition.graph.forms import Arguments, Tensors
-from ..partition.graph.units import MODEL_INPUT, StageModule
+from ..partition.graph.units import MODEL_INPUT
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule
 from .batch.agreement import check_agreement, describe
@@ -159,13 +159,12 @@ def assemble(
 
     loss_of = _loss_of(parts, settings, seeder, update)
 
-    def make_stage(rank: int, s: int, evaluate_as: StageModule) -> Stage:
+    def make_stage(rank: int, s: int) -> Stage:
         is_last = s == schedule.num_stages - 1
         return Stage(
             index=s,
             name=parts.names[s],
-            train=parts.train.stages[s],
-            evaluate=evaluate_as,
+            module=parts.train.stages[s].module,
             loss_of=loss_of if is_last else None,
             runs_again=layout.recompute.stages[s] == "full",
             reruns=Reruns(parts.recomputed.of_stage(s, parts.train.stages[s]), seeder),
@@ -173,8 +172,7 @@ def assemble(
         )
 
     stages_of: StagesOf = {
-        rank: {s: make_stage(rank, s, parts.evaluate.stages[s]) for s in schedule.placement[rank]}
-        for rank in place.local_ranks
+        rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks
     }
 
     def make_engine(
@@ -232,7 +230,6 @@ def assemble(
             stages=stages_of,
             links=links if place.world.distributed else None,
             device=device,
-            make_stage=make_stage,
             make_engine=partial(make_engine, EvaluationWorker),
             make_reader=make_reader,
         ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments, Form
+from ..partition.graph.modes import evaluating
 from ..schedules import Schedule
 from .batch.batches import join_outputs
 from .batch.given import Given, check_arguments
@@ -112,7 +112,7 @@ class Evaluation:
         """
         if like.form not in self._dimensions:
             forwards = self._forwards_for(self._num_microbatches, has_loss=False, like=like)
-            with _evaluating(forwards.modules):
+            with evaluating(*forwards.modules):
                 self._dimensions[like.form] = forwards.inference.batch_dimensions(Signature.of(like))
         dimensions = self._dimensions[like.form]
         return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]
@@ -140,7 +140,7 @@ class Evaluation:
             rank.enter(batch)
             local.recorder.begin()
         try:
-            with _evaluating(forwards.modules), self._guard.together(), self._seeder.call():
+            with evaluating(*forwards.modules), self._guard.together(), self._seeder.call():
                 engine.run(forwards.programs)
             outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
         finally:
@@ -164,16 +164,3 @@ class Evaluation:
             with self._guard.together():
                 fitting = min(self._collectives.gather(fitting, what="agreeing on the microbatches of an evaluation"))
         return max(fitting * self._num_replicas, self._least)
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within: all parts of the modules are in evaluation mode."""
-    flags = [(part, part.training) for module in modules for part in module.modules()]
-    for part, _ in flags:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in flags:
-            part.training = training

@@ -13,7 +13,6 @@ import torch
 
 from ..comm.process_group import Link
 from ..partition.graph.forms import Arguments, Form
-from ..partition.graph.units import StageModule
 from ..schedules import Schedule, check
 from ..schedules.messages import Transfer
 from ..schedules.program import RankProgram
@@ -83,24 +82,23 @@ class EvaluationModes:
         stages: StagesOf,
         links: frozenset[Link] | None,
         device: torch.device,
-        make_stage: Callable[[int, int, StageModule], Stage],
         make_engine: Callable[[Mode, Mapping[int, RankUpdate], StagesOf], Engine],
         make_reader: _MakeReader,
     ) -> None:
         self._built, self._like = built, like
-        self._known: dict[Form, tuple[Mode, StagesOf, Arguments]] = {like.form: (built, stages, like)}
+        self._known: dict[Form, tuple[Mode, Arguments]] = {like.form: (built, like)}
         self._parts = parts
         self._stages = stages
         self._links = links
         self._device = device
-        self._make_stage = make_stage
         self._make_engine = make_engine
         self._make_reader = make_reader
 
     def __call__(self, num_microbatches: int, has_loss: bool, like: Arguments) -> Forwards:
         if like.form not in self._known:
-            self._known[like.form] = (*self._make(like, has_loss=has_loss), like)
-        mode, stages, first = self._known[like.form]
+            self._known[like.form] = self._make(like, has_loss=has_loss), like
+        mode, first = self._known[like.form]
+        stages = self._stages
         smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
         mode = replace(mode, schedule=smaller)
         programs = batch_programs(smaller, has_loss=has_loss)
@@ -111,10 +109,10 @@ class EvaluationModes:
             programs={rank: programs[rank] for rank in stages},
             reader=self._make_reader(mode, has_loss=has_loss, like=first),
             inference=mode.inference,
-            modules=[stage.evaluate.module for own in stages.values() for stage in own.values()],
+            modules=[mode.inference.stages[s].module for own in stages.values() for s in own],
         )
 
-    def _make(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, StagesOf]:
+    def _make(self, like: Arguments, *, has_loss: bool) -> Mode:
         if self._parts.evaluate_like is None:
             check_like_example(like, self._like, has_target=has_loss)
         assert self._parts.evaluate_like is not None
@@ -129,6 +127,4 @@ class EvaluationModes:
                 )
         for number in {s for own in self._stages.values() for s in own}:
             inference.stages[number].module.to(self._device)
-        return mode, {
-            rank: {s: self._make_stage(rank, s, inference.stages[s]) for s in own} for rank, own in self._stages.items()
-        }
+        return mode

@@ -74,15 +74,24 @@ def make_spans(
         unit = own if own is not None else unit
         if math.isfinite(crossing_bytes[i]) and (changes or crossing_values[i] == 1):
             bounds.append(i)
-    ends = [*bounds[1:], len(paths)]
+    return _named(joined(bounds, has_parameters), paths)
+
+
+def joined(bounds: Sequence[int], has_parameters: Sequence[bool]) -> list[tuple[int, int]]:
+    """Runs of positions, [first, end): one without parameters joins the run before it; the first one the run behind.
+
+    Arguments:
+        bounds: where runs begin, ascending from 0.
+        has_parameters: [n] whether a position uses any.
+    """
+    ends = [*bounds[1:], len(has_parameters)]
     kept: list[tuple[int, int]] = []
     for first, end in zip(bounds, ends, strict=True):
-        # A unit without parameters joins the one before it; the first one the one behind.
         if kept and not (any(has_parameters[first:end]) and any(has_parameters[slice(*kept[-1])])):
             kept[-1] = (kept[-1][0], end)
         else:
             kept.append((first, end))
-    return _named(kept, paths)
+    return kept
 
 
 def _unit(paths: Sequence[str], units: frozenset[str]) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,7 +101,8 @@ class ChainUnits:
                     spread=False,
                 )
                 for a, b in pairwise([*starts, len(self.units)])
-            ]
+            ],
+            lambda model: [child for child in model._modules.values() if child is not None],
         )
 
 
@@ -120,7 +122,9 @@ def given_stages(stages: Sequence[nn.Module], *, enter_unit: EnterUnit | None) -
             )
         )
         first += len(named)
-    return _chain_cut(pieces)
+    return _chain_cut(
+        pieces, lambda model: [unit for stage in model.children() for unit in given_units(stage).values()]
+    )
 
 
 def given_units(stage: nn.Module) -> dict[str, nn.Module]:
@@ -133,12 +137,14 @@ def given_units(stage: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
 
 
-def _chain_cut(pieces: Sequence[_ChainPiece]) -> Cut:
+def _chain_cut(pieces: Sequence[_ChainPiece], units_of: Callable[[nn.Module], Sequence[nn.Module]]) -> Cut:
     return Cut(
         pieces=tuple(pieces),
         batch_sizes=BatchSizes(),
         output_form=None,
-        evaluation=lambda arguments: _chain_cut(pieces),
+        evaluation=lambda arguments: _chain_cut(pieces, units_of),
+        entering=lambda model, enter: _enter_in_order(units_of(model), enter),
+        is_live=True,
     )
 
 
@@ -246,3 +252,21 @@ class Chain(nn.Module):
 
 def _ignore(number: int) -> None:
     pass
+
+
+@contextmanager
+def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) -> Iterator[None]:
+    """The j-th call of any unit within is that of unit j: they run one after the other."""
+    number = iter(range(len(units)))
+
+    def hook(module: nn.Module, arguments: object) -> None:
+        at = next(number, None)
+        if at is not None:
+            enter(at)
+
+    handles = [unit.register_forward_pre_hook(hook) for unit in {id(unit): unit for unit in units}.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

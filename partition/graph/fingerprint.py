@@ -27,7 +27,7 @@ def module_form(module: nn.Module) -> object:
     return (
         type(module),
         module.training,
-        tuple((name, _value_form(value)) for name, value in vars(module).items() if name not in _OF_THE_MACHINERY),
+        tuple((name, value_form(value)) for name, value in vars(module).items() if name not in _OF_THE_MACHINERY),
         tuple(
             (name, tuple(map(id, value.values())))
             for name, value in vars(module).items()
@@ -47,7 +47,7 @@ def graph_form(module: fx.GraphModule) -> object:
         number[node] = len(number)
         what: object = node.target if node.op in ("call_function", "call_method") else None
         if node.op in ("get_attr", "call_module"):
-            what = _value_form(_attribute(module, str(node.target)))
+            what = value_form(_attribute(module, str(node.target)))
         form.append((node.op, what, _argument_form(node.args, number), _argument_form(node.kwargs, number)))
     return tuple(form)
 
@@ -68,10 +68,11 @@ def _argument_form(value: object, number: Mapping[fx.Node, int]) -> object:
         return tuple(_argument_form(each, number) for each in value)
     if isinstance(value, slice):
         return tuple(_argument_form(each, number) for each in (value.start, value.stop, value.step))
-    return _value_form(value)
+    return value_form(value)
 
 
-def _value_form(value: object) -> object:
+def value_form(value: object) -> object:
+    """Form of any value: equal for equal ones, as far as can be told."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # 1, 1.0 and True are equal, their reprs are not
     if isinstance(value, torch.Tensor):
@@ -79,7 +80,7 @@ def _value_form(value: object) -> object:
     if isinstance(value, nn.Module):
         return module_form(value)
     if isinstance(value, Mapping):
-        return tuple((_value_form(key), _value_form(each)) for key, each in value.items())
+        return tuple((value_form(key), value_form(each)) for key, each in value.items())
     if isinstance(value, Sequence):
-        return type(value), tuple(map(_value_form, value))
+        return type(value), tuple(map(value_form, value))
     return type(value), id(value)

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 from torch import nn
 
 from .chain import ChainUnits, is_sequential
 from .forms import Arguments
+from .recorded.recorded_units import RecordedUnits
+from .recorded.recorder import RecordingError
 from .trace import TracedUnits
 from .units import EnterUnit, ModelUnits
 
 
-def model_units(model: nn.Module, example: Arguments, *, enter_unit: EnterUnit | None) -> ModelUnits:
-    """The children of an nn.Sequential; of any other module, runs of operations of its graph.
+class TracedModelWarning(UserWarning):
+    """A model runs as a traced graph, which drops what its Python does beside computing tensors."""
+
+
+def model_units(
+    model: nn.Module,
+    example: Arguments,
+    *,
+    enter_unit: EnterUnit | None,
+    device: torch.device | None = None,
+) -> ModelUnits:
+    """The children of an nn.Sequential; of any other module, its own modules with the code between them recorded.
+
+    Where that code cannot be recorded, runs of operations of the model's graph, with a TracedModelWarning.
 
     Arguments:
         example: arguments of one microbatch, batch in dimension 0.
         enter_unit: told of each unit right before it runs; None: nobody is.
+        device: of the run; None: that of the inputs.
 
-    Raises ValueError for a model that cannot be traced whole, and for an empty nn.Sequential.
+    Raises ValueError for a model that can be neither recorded nor traced whole, and for an empty nn.Sequential.
     """
     if is_sequential(model):
         assert isinstance(model, nn.Sequential)
         return ChainUnits(model, enter_unit=enter_unit)
-    return TracedUnits(model, example, enter_unit=enter_unit)
+    run_on = device if device is not None else example.tensors[0].device
+    try:
+        return RecordedUnits(model, example, device=run_on, enter_unit=enter_unit)
+    except RecordingError as error:
+        reason = str(error)
+    name = type(model).__name__
+    try:
+        traced = TracedUnits(model, example, enter_unit=enter_unit)
+    except ValueError as error:
+        raise ValueError(f"the modules of {name} cannot run as they are: {reason}. And {error}") from error
+    warnings.warn(
+        f"{name} runs as a traced graph, since the code between its modules cannot be recorded: {reason}. A graph "
+        f"drops hooks, custom autograd functions, checkpointing, torch.compile, Python's random numbers and counters. "
+        f"Expected code that reads no values of tensors; change that line, or move it into a module of its own",
+        TracedModelWarning,
+        stacklevel=2,
+    )
+    return traced

@@ -19,10 +19,15 @@ _NOT_THE_USERS = (
 def users_line(error: BaseException) -> str:
     """' at file:line, in function: `code`' of the innermost frame of the user's own, or nothing."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = os.path.abspath(frame.filename)
-        if not (frame.filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path)):
+        if is_users(frame.filename):
             return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
     return ""
+
+
+def is_users(filename: str) -> bool:
+    """Whether the code of this file is the user's own."""
+    path = os.path.abspath(filename)
+    return not (filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path))
 
 
 def first_line(error: BaseException) -> str:

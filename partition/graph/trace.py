@@ -7,21 +7,23 @@ connections), model inputs are at hand on every stage. Runs of operations make t
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .boundaries import make_spans, unit_paths
 from .cut import cut_evenly
 from .flat_graph import FlatGraph
 from .forms import Arguments
 from .fx_nodes import attributes, bytes_of_value, get_attribute, module_paths, span_name
+from .modes import evaluating
+from .positions import contiguous, crossing, forbid, stages_by_unit, starts_at
 from .split import split
-from .units import Cut, EnterUnit, Unit, check_stages
+from .units import Cut, EnterUnit, Unit
 
 StageOf = dict[fx.Node, int]  # the stage of each operation
 
@@ -72,35 +74,14 @@ class TracedUnits:
         for i, node in enumerate(self.graph.nodes):
             for path in module_paths(node):
                 first.setdefault(path, i)
-        starts = [0]
-        for point in split_points:
-            if point not in first:
-                near = difflib.get_close_matches(point, first, n=3, cutoff=0.4)
-                raise ValueError(
-                    f"split point {point!r} is no module that the model runs: expected the name of a module that "
-                    f"begins a stage, such as {', '.join(map(repr, near or list(first)[:3]))}"
-                )
-            if first[point] <= starts[-1]:
-                raise ValueError(
-                    f"split point {point!r} begins at or before the one in front of it: expected names in "
-                    f"the order in which the model runs them, each leaving something to the stage before"
-                )
-            starts.append(first[point])
-        return self._contiguous(starts)
+        return self._contiguous(starts_at(split_points, first))
 
     def by_unit(self, stage_of: Mapping[str, int]) -> Cut:
         """See ModelUnits; stages need not be contiguous, but none needs what a later one makes."""
-        check_stages(self.units, stage_of)
-        unit_of = {node: unit for unit in self.units for node in self.graph.nodes[unit.first : unit.last + 1]}
-        for node in self.graph.nodes:
-            for source in self.graph.sources(node):
-                before, behind = unit_of[source].name, unit_of[node].name
-                if stage_of[before] > stage_of[behind]:
-                    raise ValueError(
-                        f"unit {behind!r} on stage {stage_of[behind]} needs {before!r} of the later stage "
-                        f"{stage_of[before]}: expected stages that never go back along the graph"
-                    )
-        return self._cut({node: stage_of[unit.name] for node, unit in unit_of.items()})
+        number = self.graph.number
+        sources = [[number[source] for source in self.graph.sources(node)] for node in self.graph.nodes]
+        stages = stages_by_unit(self.units, stage_of, sources)
+        return self._cut(dict(zip(self.graph.nodes, stages, strict=True)))
 
     # Where a cut costs what
 
@@ -120,34 +101,29 @@ class TracedUnits:
 
     def _crossing_bytes(self) -> list[float]:
         """[n] bytes of the values that cross a cut before operation i; infinite where no cut may be made."""
-        crossing = self._crossing(bytes_of_value)
-        for first, second in self.graph.together:
-            for between in range(self.graph.number[first] + 1, self.graph.number[second] + 1):
-                crossing[between] = math.inf
-        return crossing
+        number = self.graph.number
+        together = [(number[first], number[second]) for first, second in self.graph.together]
+        return forbid(self._crossing(bytes_of_value), together)
 
     def _crossing(self, size_of: Callable[[fx.Node], float]) -> list[float]:
         """[n] what the values that cross a cut before operation i add up to, model inputs apart."""
         graph = self.graph
         n = len(graph.nodes)
-        change = [0.0] * (n + 1)
-        for i, node in enumerate(graph.nodes):
-            if node in graph.shape_nodes:
-                continue
-            last = max((graph.number.get(user, n - 1) for user in node.users), default=i)
-            size = size_of(node)
-            change[i + 1] += size
-            if last + 1 <= n:
-                change[last + 1] -= size
-        return list(accumulate(change[:n]))
+        return crossing(
+            n,
+            [
+                (i, max((graph.number.get(user, n - 1) for user in node.users), default=i), size_of(node))
+                for i, node in enumerate(graph.nodes)
+                if node not in graph.shape_nodes
+            ],
+        )
 
     # Cuts
 
     def _contiguous(self, starts: Sequence[int]) -> Cut:
         """Stages that begin at these operations."""
-        ends = [*starts[1:], len(self.graph.nodes)]
-        spans = zip(starts, ends, strict=True)
-        return self._cut({node: s for s, (a, b) in enumerate(spans) for node in self.graph.nodes[a:b]})
+        nodes = self.graph.nodes
+        return self._cut(dict(zip(nodes, contiguous(starts, len(nodes)), strict=True)))
 
     def _cut(self, stage_of: StageOf) -> Cut:
         """ValueError for a cut between a view and an in-place change of the same memory."""
@@ -165,6 +141,8 @@ class TracedUnits:
             batch_sizes=self.graph.batch_sizes,
             output_form=self.graph.output_form,
             evaluation=partial(_evaluation, self._model, self._enter_unit, _holders(stage_of), num_stages),
+            entering=lambda model, enter: _DrawInOrder(enter),
+            is_live=False,
         )
 
 
@@ -177,13 +155,8 @@ def _evaluation(
 ) -> Cut:
     """The model in evaluation mode, cut as `holders` says; no method, since what is traced again keeps no weights."""
     # Exported modules refuse eval(): the evaluation is traced by itself, over the same parameters.
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         units = TracedUnits(model, example, enter_unit=enter_unit)
-    finally:
-        for module, training in flags:
-            module.training = training
     return units._cut(_cut_like(units.graph, holders, num_stages))
 
 
@@ -215,3 +188,20 @@ def _cut_like(graph: FlatGraph, holders: Mapping[str, Sequence[int]], num_stages
         if users and not any(n in stage_of or n.op == "get_attr" for n in node.all_input_nodes):
             stage_of[node] = min(users)
     return stage_of
+
+
+class _DrawInOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds before each random operation: the j-th is operation j of the traced graph."""
+
+    def __init__(self, enter: EnterUnit) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._enter = enter
+        self._drawn = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._enter(self._drawn)
+            self._drawn += 1
+        return func(*args, **(kwargs or {}))

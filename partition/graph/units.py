@@ -4,12 +4,14 @@
     evenly, at, by_unit -> Cut           one Piece a stage, in order
     first_run           -> StageModule   complete: what a stage runs, what it takes, what it returns
 
-Two implementations: children of an nn.Sequential (`chain`) and operations of a traced graph (`trace`).
+Three implementations: children of an nn.Sequential (`chain`), modules of any other model with the code between them
+recorded (`recorded`), and operations of a traced graph (`trace`), for what cannot be recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +21,8 @@ from .export import BatchSizes
 from .forms import Arguments, Form, FormError, Tensors
 
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
+
+Entering = Callable[[nn.Module, EnterUnit], AbstractContextManager[None]]
 
 MODEL_INPUT = -1
 
@@ -160,12 +164,20 @@ class Cut:
         batch_sizes: for which the pieces are right.
         output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
         evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
+        entering: within, a copy of the whole model, called once, tells of its units as the stages do.
+        is_live: whether the stages run the user's own modules.
+        again: makes the same cut for arguments of other shapes; None: the pieces take them as they are.
+        fixed: what the pieces have taken from the model as it stood: where it is another, they are made again.
     """
 
     pieces: tuple[Piece, ...]
     batch_sizes: BatchSizes
     output_form: Form | None
     evaluation: Callable[[Arguments], Cut]
+    entering: Entering
+    is_live: bool
+    again: Callable[[Arguments], Cut] | None = None
+    fixed: Callable[[], object] = lambda: None
 
     def form_of_output(self, last: StageModule) -> Form:
         """The form of the model's output, from its last stage."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...partition.graph.units import StageModule
 from ..stages.autocast import Autocast
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
@@ -26,6 +27,7 @@ class Batch:
         inputs: [num_inputs][M] tensors; None for microbatches of other replicas.
         targets: [M]; None of a microbatch of another replica.
         has_target: whether there is one at all.
+        stages: [M] what all stages run.
         specs: [M] output specs of all stages.
         sizes: [M] samples of each microbatch.
         group_size: microbatches of one update group.
@@ -39,6 +41,7 @@ class Batch:
     inputs: Sequence[Sequence[torch.Tensor | None]]
     targets: Sequence[object]
     has_target: bool
+    stages: Sequence[Sequence[StageModule]]
     specs: Sequence[OutputSpecs]
     sizes: Sequence[int]
     group_size: int

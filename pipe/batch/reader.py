@@ -82,7 +82,7 @@ class BatchReader:
                 sums = checksum(arguments.tensors), checksum(given.target)
             parts = given.on(device).cut(len(own))
             microbatches = [part.arguments for part in parts]
-            specs = [self._inference.outputs(Signature.of(each)) for each in microbatches]
+            inferred = [self._inference.of(Signature.of(each)) for each in microbatches]
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)
@@ -92,7 +92,8 @@ class BatchReader:
                 inputs=[[column[j] if k in own else None for k, j in enumerate(self._like)] for column in columns],
                 has_target=self._has_loss,
                 targets=[targets[j] if k in own else None for k, j in enumerate(self._like)],
-                specs=[specs[j] for j in self._like],
+                stages=[inferred[j].stages for j in self._like],
+                specs=[inferred[j].specs for j in self._like],
                 sizes=sizes,
                 group_size=self._group_size,
                 weights=weigh(sizes, self._group_size),

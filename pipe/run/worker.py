@@ -170,6 +170,7 @@ class TrainingWorker(Worker):
                 if op is Op.F:
                     outputs, loss = self._stages[s].forward(
                         index,
+                        batch.stages[k][s],
                         self._inputs(s, index, batch, k),
                         self._ports[s].wants_grad,
                         batch.targets[k],
@@ -216,7 +217,7 @@ class EvaluationWorker(Worker):
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             outputs, loss = self._stages[s].evaluate_forward(
-                self._inputs(s, k, batch, k), batch.targets[k], has_target=batch.has_target
+                batch.stages[k][s], self._inputs(s, k, batch, k), batch.targets[k], has_target=batch.has_target
             )
         finally:
             self._seeder.end()

@@ -15,7 +15,7 @@ from ...partition.graph.chain import given_stages, is_sequential
 from ...partition.graph.forms import Arguments
 from ...partition.graph.model_units import model_units
 from ...partition.graph.stand_ins import stand_ins
-from ...partition.graph.units import Cut
+from ...partition.graph.units import Cut, Entering
 from ...partition.plans.plan import Plan
 from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
@@ -33,6 +33,7 @@ class CutModel:
         root: of all names: the model, and beside it, under `loss_fn.`, a loss with tensors of its own.
         names: [S] the units of each stage, for people.
         train, evaluate: the stages in both modes.
+        entering: how a copy of the model tells of its units; see `Cut`.
         is_traced: whether the stages are graphs of their own, not the user's modules.
         recomputed: the modules that run again in the backward.
         evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
@@ -44,6 +45,7 @@ class CutModel:
     names: tuple[str, ...]
     train: InferredStages
     evaluate: InferredStages
+    entering: Entering
     is_traced: bool
     recomputed: RecomputedModules
     evaluate_like: Callable[[Arguments], InferredStages] | None
@@ -87,10 +89,11 @@ def cut_model(
     else:
         assert model is not None
         root = model
-        cut = _cut(model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder)
+        cut = _cut(
+            model, example, num_stages=num_stages, split_points=split_points, plan=plan, seeder=seeder, device=device
+        )
     recomputed = RecomputedModules(recompute, root)
-    is_traced = cut.output_form is not None
-    if is_traced:
+    if not cut.is_live:
         recomputed.refuse_graphs()
     microbatch = Signature.of(example)
     with recomputed.checked():
@@ -109,12 +112,19 @@ def cut_model(
         names=tuple(piece.name for piece in cut.pieces),
         train=train,
         evaluate=evaluate,
-        is_traced=is_traced,
+        entering=cut.entering,
+        is_traced=not cut.is_live,
         recomputed=recomputed,
         evaluate_like=None
         if model is None or is_sequential(model)
         else partial(
-            _evaluate_like, evaluation=cut.evaluation, root=root, loss_fn=loss_fn, seeder=seeder, device=device
+            _evaluate_like,
+            evaluation=cut.evaluation,
+            is_live=cut.is_live,
+            root=root,
+            loss_fn=loss_fn,
+            seeder=seeder,
+            device=device,
         ),
     )
 
@@ -123,13 +133,14 @@ def _evaluate_like(
     example: Arguments,
     *,
     evaluation: Callable[[Arguments], Cut],
+    is_live: bool,
     root: nn.Module,
     loss_fn: object,
     seeder: Seeder,
     device: torch.device,
 ) -> InferredStages:
     """The stages in evaluation mode for other arguments; those of other processes have no weights any more."""
-    if any(parameter.is_meta for parameter in root.parameters()):
+    if not is_live and any(parameter.is_meta for parameter in root.parameters()):
         cut = _without_weights(evaluation, root, device, example)
     else:
         cut = evaluation(example)
@@ -173,8 +184,9 @@ def _cut(
     split_points: Sequence[str] | None,
     plan: Plan | None,
     seeder: Seeder,
+    device: torch.device,
 ) -> Cut:
-    units = model_units(model, example, enter_unit=seeder.enter)
+    units = model_units(model, example, enter_unit=seeder.enter, device=device)
     if plan is not None:
         return units.by_unit(stage_by_node(plan, [unit.name for unit in units.units]))
     return units.evenly(num_stages) if split_points is None else units.at(split_points)
@@ -186,7 +198,7 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
     for index, stage in enumerate(mode.stages):
         for buffer in stage.module.buffers():
             stages_of.setdefault(id(buffer), []).append(index)
-    written = frozenset().union(*mode.written_buffers)
+    written = frozenset().union(*mode.example.written_buffers)
     for name, buffer in root.named_buffers():
         stages = stages_of.get(id(buffer), [])
         if id(buffer) in written and len(stages) > 1:

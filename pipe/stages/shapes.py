@@ -7,10 +7,10 @@ code, and leaves no trace of that: counters, buffers, lists of hooks and random 
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
+from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Cut, OutputError, StageModule
@@ -63,9 +64,35 @@ class Signature(NamedTuple):
             )
         )
 
+    def shapes_alone(self) -> Arguments:
+        """Such arguments, on the meta device."""
+        tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)
+        return Arguments(self.form, tensors, self.dims)
+
     def __str__(self) -> str:
         """For errors."""
         return shown_call(self.form, self.tensors)
+
+
+class OutputFormError(ValueError):
+    """A model returns something that is built otherwise for inputs of other shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """The stages for inputs of one form.
+
+    Arguments:
+        stages: [S].
+        specs: [S] of the outputs of each.
+        written_buffers: [S] ids of the buffers that a forward changes.
+        output_form: how the flat outputs of the last stage make the model's output.
+    """
+
+    stages: tuple[StageModule, ...]
+    specs: OutputSpecs
+    written_buffers: tuple[frozenset[int], ...]
+    output_form: Form
 
 
 class InferredStages:
@@ -82,9 +109,7 @@ class InferredStages:
     Raises ValueError, with the user's source line, for a stage that cannot run on fake tensors.
 
     Attributes:
-        stages: [S].
-        written_buffers: [S] ids of the buffers that a forward changes.
-        output_form: how the flat outputs of the last stage make the model's output.
+        example: the stages for the example; others hold the same parameters and buffers.
     """
 
     def __init__(
@@ -92,37 +117,32 @@ class InferredStages:
     ) -> None:
         self._root = root
         self._seeder = seeder
-        self._sizes = cut.batch_sizes
+        self._cut = cut
         self._device = device
         self._training = training
         self._form = example.form
-        stages: list[StageModule] = []
-        writes: list[frozenset[int]] = []
-
-        def run_first(index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
-            before = stages[-1] if stages else None
-            linked = cut.pieces[index].link(before, index=index, inputs=example.form)
-            arguments = take(linked.inputs, inputs, results)
-            with _explained(index, arguments), stand_ins(linked.module, device) as written:
-                stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
-            stages.append(stage)
-            writes.append(frozenset(written))
-            _refuse_shared_memory(stage, index, arguments, changed)
-            if index < len(cut.pieces) - 1:
-                _refuse_sparse(stage, outputs)
-            return outputs
-
-        specs = self._specs(example, len(cut.pieces), run_first)
-        self.stages = tuple(stages)
-        # What a module of a chain does, and draws, may change when these do; a graph's were fixed by tracing.
-        live = {m: None for stage in stages if stage.form is not None for m in stage.module.modules()}
+        self.example = self._first_walk(cut, example)
+        # What a module that runs as it is does, and draws, may change when these do.
+        live = {m: None for stage in self.stages for m in stage.module.modules()} if cut.is_live else {}
         self._modes = tuple(live) if training else ()
-        self._known: dict[object, OutputSpecs] = {self._key(example): specs}
-        self.written_buffers = tuple(writes)
-        self.output_form = cut.form_of_output(stages[-1])
+        self._known: dict[object, Inferred] = {self._key(example): self.example}
+
+    @property
+    def stages(self) -> tuple[StageModule, ...]:
+        """[S] for the example."""
+        return self.example.stages
+
+    @property
+    def output_form(self) -> Form:
+        """How the flat outputs of the last stage make the model's output."""
+        return self.example.output_form
 
     def outputs(self, inputs: Signature) -> OutputSpecs:
-        """The specs of each stage's outputs, remembered by signature, autocast and modes.
+        """The specs of each stage's outputs; see `of`."""
+        return self.of(inputs).specs
+
+    def of(self, inputs: Signature) -> Inferred:
+        """The stages for such inputs, remembered by signature, autocast, modes and what they were made under.
 
         Raises ValueError for inputs that the stages do not take.
         """
@@ -133,8 +153,47 @@ class InferredStages:
             )
         key = self._key(inputs)
         if key not in self._known:
-            self._known[key] = self._specs(inputs, len(self.stages), self._run_again)
+            self._known[key] = self._inferred(inputs)
         return self._known[key]
+
+    def _inferred(self, inputs: Signature) -> Inferred:
+        if self._cut.again is None:
+            return replace(self.example, specs=self._specs(inputs, len(self.stages), self._run_again))
+        found = self._first_walk(self._cut.again(inputs.shapes_alone()), inputs)
+        for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
+            _refuse_other_flow(index, mine, other, inputs)
+        if found.output_form != self.output_form:
+            raise OutputFormError(
+                f"the model returns {found.output_form} for {inputs}, and {self.output_form} for the inputs that it "
+                f"was built with (_: a tensor): expected the same form for every batch"
+            )
+        return found
+
+    def _first_walk(self, cut: Cut, inputs: Signature) -> Inferred:
+        """The stages of a cut, and what they return."""
+        stages: list[StageModule] = []
+        writes: list[frozenset[int]] = []
+
+        def run_first(index: int, flat: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+            before = stages[-1] if stages else None
+            linked = cut.pieces[index].link(before, index=index, inputs=inputs.form)
+            arguments = take(linked.inputs, flat, results)
+            with _explained(index, arguments), stand_ins(linked.module, self._device) as written:
+                stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
+            stages.append(stage)
+            writes.append(frozenset(written))
+            _refuse_shared_memory(stage, index, arguments, changed)
+            if index < len(cut.pieces) - 1:
+                _refuse_sparse(stage, outputs)
+            return outputs
+
+        specs = self._specs(inputs, len(cut.pieces), run_first)
+        return Inferred(
+            stages=tuple(stages),
+            specs=specs,
+            written_buffers=tuple(writes),
+            output_form=cut.form_of_output(stages[-1]),
+        )
 
     def batch_dimensions(self, inputs: Signature) -> list[int | None]:
         """By output of the last stage, the one dimension whose size follows that of the batch; None where none or
@@ -151,7 +210,9 @@ class InferredStages:
         for other in (size + 1, size - 1) if size > 1 else (size + 1,):
             try:
                 there = self.outputs(inputs.resized(other))[-1]
-            except ValueError:
+            except ValueError as error:
+                if isinstance(error, OutputFormError):
+                    raise
                 continue
             break
         found: list[int | None] = []
@@ -165,15 +226,16 @@ class InferredStages:
 
     def _key(self, inputs: Signature) -> object:
         autocast = Autocast.now(self._device.type)
-        return inputs, autocast, *(m.training for m in self._modes)
+        return inputs, autocast, self._cut.fixed(), *(m.training for m in self._modes)
 
     def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
         """Walk over the stages with fake tensors."""
-        self._sizes.check(inputs.num_samples)
+        self._cut.batch_sizes.check(inputs.num_samples)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[Tensors] = []
-        with untouched(self._root, device=self._device), mode, grad, self._seeder.watch():
+        modules = () if self._training else (self._root,)
+        with untouched(self._root, device=self._device), evaluating(*modules), mode, grad, self._seeder.watch():
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for index in range(num_stages):
                 results.append(run(index, flat, results))
@@ -194,11 +256,21 @@ class InferredStages:
         return outputs
 
 
+def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:
+    """ValueError where a stage takes or returns other values than its example: who sends what to whom is fixed."""
+    if (other.inputs, other.num_outputs) != (stage.inputs, stage.num_outputs):
+        raise ValueError(
+            f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
+            f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "
+            f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage"
+        )
+
+
 @contextmanager
 def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
     try:
-        with _quiet_torch(), _uncompiled(), warnings.catch_warnings():
+        with _quiet_torch(), uncompiled(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
             yield
     except OutputError:
@@ -237,14 +309,6 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Within: what torch.compile made runs as it was written, since nothing is gained by compiling it for fakes."""
-    stance: AbstractContextManager[None] = nullcontext()
-    if "torch._dynamo" in sys.modules:
-        stance = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...partition.graph.forms import Tensors
@@ -34,9 +35,11 @@ _NOTHING = nullcontext()
 class _Live:
     """Remains of a microbatch between its forward and its backward.
 
+    module: that ran it.
     outputs: with their graph; None: the forward runs again, with this target and these buffers.
     """
 
+    module: StageModule
     leaves: Tensors
     outputs: Tensors | None
     target: object
@@ -50,7 +53,7 @@ class Stage:
     Arguments:
         index: s.
         name: the units in it, for people.
-        train, evaluate: what it runs in both modes.
+        module: what it runs in training, for the example's inputs: all that it runs has the same buffers.
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
         runs_again: whether the backward runs the whole stage again.
         reruns: the modules that run again by themselves.
@@ -62,8 +65,7 @@ class Stage:
         *,
         index: int,
         name: str,
-        train: StageModule,
-        evaluate: StageModule,
+        module: nn.Module,
         loss_of: LossOf | None,
         runs_again: bool,
         reruns: Reruns,
@@ -71,18 +73,17 @@ class Stage:
     ) -> None:
         self.index = index
         self.name = name
-        self.train = train
-        self.evaluate = evaluate
         self._runs_again = runs_again
         self._reruns = reruns
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
-        self._buffers = MovingBuffers(train.module)
+        self._buffers = MovingBuffers(module)
 
     def forward(
         self,
         key: int,
+        module: StageModule,
         inputs: Sequence[torch.Tensor],
         wants_grad: Sequence[bool],
         target: object,
@@ -92,6 +93,7 @@ class Stage:
         """Run microbatch `key` for training.
 
         Arguments:
+            module: for inputs of such shapes.
             inputs: by slot, without a graph.
             wants_grad: by slot: which inputs want a gradient.
             target: of this microbatch, for the loss on the last stage.
@@ -100,7 +102,7 @@ class Stage:
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
-        weights, train = self._weights, self.train
+        weights = self._weights
         runs_again = self._runs_again
         if weights is not None:
             weights.bind(version)
@@ -109,8 +111,8 @@ class Stage:
             buffers = self._buffers.before_forward() if runs_again else ()
             before = _Target.kept(target) if runs_again and self._loss_of is not None else None
             with torch.set_grad_enabled(not runs_again), no_checkpoints_inside() if runs_again else _NOTHING:
-                value = train.module(*([x.clone() for x in leaves] if train.clone_inputs else leaves))
-                outputs, loss = self._with_loss(train.flatten(value), target)
+                value = module.module(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
+                outputs, loss = self._with_loss(module.flatten(value), target)
             if runs_again:
                 buffers = self._buffers.after_forward(buffers)
         finally:
@@ -118,18 +120,18 @@ class Stage:
             if weights is not None:
                 weights.release()
         seen = target if before is None else before.seen_by_loss()
-        self._live[key] = _Live(leaves, None if runs_again else outputs, seen, version, buffers)
+        self._live[key] = _Live(module, leaves, None if runs_again else outputs, seen, version, buffers)
         if loss is not None:
             mean_or_sum, count = loss
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
-        return train.detached(outputs), None
+        return module.detached(outputs), None
 
     def evaluate_forward(
-        self, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
+        self, module: StageModule, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
     ) -> tuple[Tensors, LossValue | None]:
         """Run a microbatch without a graph, in evaluation mode; with a target the last stage returns a loss, too."""
         with torch.no_grad():
-            outputs = self.evaluate.detached(self.evaluate.run(tuple(inputs)))
+            outputs = module.detached(module.run(tuple(inputs)))
             loss = self._loss_of(outputs, target, False) if has_target and self._loss_of is not None else None
         return outputs, loss
 
@@ -167,7 +169,7 @@ class Stage:
     def _recomputed(self, live: _Live) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
         with torch.enable_grad(), no_checkpoints_inside(), self._buffers.put_back(live.buffers):
-            outputs, _ = self._with_loss(self.train.run(live.leaves), live.target)
+            outputs, _ = self._with_loss(live.module.run(live.leaves), live.target)
         return outputs
 
     def _with_loss(self, outputs: Tensors, target: object) -> tuple[Tensors, LossValue | None]:

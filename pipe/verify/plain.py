@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...partition.graph.chain import given_units, is_sequential
 from ...partition.graph.forms import Arguments, Form, Tensors
+from ...partition.graph.units import Entering
 from ...partition.graph.untouched import untouched
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
@@ -79,12 +77,6 @@ class PlainModule:
             for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
                 own.register_hook(hook)  # type: ignore[no-untyped-call]
         self._given = given
-        units: list[nn.Module] | None = None  # None: the random operations are the units, as in a traced graph
-        if given:
-            units = [module for stage in self._model.children() for module in given_units(stage).values()]
-        elif is_sequential(self._model):
-            units = [child for child in self._model._modules.values() if child is not None]
-        self._units = units
         self.unload()
 
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -122,29 +114,24 @@ class PlainModule:
             arguments = tuple(value) if is_several else (value,)
         return arguments[0]
 
-    @contextmanager
-    def _entering(self, seeder: Seeder) -> Iterator[None]:
-        """Within: the seeder is told of each unit, as it is in the pipeline."""
-        if self._units is None:
-            with _DrawInOrder(seeder):
-                yield
-        else:
-            with _enter_in_order(self._units, seeder.enter):
-                yield
-
     def run(
         self,
         shares: Sequence[Share],
         loss_of: Callable[[object, object], LossValue],
         seeder: Seeder,
         *,
+        entering: Entering,
         step: int,
         group_size: int,
         evaluated: Sequence[Share],
         join: Callable[..., Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
-        """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`."""
-        columns = self._evaluate(evaluated, seeder, step=step)
+        """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`.
+
+        Arguments:
+            entering: how the model tells of its units; see `Cut`.
+        """
+        columns = self._evaluate(evaluated, seeder, entering=entering, step=step)
         joined = join(columns, like=evaluated[0].arguments)
         outputs = [x for one in joined for x in (one if isinstance(one, list) else [one])]
         total = weight = 0.0
@@ -160,7 +147,7 @@ class PlainModule:
                 seeder.begin(step=step, microbatch=share.number)
                 try:
                     with torch.enable_grad():
-                        with self._entering(seeder):
+                        with entering(self._model, seeder.enter):
                             output = self(share.arguments)
                         seeder.enter_loss()
                         loss, count = loss_of(output, share.target)
@@ -183,7 +170,9 @@ class PlainModule:
             loss=total / weight, gradients=gradients, buffers=dict(self.root.named_buffers()), outputs=outputs
         )
 
-    def _evaluate(self, shares: Sequence[Share], seeder: Seeder, *, step: int) -> list[tuple[torch.Tensor, ...]]:
+    def _evaluate(
+        self, shares: Sequence[Share], seeder: Seeder, *, entering: Entering, step: int
+    ) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
         columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
@@ -191,7 +180,7 @@ class PlainModule:
             for share in shares:
                 seeder.begin(step=step, microbatch=share.number)
                 try:
-                    with self._entering(seeder):
+                    with entering(self._model, seeder.enter):
                         _, flat = Form.of_output(self(share.arguments))
                 finally:
                     seeder.end()
@@ -206,41 +195,6 @@ def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor:
         grad, known = parameter.grad / divisor, gradients[name]
         gradients[name] = grad if known is None else known + grad
         parameter.grad = None
-
-
-@contextmanager
-def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) -> Iterator[None]:
-    """The j-th call of any unit within is that of unit j: they run one after the other."""
-    number = iter(range(len(units)))
-
-    def hook(module: nn.Module, arguments: object) -> None:
-        at = next(number, None)
-        if at is not None:
-            enter(at)
-
-    handles = [unit.register_forward_pre_hook(hook) for unit in {id(unit): unit for unit in units}.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _DrawInOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds before each random operation: the j-th is operation j of the traced graph."""
-
-    def __init__(self, seeder: Seeder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seeder = seeder
-        self._drawn = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._seeder.enter(self._drawn)
-            self._drawn += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Watch:

@@ -173,6 +173,7 @@ class Verifier:
                 shares,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
                 self._seeder,
+                entering=self._parts.entering,
                 step=step,
                 group_size=self._schedule.group_size,
                 evaluated=[share for share in shares if last[share.number % len(last)] in mine],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,8 +106,8 @@ def test_a_gradient_that_no_rank_has_stays_none_on_its_way() -> None:
 class NoStages:
     """Stands in for inference: a microbatch's specs are its own signature."""
 
-    def outputs(self, microbatch: object) -> object:
-        return microbatch
+    def of(self, microbatch: object) -> object:
+        return SimpleNamespace(stages=(), specs=microbatch)
 
 
 @pytest.mark.parametrize("replica", range(3))

@@ -260,15 +260,26 @@ def test_a_model_that_takes_other_inputs() -> None:
         make(model=Two())
 
 
-def test_a_model_that_returns_a_size() -> None:
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, int]:
-            return x + 1, x.shape[0]
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x + 1, x.shape[0]
 
+
+@pytest.mark.filterwarnings("ignore::stagewright.partition.graph.model_units.TracedModelWarning")
+def test_a_traced_model_that_returns_a_size() -> None:
+    model = Counts()
+    model.register_forward_hook(lambda module, given, output: None)  # so that it is traced
     with pytest.raises(
         ValueError, match=r"the model returns a number that depends on its input's shape, in \[1\] of its output: exp"
     ):
-        make(model=Counts(), mesh={"pipe": 1})
+        make(model=model, mesh={"pipe": 1})
+
+
+def test_a_recorded_model_that_returns_a_size() -> None:
+    """A microbatch's size would stand in the output of the whole batch."""
+    pipe = make(model=Counts(), mesh={"pipe": 1}, loss_fn=lambda output, target: output[0].mean())
+    with pytest.raises(ValueError, match=r"the model returns \(_, 3\) for .* and \(_, 2\) for .*: expected the same f"):
+        pipe.eval_step(X, Y)
 
 
 def test_a_stage_that_returns_no_tensor() -> None:

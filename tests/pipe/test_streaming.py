@@ -17,6 +17,8 @@ from stagewright.partition.graph.chain import given_stages
 from stagewright.partition.graph.first_run import first_run
 from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
+from stagewright.pipe.stages.randomness import Seeder
+from stagewright.pipe.stages.reruns import Reruns
 from stagewright.pipe.stages.stage import Stage
 from stagewright.pipe.stages.weights import WeightVersions
 from stagewright.schedules import ScheduleError, build
@@ -350,9 +352,17 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
     weights = WeightVersions(name="stage 0", module=layer, parameters=list(layer.named_parameters()), count=2)
     seen: list[nn.Parameter] = []
     layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight))
-    stage = Stage(index=0, name="0", train=module, evaluate=module, loss_of=None, recompute="none", weights=weights)
+    stage = Stage(
+        index=0,
+        name="0",
+        module=module.module,
+        loss_of=None,
+        runs_again=False,
+        reruns=Reruns({}, Seeder(0, torch.device("cpu"))),
+        weights=weights,
+    )
     own = layer.weight
     with pytest.raises(RuntimeError, match="mat1 and mat2") if fails else nullcontext():
-        stage.forward(0, [X[:, :1] if fails else X], [False], None, version=0)
+        stage.forward(0, module, [X[:, :1] if fails else X], [False], None, version=0)
     assert seen[0] is not own
     assert layer.weight is own

@@ -1,0 +1,10 @@
+"""Cut units that are the user's own modules: one forward recorded on fake tensors, run in stages as plain Python.
+
+which      modules that are units, and modules that are opened
+intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, seen while a model runs
+templates  arguments with references in the places of tensors
+calls      a record: calls of units, and of torch's functions between them
+recorder   makes one
+flow       what needs what in it, and where a cut may stand
+program    a stage of it, compiled to Python
+"""

@@ -1,0 +1,159 @@
+"""What needs what in a record: calls that count, calls that each stage makes for itself, and what a cut would cost.
+
+tokens, positions = arange(T)  | glue that depends on the model's inputs alone: made wherever it is needed
+h = embedding(tokens)          | position 0
+m = h.mean()                   | nobody needs it: gone
+h = blocks.0(h, positions)     | position 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+from torch import nn
+
+from ..positions import crossing, forbid
+from .calls import GlueCall, Record, UnitCall
+from .templates import Constant, Ref, Slot, State
+
+
+class Flow:
+    """The calls of a record.
+
+    Attributes:
+        record: as it was made.
+        order: the calls that stand on one stage each, ascending.
+        position: of each of these in `order`.
+        maker: value number -> call; none for the model's inputs.
+        values: call -> numbers of the values that it takes.
+        slots: call -> the parameters and buffers that it takes.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.maker = {number: i for i, call in enumerate(record.calls) for number in call.made()}
+        templates = [call.templates() for call in record.calls]
+        self.values = [[each.number for each in found if isinstance(each, Ref)] for found in templates]
+        self.slots = [[each for each in found if isinstance(each, Slot)] for found in templates]
+        self._states = [any(isinstance(each, State) for each in found) for found in templates]
+        self.results = [each.number for each in record.results if isinstance(each, Ref)]
+        live = self._live()
+        self.everywhere = self._everywhere(live)
+        if not live - self.everywhere:  # the model is a function of its inputs alone
+            self.everywhere = frozenset()
+        self.order = sorted(live - self.everywhere)
+        self.position = {call: i for i, call in enumerate(self.order)}
+
+    def call(self, position: int) -> UnitCall | GlueCall:
+        """The call at a position of the order."""
+        return self.record.calls[self.order[position]]
+
+    def sources(self, call: int) -> set[int]:
+        """The calls that it needs."""
+        made = {self.maker[number] for number in self.values[call] if number in self.maker}
+        return (made | self.record.calls[call].behind) - {call}
+
+    def _live(self) -> frozenset[int]:
+        calls = self.record.calls
+        live: set[int] = set()
+        todo = [self.maker[number] for number in self.results if number in self.maker]
+        todo += [i for i, call in enumerate(calls) if isinstance(call, UnitCall) or call.writes or call.is_effect]
+        while todo:
+            call = todo.pop()
+            if call not in live:
+                live.add(call)
+                todo += self.sources(call)
+        return frozenset(live)
+
+    def _everywhere(self, live: Iterable[int]) -> frozenset[int]:
+        """Glue that depends on the model's inputs and on buffers that stand still, and draws nothing."""
+        calls = self.record.calls
+        written = {(id(slot.module), slot.key) for i, call in enumerate(calls) if call.writes for slot in self.slots[i]}
+        opened = {id(module) for module in self.record.opened}
+
+        def is_still(slot: Slot) -> bool:
+            is_buffer = slot.table == "_buffers" and id(slot.module) in opened
+            return is_buffer and (id(slot.module), slot.key) not in written
+
+        found: set[int] = set()
+        for i in sorted(live):
+            call = calls[i]
+            if not isinstance(call, GlueCall) or call.is_random or call.is_effect or call.writes or call.region:
+                continue
+            if not self._states[i] and all(map(is_still, self.slots[i])) and self.sources(i) <= found:
+                found.add(i)
+        return frozenset(found)
+
+    # Costs
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """[n] parameter elements first used at each position."""
+        seen: set[int] = set()
+        found = []
+        for call in self.order:
+            fresh = {id(p): p for p in self.parameters(call) if id(p) not in seen}
+            seen.update(fresh)
+            found.append(float(sum(p.numel() for p in fresh.values())))
+        return found
+
+    def parameters(self, call: int) -> list[nn.Parameter]:
+        """All that it uses."""
+        each = self.record.calls[call]
+        own = list(each.module.parameters()) if isinstance(each, UnitCall) else []
+        return own + [p for slot in self.slots[call] if isinstance(p := slot.tensor(), nn.Parameter)]
+
+    @cached_property
+    def crossing_bytes(self) -> list[float]:
+        """[n] bytes over a cut before each position; infinite where none may be made."""
+        count = len(self.order)
+        last: dict[int, int] = dict.fromkeys(self.results, count - 1)
+        for position, call in enumerate(self.order):
+            for number in self.values[call]:
+                last[number] = max(last.get(number, 0), position)
+        values = [
+            (self.position[call], last[number], self.record.bytes_of[number])
+            for number, call in self.maker.items()
+            if call in self.position and number in last
+        ]
+        pairs = [(self._at_or_behind(a), self._at_or_behind(b)) for a, b, _ in self.record.together]
+        return forbid(crossing(count, values), pairs)
+
+    def _at_or_behind(self, call: int) -> int:
+        return next((i for i, each in enumerate(self.order) if each >= call), len(self.order) - 1)
+
+    def parted(self, stage_of: Mapping[int, int]) -> str | None:
+        """Why these stages separate what belongs together; None if they do not."""
+        for first, second, why in self.record.together:
+            one, other = (self.order[self._at_or_behind(each)] for each in (first, second))
+            if stage_of[one] != stage_of[other]:
+                names = " and ".join(repr(self.name_of(each)) for each in (one, other))
+                return (
+                    f"stages {stage_of[one]} and {stage_of[other]} part {names}{self.record.calls[other].line}: {why}. "
+                    f"Expected both in one stage: split elsewhere, or take an operation that is not in-place "
+                    f"(inplace=False)"
+                )
+        return None
+
+    def name_of(self, call: int) -> str:
+        """For people."""
+        each = self.record.calls[call]
+        return each.name if isinstance(each, UnitCall) else getattr(each.function, "__name__", str(each.function))
+
+    def same_calls(self, other: Flow) -> bool:
+        """Whether another record has the same calls in the same order."""
+        return self.steps == other.steps
+
+    @cached_property
+    def steps(self) -> list[object]:
+        """What is called, in order."""
+        return [
+            each.name if isinstance(each, UnitCall) else each.function
+            for each in (self.record.calls[call] for call in self.order)
+        ]
+
+
+def constants(flow: Flow, call: int) -> list[object]:
+    """Objects among the arguments of a call."""
+    return [each.value for each in flow.record.calls[call].templates() if isinstance(each, Constant)]

@@ -1,0 +1,373 @@
+"""Cut units that are the user's own modules, with the code between them recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..boundaries import joined
+from ..cut import cut_evenly
+from ..export import BatchSizes
+from ..fingerprint import module_form, tensor_form, value_form
+from ..forms import Arguments, Form
+from ..modes import evaluating
+from ..positions import contiguous, stages_by_unit, starts_at
+from ..units import MODEL_INPUT, Cut, EnterUnit, Linked, StageModule, Unit, ValueRef
+from .announce import announcing
+from .calls import Record, UnitCall
+from .flow import Flow
+from .like import stages_like
+from .program import Program
+from .recorder import RecordingError, record
+from .templates import Constant, Ref, Slot, State, Template
+from .which import Roles, has_parts, roles_of
+
+StageOf = Mapping[int, int]  # by call
+
+
+class RecordedUnits:
+    """Modules of a model, and runs of the code between them.
+
+    Arguments:
+        model: recorded as it stands (its training flags decide).
+        example: arguments of a microbatch, of which shapes and types count.
+        device: of the run.
+        enter_unit: told of each unit right before it runs.
+        also_open: paths of units that are opened too.
+
+    Raises RecordingError, with the user's source line, for a model whose code between its units cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Arguments,
+        *,
+        device: torch.device,
+        enter_unit: EnterUnit | None,
+        also_open: Collection[str] = (),
+    ) -> None:
+        self._model = model
+        self._example = example
+        self._device = device
+        self._enter_unit = enter_unit
+        self._opening = Opening(also_open=frozenset(also_open), keep_whole=frozenset())
+        self.flow, self._opening = _record(model, self._opening, example, device=device, training=True)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """One a call of a module that has parameters, with the calls around it that have none."""
+        flow = self.flow
+        crossing = flow.crossing_bytes
+        begins = [
+            i for i in range(len(flow.order)) if not i or (isinstance(flow.call(i), UnitCall) and crossing[i] < 1e300)
+        ]
+        has_parameters = [bool(flow.parameters(call)) for call in flow.order]
+        found: list[Unit] = []
+        for first, end in joined(begins, has_parameters):
+            names = [call.name for i in range(first, end) if isinstance(call := flow.call(i), UnitCall)]
+            kinds = [type(c.module).__name__ for i in range(first, end) if isinstance(c := flow.call(i), UnitCall)]
+            calls = end - first - len(kinds)
+            between = f"{calls} call{'s' if calls > 1 else ''} between modules"
+            description = ", ".join([*kinds, between] if calls else kinds)
+            found.append(Unit(name=(names or ["model"])[0], description=description, first=first, last=end - 1))
+        return tuple(found)
+
+    def evenly(self, num_stages: int) -> Cut:
+        """See ModelUnits; cuts may stand between any two calls. Units are opened where there are too few."""
+        flow = self.flow
+        places = 1 + sum(each < float("inf") for each in flow.crossing_bytes[1:])
+        if places < num_stages:
+            deeper = self._deeper()
+            if deeper is not None:
+                return deeper.evenly(num_stages)
+        return self._contiguous(cut_evenly(flow.weights, num_stages=num_stages, crossing_bytes=flow.crossing_bytes))
+
+    def at(self, split_points: Sequence[str]) -> Cut:
+        """See ModelUnits; any module that the model runs may begin a stage."""
+        first: dict[str, int] = {}
+        inside: set[str] = set()
+        for i in range(len(self.flow.order)):
+            call = self.flow.call(i)
+            if not isinstance(call, UnitCall):
+                continue
+            parts = call.name.split(".")
+            for end in range(1, len(parts) + 1):
+                first.setdefault(".".join(parts[:end]), i)
+            inside |= {f"{call.name}.{name}" for name, _ in call.module.named_modules() if name}
+        wanted = [point for point in split_points if point not in first and point in inside]
+        if wanted:
+            return self._with_open(_above(wanted, self.flow)).at(split_points)
+        return self._contiguous(starts_at(split_points, first))
+
+    def by_unit(self, stage_of: Mapping[str, int]) -> Cut:
+        """See ModelUnits; stages need not be contiguous, but none needs what a later one makes."""
+        flow = self.flow
+        sources = [
+            [flow.position[source] for source in flow.sources(call) if source in flow.position] for call in flow.order
+        ]
+        return self._cut(stages_by_unit(self.units, stage_of, sources))
+
+    def _contiguous(self, starts: Sequence[int]) -> Cut:
+        return self._cut(contiguous(starts, len(self.flow.order)))
+
+    def _deeper(self) -> RecordedUnits | None:
+        """The same with every unit opened that has parts; None where none has."""
+        calls = [call for i in range(len(self.flow.order)) if isinstance(call := self.flow.call(i), UnitCall)]
+        paths = {_path(call) for call in calls if has_parts(call.module)} - self._opening.keep_whole
+        return self._with_open(paths) if paths else None
+
+    def _with_open(self, paths: Collection[str]) -> RecordedUnits:
+        return RecordedUnits(
+            self._model,
+            self._example,
+            device=self._device,
+            enter_unit=self._enter_unit,
+            also_open=self._opening.also_open | set(paths),
+        )
+
+    def _cut(self, stages: Sequence[int]) -> Cut:
+        """ValueError for stages that part what belongs together."""
+        stage_of = dict(zip(self.flow.order, stages, strict=True))
+        parted = self.flow.parted(stage_of)
+        if parted is not None:
+            raise ValueError(parted)
+        how = _How(
+            model=self._model, opening=self._opening, device=self._device, enter_unit=self._enter_unit, training=True
+        )
+        return how.cut(self.flow, stage_of, 1 + max(stages), self._example)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Exceptions from the rule which modules are units; see `roles_of`."""
+
+    also_open: frozenset[str]
+    keep_whole: frozenset[str]
+
+    def roles(self, model: nn.Module) -> Roles:
+        """The modules of a model, or of a copy of it, by the rule and these exceptions."""
+        return roles_of(model, also_open=self.also_open, keep_whole=self.keep_whole)
+
+
+def _record(
+    model: nn.Module, opening: Opening, example: Arguments, *, device: torch.device, training: bool
+) -> tuple[Flow, Opening]:
+    """A record; a module whose own code cannot be recorded is kept whole, unless it is the model itself."""
+    while True:
+        try:
+            return Flow(record(model, opening.roles(model), example, device=device, training=training)), opening
+        except RecordingError as error:
+            if not error.inside or error.inside in opening.keep_whole:
+                raise
+            opening = Opening(
+                also_open=frozenset(p for p in opening.also_open if p != error.inside),
+                keep_whole=opening.keep_whole | {error.inside},
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """All that makes stages of a record, beside the record."""
+
+    model: nn.Module
+    opening: Opening
+    device: torch.device
+    enter_unit: EnterUnit | None
+    training: bool
+
+    def cut(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments) -> Cut:
+        """The stages."""
+        pieces = [_piece(flow, stage_of, stage, num_stages, self.enter_unit) for stage in range(num_stages)]
+        return Cut(
+            pieces=tuple(pieces),
+            batch_sizes=BatchSizes(),
+            output_form=flow.record.output_form,
+            evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other),
+            entering=lambda model, enter: announcing(self.opening.roles(model), enter),
+            is_live=True,
+            again=lambda other: self._like(flow, stage_of, num_stages, other),
+            fixed=lambda: _fixed(flow.record, training=self.training),
+        )
+
+    def _in_evaluation(self) -> _How:
+        return _How(
+            model=self.model, opening=self.opening, device=self.device, enter_unit=self.enter_unit, training=False
+        )
+
+    def _like(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments) -> Cut:
+        """The same cut of a record made now, for these inputs."""
+        with evaluating(*(() if self.training else (self.model,))):
+            found, opening = _record(self.model, self.opening, example, device=self.device, training=self.training)
+        if opening != self.opening:
+            odd = sorted(opening.keep_whole - self.opening.keep_whole)[0]
+            raise ValueError(
+                f"module {odd!r} cannot be recorded for inputs of other shapes, or in evaluation mode, as it was when "
+                f"the stages were built: expected code that makes the same calls in all of them"
+            )
+        return self.cut(found, stages_like(flow, stage_of, found), num_stages, example)
+
+
+def _path(call: UnitCall) -> str:
+    return call.name.partition("#")[0]
+
+
+def _above(points: Collection[str], flow: Flow) -> set[str]:
+    """The units that hold these modules, and all between."""
+    units = {_path(call) for i in range(len(flow.order)) if isinstance(call := flow.call(i), UnitCall)}
+    found = set()
+    for point in points:
+        parts = point.split(".")
+        above = [".".join(parts[:end]) for end in range(1, len(parts))]
+        found |= set(above[next(i for i, path in enumerate(above) if path in units) :])
+    return found
+
+
+def _fixed(record: Record, *, training: bool) -> object:
+    """What a record has taken from the modules that it opened: another value makes another record."""
+    return tuple(
+        tuple(
+            (key, _shallow(value))
+            for key, value in vars(module).items()
+            if not key.startswith("_") and (training or key != "training")
+        )
+        for module in record.opened
+    )
+
+
+def _shallow(value: object) -> object:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(x if isinstance(x, bool | int | float | str | None) else id(x) for x in value)
+    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value):
+        plain = bool | int | float | str | None
+        return id(value), tuple((k, v) for k, v in vars(value).items() if isinstance(v, plain))
+    return id(value)
+
+
+# Stages
+
+
+def _piece(flow: Flow, stage_of: StageOf, stage: int, num_stages: int, enter_unit: EnterUnit | None) -> RecordedPiece:
+    given, own = _needed(flow, stage_of, stage, is_last=stage == num_stages - 1)
+    outputs: Sequence[Template] = flow.record.results
+    if stage < num_stages - 1:
+        outputs = [Ref(number) for number in _travelling(flow, stage_of, stage, num_stages)]
+
+    def source(number: int) -> ValueRef:
+        maker = flow.maker.get(number)
+        if maker is None:
+            return ValueRef(MODEL_INPUT, number)
+        producer = stage_of[maker]
+        return ValueRef(producer, _travelling(flow, stage_of, producer, num_stages).index(number))
+
+    return RecordedPiece(
+        flow=flow,
+        calls=tuple(own),
+        given=tuple(given),
+        inputs=tuple(map(source, given)),
+        outputs=tuple(outputs),
+        enter_unit=enter_unit,
+    )
+
+
+def _travelling(flow: Flow, stage_of: StageOf, stage: int, num_stages: int) -> list[int]:
+    """Numbers of the values that a stage makes and later ones take."""
+    taken = {number for call, its_stage in stage_of.items() if its_stage > stage for number in flow.values[call]}
+    if stage < num_stages - 1:
+        taken |= set(flow.results)
+    return sorted(n for n in taken if n in flow.maker and stage_of.get(flow.maker[n]) == stage)
+
+
+def _needed(flow: Flow, stage_of: StageOf, stage: int, *, is_last: bool) -> tuple[list[int], list[int]]:
+    """Values that come from elsewhere, and the calls that the stage makes."""
+    given: set[int] = set()
+    calls: set[int] = set()
+    todo = [call for call, its in stage_of.items() if its == stage]
+
+    def want(number: int) -> None:
+        maker = flow.maker.get(number)
+        if maker is not None and (maker in flow.everywhere or stage_of[maker] == stage):
+            todo.append(maker)
+        else:
+            given.add(number)
+
+    for number in flow.results if is_last else ():
+        want(number)
+    while todo:
+        call = todo.pop()
+        if call in calls:
+            continue
+        calls.add(call)
+        todo += [each for each in flow.record.calls[call].behind if each in flow.everywhere]
+        for number in flow.values[call]:
+            want(number)
+    return sorted(given), sorted(calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPiece:
+    """One stage of a recorded model.
+
+    Arguments:
+        flow: of the record.
+        calls: that it makes, ascending.
+        given: numbers of the values that it takes.
+        inputs: where they come from.
+        outputs: that it returns.
+    """
+
+    flow: Flow
+    calls: tuple[int, ...]
+    given: tuple[int, ...]
+    inputs: tuple[ValueRef, ...]
+    outputs: tuple[Template, ...]
+    enter_unit: EnterUnit | None
+
+    @property
+    def name(self) -> str:
+        """See Piece."""
+        own = [call for call in self.calls if call in self.flow.position]
+        names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
+        names = names or [self.flow.name_of(call) for call in own]
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+    @property
+    def end(self) -> str:
+        """See Piece."""
+        return self.name
+
+    def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
+        """See Piece."""
+        module = Program(self.flow, self.calls, inputs=self.given, outputs=self.outputs, enter_unit=self.enter_unit)
+        return Linked(module=module, inputs=self.inputs, is_flat=True)
+
+    def form(self) -> object:
+        """See Piece."""
+        number = {value: i for i, value in enumerate(self.given)}
+
+        def text(template: Template) -> object:
+            if isinstance(template, Ref):
+                return "value", number[template.number]
+            if isinstance(template, Slot):
+                return tensor_form(template.tensor())
+            if isinstance(template, Constant):
+                return value_form(template.value)
+            if isinstance(template, State):
+                return template.kind, tuple(map(text, template.attributes.values()))
+            return template.kind, tuple(map(text, template.parts)), template.keys
+
+        found: list[Any] = []
+        for i in self.calls:
+            call = self.flow.record.calls[i]
+            what = module_form(call.module) if isinstance(call, UnitCall) else call.function
+            found.append((what, text(call.args), text(call.kwargs), call.context, call.region is not None))
+            for made in call.made():
+                number[made] = len(number)
+        return tuple(found), tuple(map(text, self.outputs))

@@ -1,0 +1,607 @@
+"""One forward of a model on fake tensors, recorded: calls of units, and of torch's public functions between them."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..forms import Arguments, Form
+from ..made_up import call_for_shapes
+from ..modes import uncompiled
+from ..source_line import first_line, is_users, users_line
+from ..stand_ins import stand_ins
+from ..untouched import untouched
+from .calls import Call, Context, GlueCall, Modes, Record, Region, Store, UnitCall
+from .intercept import listening
+from .templates import Constant, Parts, Ref, Slot, State, Template, make_template
+from .which import Roles
+
+_HOOKED = {
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+}
+_SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
+_OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NUMBERS = int | float | complex | str | bytes | None
+_FIXED = (
+    _NUMBERS
+    | type
+    | enum.Enum
+    | nn.Module
+    | np.ndarray
+    | torch.Generator
+    | torch.dtype
+    | torch.device
+    | torch.Size
+    | torch.layout
+    | torch.memory_format
+)
+_GLUE = -1  # who made a tensor, where it was no unit
+
+
+class RecordingError(ValueError):
+    """A forward does what cannot be recorded.
+
+    Arguments:
+        inside: path of the module that was opened and whose code does it.
+    """
+
+    def __init__(self, message: str, *, inside: str) -> None:
+        super().__init__(message)
+        self.inside = inside
+
+
+class _RefusedError(Exception):
+    """Raised where the user's code does what cannot be recorded."""
+
+
+def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
+    """Run the model once, on fake tensors, in the mode in which its modules stand; it stays as it was.
+
+    Arguments:
+        example: arguments, of whose tensors shapes and types count.
+        training: whether a graph is built.
+
+    Raises RecordingError, with the user's source line, for what cannot be recorded.
+    """
+    for path, module in roles.opened.items():
+        hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
+        if hooks is not None:
+            raise RecordingError(f"{_shown(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
+    grad = torch.enable_grad() if training else torch.no_grad()
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, device=device))
+        stack.enter_context(uncompiled())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(grad)
+        given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+        stack.enter_context(stand_ins(model, device))
+        recorder = _Recorder(model, roles, given.tensors)
+        try:
+            with listening(recorder, {id(each): each for each in (*roles.opened.values(), *roles.units.values())}):
+                with recorder.watching():
+                    output: object = given.call(model)
+                return recorder.finish(output)
+        except Exception as error:
+            inside = recorder.inside
+            reason = str(error) if isinstance(error, _RefusedError) else first_line(error)
+            line = recorder.line if isinstance(error, _RefusedError) and not users_line(error) else users_line(error)
+            raise RecordingError(f"{reason}{line}", inside=inside) from error
+
+
+class _Recorder:
+    """Listens to one forward; see `Listener`."""
+
+    def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
+        self._roles = roles
+        self._path_of = {id(module): path for path, module in (*roles.opened.items(), *roles.units.items())}
+        self._units = {id(module) for module in roles.units.values()}
+        self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
+        self._slots = {
+            id(value): Slot(module, table, key)
+            for module in model.modules()
+            for table in ("_parameters", "_buffers")
+            for key, value in vars(module)[table].items()
+            if value is not None
+        }
+        self._slot_memory = {_memory(slot.tensor()) for slot in self._slots.values()} - {None}
+        self._stored = {
+            (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
+        }
+        self._plain = {path: _plain_attributes(module) for path, module in roles.opened.items()}
+        self._around = Modes.now()
+        self._hooks_around = _saved_tensor_hooks()
+        self._calls: list[UnitCall | GlueCall] = []
+        self._times: dict[str, int] = {}
+        self._number: dict[int, int] = {}  # of the value that a tensor is now, by id
+        self._bytes: dict[int, float] = {}
+        self._made_by: list[int] = []  # call, by value number; -1: an input
+        self._grad_fn: dict[int, object] = {}
+        self._kept: list[object] = []  # an id stays one object's
+        self._last_write: dict[object, int] = {}  # memory -> the call that changed it last
+        self._sharing: dict[object, list[int]] = {}  # memory -> numbers of the values over it
+        self._together: list[tuple[int, int, str]] = []
+        self._states: dict[int, State] = {}
+        self._enters = 0
+        self._stack = [""]
+        self._regions: list[Region] = []
+        self._running: int | None = None  # the call of a unit or function that is under way
+        self._owner: dict[int, int] = {}  # call in which a tensor came to be, by id; _GLUE: outside of units
+        self._is_busy = False  # looking at tensors itself
+        self._passed: set[int] = set()  # ids of what it was given
+        self._passed_memory: set[object] = set()
+        self._drew = False
+        self._generators = _generators()
+        for x in inputs:
+            self._new_value(x, call=-1)
+            self._owner[id(x)] = _GLUE
+
+    @property
+    def inside(self) -> str:
+        """The opened module whose code runs."""
+        return self._stack[-1]
+
+    @property
+    def line(self) -> str:
+        """Where the user's code stands: " at file:line, in function"."""
+        return _line()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: every operation is seen."""
+        with _Operations(self._operation):
+            yield
+
+    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            self._drew = True
+        me = self._running
+        is_unit = me is not None and (me >= len(self._calls) or isinstance(self._calls[me], UnitCall))
+        if is_unit and me is not None:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
+                    self._look_at(leaf, me)
+        result = function(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._owner:
+                self._owner[id(leaf)] = me if is_unit and me is not None else _GLUE
+                self._kept.append(leaf)
+        return result
+
+    def _look_at(self, tensor: torch.Tensor, unit: int) -> None:
+        """A tensor that a unit works on and that it was not given."""
+        owner = self._owner.get(id(tensor))
+        if owner is None or owner == unit or id(tensor) in self._slots or _memory(tensor) in self._passed_memory:
+            return
+        if owner == _GLUE:
+            raise _RefusedError(
+                f"{self._unit_name} takes a tensor of shape {tuple(tensor.shape)} that the code around it made, and "
+                f"that is none of its arguments (it lies in an attribute or an object)"
+            )
+        first = self._calls[owner]
+        assert isinstance(first, UnitCall)
+        self._together.append((owner, unit, f"{self._unit_name} reads what {first.name} left in an object"))
+
+    # What is listened to
+
+    def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Listener."""
+        if self._running is not None:
+            return call(*args, **kwargs)
+        path = self._path_of[id(module)]
+        if id(module) not in self._units:
+            self._stack.append(path)
+            value = call(*args, **kwargs)
+            self._stack.pop()
+            return value
+        self._check_drawn()
+        self._note_stores()
+        self._times[path] = times = self._times.get(path, 0) + 1
+        name = path if times == 1 else f"{path}#{times}"
+        self._unit_name = name
+        return self._make(
+            lambda: call_for_shapes(module, args, kwargs, call=call),
+            args,
+            kwargs,
+            lambda common: UnitCall(**common, name=name, module=module),
+            is_unit=True,
+            is_random=lambda: True,
+        )
+
+    def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Listener."""
+        if self._running is not None or self._is_busy:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.__iter__:
+            return iter(self.function(torch.Tensor.unbind, args, kwargs))
+        if function is torch.Tensor.backward:
+            raise _RefusedError("the forward runs a backward")
+        self._note_stores()
+        self._drew = False
+        return self._make(
+            lambda: function(*args, **kwargs),
+            args,
+            kwargs,
+            lambda common: GlueCall(
+                **common, function=function, is_random=self._drew, is_effect=function in _SETTERS | _HOOKED
+            ),
+            is_unit=False,
+            is_random=lambda: self._drew,
+            is_effect=function in _SETTERS,
+            is_hook=function in _HOOKED,
+        )
+
+    def autograd_function(
+        self,
+        kind: type[torch.autograd.Function],
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """See Listener."""
+        if self._running is not None:
+            return apply(*args, **kwargs)
+        self._drew = False
+        return self._make(
+            lambda: apply(*args, **kwargs),
+            args,
+            kwargs,
+            lambda common: GlueCall(**common, function=kind.apply, is_random=self._drew, is_effect=False),
+            is_unit=False,
+            is_random=lambda: self._drew,
+        )
+
+    def reentrant(
+        self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
+    ) -> Any:
+        """See Listener."""
+        if self._running is not None:
+            return apply(function, preserve, *args)
+        with self._region({"use_reentrant": True, "preserve_rng_state": preserve}):
+            return function(*args)
+
+    def not_reentrant(
+        self,
+        generator: Callable[..., Generator[None]],
+        function: Callable[..., Any],
+        options: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> AbstractContextManager[None]:
+        """See Listener."""
+        if self._running is not None:
+            return contextmanager(generator)(function, *options.values(), *args, **kwargs)
+        return self._region({"use_reentrant": False, **options})
+
+    @contextmanager
+    def _region(self, options: Mapping[str, Any]) -> Iterator[None]:
+        if self._regions:  # one within another: the outer one keeps less
+            with nullcontext():
+                yield
+            return
+        self._regions.append(Region(options=options))
+        yield
+        self._regions.pop()
+
+    # Making a call
+
+    def _make(self, *args: Any, **options: Any) -> Any:
+        self._is_busy = True
+        try:
+            return self._make_busy(*args, **options)
+        finally:
+            self._is_busy = False
+
+    def _make_busy(
+        self,
+        call: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        build: Callable[[dict[str, Any]], UnitCall | GlueCall],
+        *,
+        is_unit: bool,
+        is_random: Callable[[], bool],
+        is_effect: bool = False,
+        is_hook: bool = False,
+    ) -> Any:
+        if not is_unit:
+            self._check_drawn()
+        me = len(self._calls)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in given]
+        modes = Modes.now()
+        try:  # before the call, which may change what it is given
+            templates, refused = self._templates(args, kwargs), None
+        except _RefusedError as error:
+            templates, refused = None, error
+        self._running = me
+        self._passed = {id(x) for x in given} | (self._ids_in_states(args, kwargs) if is_unit else set())
+        self._passed_memory = {_memory(x) for x in given} - {None}
+        try:
+            result = call()
+        finally:
+            self._running = None
+        self._generators = _generators()
+        leaves, structure = pytree.tree_flatten(result)
+        changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
+        made = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if is_effect or is_hook:
+            changed = given[:1]
+        if not (is_unit or made or changed):
+            return result
+        if _saved_tensor_hooks() != self._hooks_around and not self._regions:
+            raise _RefusedError("saved_tensors_hooks are in force between the units")
+        if templates is None:
+            assert refused is not None
+            raise refused
+        _refuse_fakes_in_closures(args, kwargs)
+        common: dict[str, Any] = {
+            "args": templates[0],
+            "kwargs": templates[1],
+            "context": modes.differing(self._around),
+            "region": self._regions[-1] if self._regions else None,
+            "line": _line(),
+            "results": {},
+            "structure": structure,
+            "changed": {},
+            "behind": frozenset(self._last_write[memory] for x in given if (memory := _memory(x)) in self._last_write),
+        }
+        record = build(common)
+        self._calls.append(record)
+        if is_random():
+            record.enters = self._enters
+            self._enters += 1
+        for x in {id(x): x for x in changed}.values():
+            self._note_change(record, me, x, is_hook=is_hook)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                record.results[place] = self._new_value(leaf, call=me)
+        return result
+
+    def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
+        memory = _memory(tensor)
+        why = (
+            "one has a hook on the other's value" if is_hook else "they share memory that one of them changes in place"
+        )
+        before = self._number.get(id(tensor))
+        if memory is not None and not is_hook:
+            if memory in self._slot_memory:
+                record.writes = True
+            for number in self._sharing.get(memory, ()):
+                if number != before:
+                    self._together.append((self._made_by[number], me, why))
+            self._last_write[memory] = me
+        if before is None:
+            if id(tensor) not in self._slots:
+                raise _RefusedError(f"{self._what(tensor)} is changed in place")
+            record.writes = True
+            return
+        if is_hook:
+            self._together.append((self._made_by[before], me, why))
+        record.changed[before] = self._new_value(tensor, call=me)
+
+    def _new_value(self, tensor: torch.Tensor, *, call: int) -> int:
+        number = len(self._made_by)
+        self._made_by.append(call)
+        self._number[id(tensor)] = number
+        self._grad_fn[id(tensor)] = tensor.grad_fn
+        self._kept.append(tensor)
+        self._bytes[number] = float(tensor.nbytes) if tensor.layout == torch.strided else float(tensor.numel() * 8)
+        memory = _memory(tensor)
+        if memory is not None:
+            self._sharing.setdefault(memory, []).append(number)
+        return number
+
+    # Templates
+
+    def _templates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Template, Template]:
+        return make_template(args, self._leaf), make_template(kwargs, self._leaf)
+
+    def _leaf(self, value: object) -> Template:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if _is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
+            return Constant(value)
+        if id(value) not in self._states:
+            state = State(
+                len(self._states),
+                type(value),
+                {key: make_template(each, self._leaf) for key, each in vars(value).items()},
+                _items(value, self._leaf),
+            )
+            self._states[id(value)] = state
+            self._kept.append(value)
+        return self._states[id(value)]
+
+    def _tensor(self, tensor: torch.Tensor) -> Template:
+        known = self._number.get(id(tensor))
+        if known is not None:
+            if tensor.grad_fn is not self._grad_fn[id(tensor)] and _memory(tensor) not in self._last_write:
+                raise _RefusedError(f"{self._what(tensor)} has got another history")
+            return Ref(known)
+        if id(tensor) in self._slots:
+            return self._slots[id(tensor)]
+        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise _RefusedError(f"{self._what(tensor)} is used")
+        return Constant(tensor)
+
+    def _what(self, tensor: torch.Tensor) -> str:
+        owner = self._owner.get(id(tensor), _GLUE)
+        shape = f"a tensor of shape {tuple(tensor.shape)}"
+        if owner >= 0:
+            first = self._calls[owner]
+            assert isinstance(first, UnitCall)
+            return f"{shape} that {first.name} made and did not return"
+        return f"{shape} that was not made by a public function of torch (vmap, for example)"
+
+    def _ids_in_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """Ids of the tensors that objects among the arguments had when they were first seen."""
+        numbers: set[int] = set()
+
+        def look(template: Template) -> None:
+            if isinstance(template, Ref):
+                numbers.add(template.number)
+
+        for value in pytree.tree_leaves((args, kwargs)):
+            state = self._states.get(id(value))
+            if state is not None:
+                from .templates import walk
+
+                for each in walk(state):
+                    look(each)
+        return {key for key, number in self._number.items() if number in numbers}
+
+    # The end
+
+    def _note_stores(self) -> None:
+        """Buffers that the code between the units has assigned anew."""
+        for (path, key), before in self._stored.items():
+            module = self._roles.opened[path]
+            value = module._buffers.get(key)
+            if value is before:
+                continue
+            self._stored[path, key] = value
+            self._is_busy = True
+            template = None if value is None else self._tensor(value)
+            self._is_busy = False
+            if not isinstance(template, Ref):
+                raise _RefusedError(f"buffer {key!r} of {_shown(path)} becomes {'None' if value is None else 'odd'}")
+            store = GlueCall(
+                args=Parts(tuple, (template, Slot(module, "_buffers", key))),
+                kwargs=Parts(dict, ()),
+                context=Context(),
+                region=self._regions[-1] if self._regions else None,
+                line=_line(),
+                results={},
+                structure=pytree.tree_structure(None),
+                changed={},
+                writes=True,
+                function=Store(module, key),
+                is_random=False,
+                is_effect=True,
+            )
+            self._calls.append(store)
+
+    def _check_drawn(self) -> None:
+        if _generators() != self._generators:
+            raise _RefusedError("the code between the modules draws from Python's or numpy's random generator")
+
+    def finish(self, output: object) -> Record:
+        """The record, from what the model returned."""
+        self._check_drawn()
+        self._is_busy = True
+        form, tensors = Form.of_output(output)
+        results = [self._tensor(leaf) for leaf in tensors]
+        self._note_stores()
+        for path, module in self._roles.opened.items():
+            changed = [k for k, v in _plain_attributes(module).items() if self._plain[path].get(k, v) != v]
+            if changed:
+                raise _RefusedError(f"attribute {changed[0]!r} of {_shown(path)} is changed by its own forward")
+        return Record(
+            num_inputs=self._made_by.count(-1),
+            calls=tuple(self._calls),
+            results=tuple(results),
+            output_form=form,
+            bytes_of=self._bytes,
+            together=(*self._together, *self._around_writes()),
+            opened=tuple(self._roles.opened.values()),
+        )
+
+    def _around_writes(self) -> Iterator[tuple[int, int, str]]:
+        """Calls that take a buffer which the code between the units writes to: one stage makes them all."""
+        taking: dict[Slot, list[int]] = {}
+        for i, call in enumerate(self._calls):
+            for each in call.templates():
+                if isinstance(each, Slot):
+                    taking.setdefault(each, []).append(i)
+        for slot, calls in taking.items():
+            if any(self._calls[i].writes for i in calls):
+                for first, second in pairwise(calls):
+                    yield first, second, f"both take buffer {slot.key!r}, which changes"
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._tell(func, args, kwargs or {})
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether no forward changes it."""
+    return isinstance(value, _FIXED) or callable(value)
+
+
+def _items(value: object, leaf: Callable[[object], Template]) -> Template | None:
+    if isinstance(value, dict):
+        return make_template(dict(value), leaf)
+    if isinstance(value, list):
+        return make_template(list(value), leaf)
+    return None
+
+
+def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in pytree.tree_leaves((args, kwargs)):
+        cells = getattr(value, "__closure__", None) or ()
+        for cell in cells:
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                continue
+            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(content)):
+                raise _RefusedError("a function that is passed on closes over a tensor of this forward")
+
+
+def _generators() -> tuple[object, ...]:
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()
+
+
+def _saved_tensor_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    kinds = bool | int | float | str | None
+    found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
+    return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
+
+
+def _shown(path: str) -> str:
+    return f"module {path!r}" if path else "the model"
+
+
+def _line() -> str:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            name = frame.f_code.co_filename
+            return f" at {name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,115 @@
+"""Arguments of a call with references in the places of tensors, and the Python that puts them together again.
+
+Ref       a value that the model's inputs or an earlier call gave
+Slot      an entry of a module's table of parameters or buffers, looked up when the call is made
+Constant  the object itself: numbers, types, functions, tensors of the user's own that no module owns
+State     an object that the forward made, such as a cache: made anew, once in each run of a stage
+Parts     a tuple, list, dict, slice or any container that torch's pytrees know, of templates
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_WRITTEN_OUT = (int, bool, str, type(None), float)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Entry `key` of `module._parameters` or `module._buffers`."""
+
+    module: nn.Module
+    table: str
+    key: str
+
+    def tensor(self) -> torch.Tensor:
+        """What stands there now."""
+        value = getattr(self.module, self.table)[self.key]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The object itself."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An object with attributes, or a dict or list of a class of its own.
+
+    Arguments:
+        number: the same for the same object.
+        attributes: as they were when the object was first seen.
+    """
+
+    number: int
+    kind: type
+    attributes: Mapping[str, Template]
+    items: Template | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A container.
+
+    Arguments:
+        kind: tuple, list, dict or slice; None: any that `spec` makes.
+        keys: of a dict.
+    """
+
+    kind: type | None
+    parts: tuple[Template, ...]
+    keys: tuple[Any, ...] = ()
+    spec: pytree.TreeSpec | None = None
+
+
+Template = Ref | Slot | Constant | State | Parts
+
+
+def make_template(value: object, leaf: Callable[[object], Template]) -> Template:
+    """The template of a value; `leaf` makes those of tensors and of what is no container."""
+    kind = type(value)
+    if isinstance(value, tuple | list) and kind in (tuple, list):
+        return Parts(kind, tuple(make_template(each, leaf) for each in value))
+    if isinstance(value, dict) and kind is dict:
+        return Parts(dict, tuple(make_template(each, leaf) for each in value.values()), tuple(value))
+    if isinstance(value, slice):
+        return Parts(slice, tuple(make_template(each, leaf) for each in (value.start, value.stop, value.step)))
+    if kind in pytree.SUPPORTED_NODES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        leaves, spec = pytree.tree_flatten(value)
+        return Parts(None, tuple(make_template(each, leaf) for each in leaves), spec=spec)
+    return leaf(value)
+
+
+def walk(template: Template) -> Iterator[Template]:
+    """The template and all in it."""
+    yield template
+    parts: Sequence[Template] = ()
+    if isinstance(template, Parts):
+        parts = template.parts
+    elif isinstance(template, State):
+        parts = [*template.attributes.values(), *([] if template.items is None else [template.items])]
+    for part in parts:
+        yield from walk(part)
+
+
+def is_written_out(value: object) -> bool:
+    """Whether a constant's text in Python makes it again."""
+    return type(value) in _WRITTEN_OUT and (not isinstance(value, float) or math.isfinite(value))

@@ -1,0 +1,72 @@
+"""Which modules of a model are cut units: they run as they are; the ones that are opened are recorded.
+
+model                opened: its forward is recorded, as calls of units and of torch's functions between them
+  embedding          a unit, since it holds no list of modules
+  encoder            opened, since it does
+    layers.0         a unit, as every element of a ModuleList, ModuleDict or Sequential
+    layers.1
+    norm             a unit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """The modules of a model by what happens when they are called.
+
+    Arguments:
+        opened: recorded, by path ("" is the model).
+        units: run whole, by path.
+    """
+
+    opened: dict[str, nn.Module]
+    units: dict[str, nn.Module]
+
+
+def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: Collection[str] = ()) -> Roles:
+    """The rule above.
+
+    Arguments:
+        also_open: paths of modules that are opened although they would be units.
+        keep_whole: paths of modules that are units although they would be opened.
+    """
+    opened: dict[str, nn.Module] = {"": model}
+    units: dict[str, nn.Module] = {}
+    known = {id(model)}
+
+    def look_into(module: nn.Module, path: str) -> None:
+        is_list = isinstance(module, _LISTS)
+        for name, child in module._modules.items():
+            if child is None or id(child) in known:
+                continue
+            known.add(id(child))
+            inner = f"{path}.{name}" if path else name
+            if inner in also_open or (inner not in keep_whole and _is_opened(child, is_element=is_list)):
+                opened[inner] = child
+                look_into(child, inner)
+            else:
+                units[inner] = child
+
+    look_into(model, "")
+    return Roles(opened=opened, units=units)
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Whether there is something to open."""
+    return any(child is not None for child in module._modules.values())
+
+
+def _is_opened(child: nn.Module, *, is_element: bool) -> bool:
+    if isinstance(child, nn.ModuleList | nn.ModuleDict):
+        return True  # nobody calls it
+    if is_element:
+        return False
+    return any(isinstance(part, _LISTS) for part in child.modules())

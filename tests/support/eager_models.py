@@ -1,0 +1,401 @@
+"""Models that are no nn.Sequential and whose Python does what a traced graph loses: one a thing.
+
+Each takes [N, WIDTH] and returns [N, WIDTH]; `blocks` are its units, `forward` is what runs between them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Reversal(torch.autograd.Function):
+    """Identity forwards, the negative gradient backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.5 * grad
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: rounded forwards, as if it were not backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Negated(torch.autograd.Function):
+    """In the other style, with setup_context."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return -grad * ctx.factor, None
+
+
+reversal = Reversal.apply  # as tutorials do: bound when the module is imported
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 4) -> None:
+        super().__init__()
+        self.stem = linear()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+        self.head = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# --- in units ---
+
+
+class FunctionBlock(Block):
+    """Two custom functions, one of them bound to a name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reversal(super().forward(Rounded.apply(x)))
+
+
+class CheckpointedBlock(Block):
+    """Keeps its input alone."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+class ReentrantBlock(CheckpointedBlock):
+    """The older way."""
+
+    use_reentrant = True
+
+
+class HookedBlock(Block):
+    """Hooks of all kinds, each of which changes gradients or values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.up.register_full_backward_hook(self._scale)
+        self.norm.register_forward_hook(lambda module, args, output: output * 1.25)
+        self.down.register_forward_pre_hook(lambda module, args: (args[0] * 0.75,))
+        self.register_full_backward_pre_hook(lambda module, grads: tuple(1.5 * g for g in grads))
+
+    def _scale(self, module: nn.Module, given: Any, _: Any) -> Any:
+        self.seen.append("backward")
+        return tuple(None if g is None else 0.5 * g for g in given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: 2 * grad)
+        return y
+
+
+class AssigningBlock(Block):
+    """Its buffer is another tensor after each forward."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.average)
+
+
+class CountingBlock(Block):
+    """Counts its calls, and does something else at every third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(x.shape[0])
+        return super().forward(2 * x if self.calls % 3 == 0 else x)
+
+
+class AutocastBlock(Block):
+    """Some of it in half precision, whatever is around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.up(self.norm(x))
+        return x + self.down(torch.tanh(y.to(x.dtype)))
+
+
+class SparseBlock(nn.Module):
+    """A mixture of experts: each sees the samples that choose it, by nonzero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = (choice == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return x + out
+
+
+class BranchingBlock(Block):
+    """A branch on a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
+
+
+class DroppingBlock(Block):
+    """LayerDrop inside the layer, with Python's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.4 else super().forward(x)
+
+
+# --- between units ---
+
+
+class FunctionsBetween(Stack):
+    """Custom functions between the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        x = reversal(first(x))
+        x = second(Rounded.apply(x))
+        return self.head(fourth(Negated.apply(third(x), 0.5)))
+
+
+class CheckpointedBetween(Stack):
+    """The loop over the blocks calls checkpoint, as many models do."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class ReentrantBetween(CheckpointedBetween):
+    """The older way."""
+
+    use_reentrant = True
+
+
+class CheckpointedTogether(Stack):
+    """Two blocks and what is between them, in one checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i in (0, 2):
+            one, other = self.blocks[i], self.blocks[i + 1]
+            scale = x.mean(-1, keepdim=True)
+            x = checkpoint(lambda h, one=one, other=other, s=scale: other(one(h) * s) + h, x, use_reentrant=False)
+        return x
+
+
+class HooksBetween(Stack):
+    """A hook on a value that several blocks take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        h = first(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: 3 * grad)
+        return self.head(fourth(third(second(h) + h) * h))
+
+
+class AutocastBetween(Stack):
+    """Half precision around some of the blocks, none around one of them, and one without a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = first(x) @ first(x).T
+            with torch.autocast("cpu", enabled=False):
+                y = second(h.to(x.dtype) @ x)
+        with torch.no_grad():
+            frozen = third(y)
+        return self.head(fourth(y + frozen))
+
+
+class Twice(Stack):
+    """A block that runs again, and a skip over everything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, _ = self.blocks
+        h = first(x)
+        return self.head(second(third(second(h)))) + h
+
+
+class UShaped(nn.Module):
+    """Down and up again, with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        for layer in self.up:
+            x = torch.relu(layer(x)) + kept.pop()
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    """Every block of the decoder takes what the encoder made, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            nn.ModuleList(Block() for _ in range(2)),
+            nn.ModuleList(Attends() for _ in range(3)),
+        )
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("offset", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril()
+        memory = x
+        for block in self.encoder:
+            memory = block(memory)
+        y = x * self.scale + self.offset
+        for layer in self.decoder:
+            y = layer(y, memory=memory, mask=mask)
+        return y
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = linear(), linear()
+
+    def forward(self, x: Tensor, *, memory: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.query(x) @ self.key(memory).T).masked_fill(~mask, -1e9)
+        return x + scores.softmax(-1) @ memory
+
+
+class Cache:
+    """Of keys and values, as transformers has one: every layer fills its own place."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+    def update(self, index: int, value: Tensor) -> Tensor:
+        while len(self.layers) <= index:
+            self.layers.append(torch.zeros(0))
+        self.layers[index] = value
+        return self.layers[index]
+
+
+class CachedBlock(Block):
+    def forward(self, x: Tensor, cache: Cache, index: int) -> Tensor:  # type: ignore[override]
+        return super().forward(cache.update(index, x))
+
+
+class WithACache(Stack):
+    """An object that the forward makes and hands to every block."""
+
+    def __init__(self) -> None:
+        super().__init__(CachedBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for index, block in enumerate(self.blocks):
+            x = block(x, cache, index)
+        return self.head(x)
+
+
+class InPlaceBetween(Stack):
+    """Values, parts of them and an input, changed in place between the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        h = first(x)
+        h = second(h.add_(1))
+        part = h[:, :4]
+        part.mul_(2)
+        h = third(F.relu(h, inplace=True))
+        h[:, 0] = 0.5
+        return self.head(fourth(h))
+
+
+class Averaging(Stack):
+    """The model itself keeps an average in a buffer, and counts in another."""
+
+    average: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *others = self.blocks
+        h = second(first(x))
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+            self.count += 1
+        h = h - self.average
+        for block in others:
+            h = block(h)
+        return self.head(h)
