@@ -69,7 +69,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     kept = None
     if options.recompute == "none":
         kept = kept_bytes(model, head(batch, -(-len(batch[0]) // schedule.num_microbatches)), task)
-    elif options.model is None:
+    elif options.recompute == "full" and options.model is None:
         kept = stage_input_bytes(options, schedule)
     pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
     stages = tuple(

@@ -76,8 +76,9 @@ class TrainOptions(OwnOptions):
     """Seed of initial weights, batches, dropout and the sample."""
     name: str | None = None
     """Name of the run and its folder (default: the time of day)."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep no activations but the stage inputs; compute the rest again in the backward."""
+    recompute: Literal["none", "full", "layer", "selective"] = "none"
+    """Computed again in the backward instead of kept: each stage whole, each of its parts by itself, or in each part
+    all but the results of matrix products."""
     verify: bool = True
     """Run the first batch through the plain model as well and compare every gradient, where memory allows."""
     timeout: float = 300.0

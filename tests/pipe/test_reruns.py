@@ -490,6 +490,8 @@ def test_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["layer"] == found["full"] + 2 * D  # inputs of the second and third block
     assert found["selective"] == found["layer"] + 3 * (3 + 1 + 2 + 1) * D
     assert found["none"] > 1.5 * found["selective"]
+    assert kept({"0.*": "full", "0.*.up": "selective"}, monkeypatch) == found["layer"] + 3 * 2 * D
+    assert kept({"0.*": "selective", "0.*.up": "full"}, monkeypatch) == found["selective"] - 3 * 2 * D
     attention = {"0.*.attend": "full"}  # as Megatron's selective recomputation
     assert found["selective"] < kept(attention, monkeypatch) < found["none"]
 
