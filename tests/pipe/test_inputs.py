@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.keyword_models import (
+    MASK,
+    POSITIONS,
+    TARGET,
+    TOKENS,
+    WIDTH,
+    N,
+    Output,
+    Pair,
+    Tagger,
+    draw,
+    loss_of,
+)
 from support.small import X, Y, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-
-N, T, WIDTH, CLASSES = 7, 5, 6, 9
-Pair = namedtuple("Pair", "left right")
-
-
-@dataclass
-class Output:
-    logits: Any
-    extra: Any = None
-
-
-class Tagger(nn.Module):
-    """Embeds tokens, adds a bias for each position and each sample, and returns a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(
-        self,
-        tokens: Tensor,  # [N, T], or [T, N] where flipped
-        mask: Tensor | None = None,  # [N, T]
-        *,
-        positions: Tensor | None = None,  # [T, WIDTH]
-        pair: Pair | None = None,  # left: [N, T], right: [T]
-        scale: float = 1.0,
-        flipped: bool = False,
-    ) -> Output:
-        h = self.embed(tokens.transpose(0, 1) if flipped else tokens)
-        if positions is not None:
-            h = h + positions
-        if pair is not None:
-            h = h * (pair.left + pair.right).unsqueeze(-1)
-        for block in self.blocks:
-            h = torch.tanh(block(h)) * scale
-        if mask is not None:
-            h = h * mask.unsqueeze(-1)
-        return Output(self.head(h), {"hidden": h, "tokens": h.transpose(0, 1), "text": "kept", "none": None})
-
-
-def loss_of(output: Output, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-TOKENS = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(1))
-TARGET = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(2))
-MASK, POSITIONS = draw(N, T), draw(T, WIDTH, seed=3)
 
 
 def models(make_model: Callable[[], nn.Module] = Tagger) -> tuple[Any, Any]:

@@ -9,40 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.keyword_models import CLASSES, IGNORED, LABELS, WIDTH, WORDS, Language, loss_in
 from support.small import X, Y, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-
-N, T, WIDTH, CLASSES, IGNORED = 6, 5, 6, 9, -100
-TOKENS = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(1))
-LABELS = torch.randint(CLASSES, (N, T), generator=torch.Generator().manual_seed(2))
-for row in range(N):
-    LABELS[row, row:] = IGNORED  # the first row has none: a microbatch of its own under M=6
-
-
-class Language(nn.Module):
-    """Returns its mean loss over labels; `shifts` as a causal language model does, `returns` in which form."""
-
-    def __init__(self, *, shifts: bool = False, returns: str = "dict") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.shifts, self.returns = shifts, returns
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        h = self.embed(tokens)
-        for block in self.blocks:
-            h = torch.tanh(block(h))
-        logits = self.head(h)
-        if labels is None:
-            return {"loss": None, "logits": logits} if self.returns == "dict" else (logits,)
-        seen, wanted = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
-        loss = F.cross_entropy(seen.reshape(-1, CLASSES), wanted.reshape(-1), ignore_index=IGNORED)
-        if self.returns == "alone":
-            return loss
-        return {"loss": loss, "logits": logits} if self.returns == "dict" else (loss, logits)
 
 
 def models(**options: Any) -> tuple[Any, Any]:
@@ -61,32 +32,26 @@ def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def loss_in(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output[0]
-    assert isinstance(found, Tensor)
-    return found
-
-
 @pytest.mark.parametrize("num_microbatches", [4, 6])
 @pytest.mark.parametrize("returns", ["dict", "tuple", "alone"])
 @pytest.mark.parametrize("shifts", [False, True])
 def test_the_loss_and_gradients_are_those_of_the_whole_batch(shifts: bool, returns: str, num_microbatches: int) -> None:
     """M=4 does not divide N=6; under M=6 microbatches without labels have a mean of nan by themselves."""
     model, twin = models(shifts=shifts, returns=returns)
-    expected = twin(TOKENS, labels=LABELS)
+    expected = twin(WORDS, labels=LABELS)
     loss_in(expected).backward()
     weight = "shifted_labels" if shifts else "labels"
     pipe = pipeline(model, loss_weight=weight, num_microbatches=num_microbatches)
-    result = pipe.forward_backward(TOKENS, labels=LABELS)
+    result = pipe.forward_backward(WORDS, labels=LABELS)
     assert result.loss == pytest.approx(loss_in(expected).item(), abs=1e-12)
     assert_equal_gradients(model, twin)
-    evaluated = pipe.eval_step(tokens=TOKENS, labels=LABELS)
+    evaluated = pipe.eval_step(tokens=WORDS, labels=LABELS)
     assert evaluated.loss == pytest.approx(loss_in(expected).item(), abs=1e-12)
     assert type(evaluated.output) is type(expected)
     assert loss_in(evaluated.output).item() == evaluated.loss  # not each microbatch's
     if returns != "alone":
-        predicted: Any = pipe.predict(TOKENS)  # another form: without labels
-        plain = twin(TOKENS)
+        predicted: Any = pipe.predict(WORDS)  # another form: without labels
+        plain = twin(WORDS)
         assert type(predicted) is type(plain)
         got, wanted = (out["logits"] if returns == "dict" else out[0] for out in (predicted, plain))
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
@@ -96,7 +61,7 @@ def test_equal_weights_would_be_wrong() -> None:
     """The batch of these tests tells the weights apart."""
     losses = {
         weight: pipeline(models()[0], loss_weight=weight, num_microbatches=3)
-        .forward_backward(TOKENS[1:], labels=LABELS[1:])
+        .forward_backward(WORDS[1:], labels=LABELS[1:])
         .loss
         for weight in ("samples", "labels", "shifted_labels")
     }
@@ -107,14 +72,14 @@ def test_equal_weights_would_be_wrong() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_a_function_counts(schedule: str, recompute: str) -> None:
     model, twin = models()
-    loss_in(twin(TOKENS, LABELS)).backward()
+    loss_in(twin(WORDS, LABELS)).backward()
     pipe = pipeline(
         model,
         loss_weight=lambda tokens, labels: (labels != IGNORED).sum(),
         schedule=schedule,
         recompute=recompute,
     )
-    pipe.forward_backward(TOKENS, LABELS)
+    pipe.forward_backward(WORDS, LABELS)
     assert_equal_gradients(model, twin)
 
 
@@ -124,9 +89,9 @@ def test_a_stream_weighs_its_update_groups(schedule: str) -> None:
     model, twin = models()
     options = {"num_microbatches": 2, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)}
     pipe = pipeline(model, schedule=schedule, loss_weight="labels", **options)
-    results = [pipe.train_step(TOKENS, labels=LABELS), *pipe.flush()]
-    halves = [loss_in(twin(t, labels)).item() for t, labels in zip(TOKENS.chunk(2), LABELS.chunk(2), strict=True)]
-    whole = loss_in(twin(TOKENS, LABELS)).item()
+    results = [pipe.train_step(WORDS, labels=LABELS), *pipe.flush()]
+    halves = [loss_in(twin(t, labels)).item() for t, labels in zip(WORDS.chunk(2), LABELS.chunk(2), strict=True)]
+    whole = loss_in(twin(WORDS, LABELS)).item()
     counts = [int((labels != IGNORED).sum()) for labels in LABELS.chunk(2)]
     weighted = sum(h * c for h, c in zip(halves, counts, strict=True)) / sum(counts)
     assert weighted == pytest.approx(whole, abs=1e-12)
@@ -159,11 +124,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a weight of another loss": (lambda: make(loss_weight="labels"), r"loss_weight='labels' without loss_fn='model'"),
     "a wrong weight": (lambda: pipeline(models()[0], loss_weight="tokens"), r"loss_weight='tokens': expected one of"),
     "nobody knows": (
-        lambda: pipeline(models()[0]).forward_backward(TOKENS, LABELS),
+        lambda: pipeline(models()[0]).forward_backward(WORDS, LABELS),
         r"labels have 2 dimensions, and it is not known over which .*loss_weight='labels'\).*'shifted_labels'",
     ),
     "no loss in the output": (
-        lambda: pipeline(models()[0]).forward_backward(TOKENS),
+        lambda: pipeline(models()[0]).forward_backward(WORDS),
         r'loss_fn="model", and the model returned dict without a loss|returned NoneType',
     ),
     "no scalar": (
@@ -171,19 +136,19 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         r"in the place of its loss the model returned a tensor of shape \(2, 6\): expected a scalar",
     ),
     "a count of words": (
-        lambda: pipeline(models()[0], loss_weight=lambda *args: "many").forward_backward(TOKENS, LABELS),
+        lambda: pipeline(models()[0], loss_weight=lambda *args: "many").forward_backward(WORDS, LABELS),
         r"loss_weight returned 'many': expected a number",
     ),
     "no labels to count": (
-        lambda: pipeline(models()[0], loss_weight="labels").forward_backward(TOKENS),
+        lambda: pipeline(models()[0], loss_weight="labels").forward_backward(WORDS),
         r"loss_weight='labels' and no labels= of integers among the arguments input 0",
     ),
     "no items": (
-        lambda: pipeline(models()[0], loss_weight="labels").forward_backward(TOKENS, LABELS * 0 + IGNORED),
+        lambda: pipeline(models()[0], loss_weight="labels").forward_backward(WORDS, LABELS * 0 + IGNORED),
         r"counts of step 0 add up to 0",
     ),
     "built without labels": (
-        lambda: pipeline(models()[0], example_inputs=(TOKENS,)).forward_backward(TOKENS, labels=LABELS),
+        lambda: pipeline(models()[0], example_inputs=(WORDS,)).forward_backward(WORDS, labels=LABELS),
         r"built for: labels is new\. Expected .*build with example_inputs= of the batches to come",
     ),
 }
@@ -197,8 +162,8 @@ def test_mistakes(call: Callable[[], object], message: str) -> None:
 
 def test_verify_weighs_alike() -> None:
     pipe = pipeline(models(shifts=True)[0], loss_weight="shifted_labels", verify=True)
-    pipe.forward_backward(TOKENS, labels=LABELS)
-    assert pipe.verify(TOKENS, labels=LABELS).num_gradients == 7
+    pipe.forward_backward(WORDS, labels=LABELS)
+    assert pipe.verify(WORDS, labels=LABELS).num_gradients == 7
 
 
 # --- transformers ---
@@ -225,8 +190,8 @@ def test_gpt2_as_it_comes(own_loss: bool) -> None:
         model.loss_function = in_float64
     twin = copy.deepcopy(model)
     labels = LABELS.flip(0)
-    labels[:, 0] = TOKENS[:, 0]  # the first label counts for nobody
-    batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": labels}
+    labels[:, 0] = WORDS[:, 0]  # the first label counts for nobody
+    batch = {"input_ids": WORDS, "attention_mask": torch.ones_like(WORDS), "labels": labels}
     expected = twin(**batch)
     expected.loss.backward()
     pipe = pipeline(model)
@@ -238,9 +203,9 @@ def test_gpt2_as_it_comes(own_loss: bool) -> None:
     assert type(evaluated) is type(expected)
     assert evaluated.past_key_values is None
     torch.testing.assert_close(evaluated.logits, expected.logits, rtol=0, atol=1e-12)
-    predicted: Any = pipe.predict(input_ids=TOKENS)
-    torch.testing.assert_close(predicted.logits, twin(input_ids=TOKENS).logits, rtol=0, atol=1e-12)
+    predicted: Any = pipe.predict(input_ids=WORDS)
+    torch.testing.assert_close(predicted.logits, twin(input_ids=WORDS).logits, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"'label' looks like 'labels'"):
-        pipe.forward_backward(input_ids=TOKENS, label=labels)
+        pipe.forward_backward(input_ids=WORDS, label=labels)
     with pytest.raises(ValueError, match=r"num_items_in_batch= would divide the loss of every microbatch"):
         pipeline(gpt2()).forward_backward(**batch, num_items_in_batch=7)

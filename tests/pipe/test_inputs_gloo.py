@@ -1,0 +1,116 @@
+"""Keywords, models that return their own loss and predictions with other arguments, over real processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.keyword_models import (
+    LABELS,
+    MASK,
+    POSITIONS,
+    TARGET,
+    TOKENS,
+    WORDS,
+    Language,
+    Tagger,
+    loss_in,
+    loss_of,
+)
+from support.pool import Pool
+from torch import Tensor
+
+from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule
+
+pytestmark = pytest.mark.gloo
+
+
+def build(make_model: Any, **options: Any) -> tuple[PipelineModule, Any]:
+    torch.manual_seed(0)
+    model = make_model().double()
+    twin = copy.deepcopy(model)
+    settings: dict[str, Any] = {"num_microbatches": 3, "timeout": 20.0}
+    return PipelineModule(model, **(settings | options)), twin
+
+
+def differences(pipe: PipelineModule, twin: Any) -> float:
+    """The largest difference of this process's gradients."""
+    plain = dict(twin.named_parameters())
+    return max(float((p.grad - plain[name].grad).abs().max()) for name, p in pipe.named_parameters())
+
+
+def train_by_keyword() -> tuple[float, float, float]:
+    """Errors of loss, gradients and a prediction, against the whole batch in one process."""
+    pipe, twin = build(Tagger, loss_fn=loss_of, batch_dims={"positions": None})
+    batch: dict[str, Any] = {"tokens": TOKENS, "mask": MASK, "positions": POSITIONS}
+    expected = loss_of(twin(**batch), TARGET)
+    expected.backward()
+    result = pipe.forward_backward(**batch, target=TARGET)
+    assert result.loss is not None
+    other: Any = pipe.predict(TOKENS)  # neither mask nor positions: weights of other ranks are gone by now
+    off = 0.0 if other is None else float((other.logits - twin(TOKENS).logits).detach().abs().max())
+    pipe.close()
+    return abs(result.loss - expected.item()), differences(pipe, twin), off
+
+
+def test_keywords(gloo: Pool) -> None:
+    for errors in gloo.run(train_by_keyword, ranks=2):
+        assert max(errors) < 1e-12
+
+
+def train_own_loss(mesh: dict[str, int]) -> tuple[float, float, float]:
+    """The same of a model that returns its own loss; data replicas have different numbers of labels."""
+    pipe, twin = build(Language, loss_fn="model", loss_weight="labels", mesh=mesh, verify=True)
+    replicas = mesh.get("data", 1)
+    each = len(WORDS) // replicas
+    mine = slice(dist.get_rank() % replicas * each, (dist.get_rank() % replicas + 1) * each)
+    loss = loss_in(twin(WORDS, labels=LABELS))
+    loss.backward()
+    result = pipe.forward_backward(tokens=WORDS[mine], labels=LABELS[mine])
+    assert result.loss is not None
+    predicted: Any = pipe.predict(WORDS[mine])
+    off = 0.0 if predicted is None else float((predicted["logits"] - twin(WORDS[mine])["logits"]).detach().abs().max())
+    pipe.close()
+    return abs(result.loss - loss.item()), differences(pipe, twin), off
+
+
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}], ids=str)
+def test_a_model_that_returns_its_own_loss(gloo: Pool, mesh: dict[str, int]) -> None:
+    for errors in gloo.run(train_own_loss, ranks=2 * mesh.get("data", 1), args=(mesh,)):
+        assert max(errors) < 1e-12
+
+
+def pass_other_labels() -> str:
+    """What a rank is told where the last one passes labels of its own."""
+    pipe, _ = build(Language, loss_fn="model", loss_weight="labels")
+    labels: Tensor = LABELS.flip(0) if dist.get_rank() else LABELS
+    try:
+        pipe.forward_backward(tokens=WORDS, labels=labels)
+        pipe.close()
+    except (ValueError, PipelineError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_checksum_covers_keywords(gloo: Pool) -> None:
+    for told in gloo.run(pass_other_labels, ranks=2):
+        assert "passed other inputs to step 0" in told
+
+
+def ask_for_a_weight() -> str:
+    """What a rank is told where nobody knows over what the loss is a mean."""
+    pipe, _ = build(Language, loss_fn="model")
+    try:
+        pipe.forward_backward(tokens=WORDS, labels=LABELS)
+    except (ValueError, PipelineError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_are_told_what_the_last_one_alone_finds_out(gloo: Pool) -> None:
+    for told in gloo.run(ask_for_a_weight, ranks=2):
+        assert "it is not known over which ones this model's loss is a mean" in told
