@@ -96,6 +96,8 @@ def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     import torch
     from torch import nn
 
+    if "transformers" in code:
+        pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     tokens, targets = torch.randn(16, 8), torch.randn(16, 8)

@@ -37,11 +37,12 @@ class EvalResult:
 
     Arguments:
         loss: on every rank; None without a loss_fn.
-        output: of the whole batch, on the ranks of the last stage; None elsewhere. Where that stage has replicas, each
-            has the part of its own microbatches. Microbatches are joined along the one dimension whose size follows
-            that of the batch, wherever it stands (one that is a multiple of it, such as batch * sequence, counts). Of
-            a tensor without dimensions there are the values of all microbatches, [M]; of any other, where no dimension
-            or several follow the batch, the list of all M tensors.
+        output: of the whole batch in the model's own type, on the ranks of the last stage; None elsewhere. Where that
+            stage has replicas, each has the part of its own microbatches. What is neither tensor nor constant (a cache)
+            is None, and a model's own loss is the batch's. Microbatches are joined along the one dimension whose size
+            follows that of the batch, wherever it stands (one that is a multiple of it, such as batch * sequence,
+            counts). Of a tensor without dimensions there are the values of all microbatches, [M]; of any other, where
+            no dimension or several follow the batch, the list of all M tensors.
     """
 
     loss: float | None

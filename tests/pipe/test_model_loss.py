@@ -13,7 +13,10 @@ from support.keyword_models import CLASSES, IGNORED, LABELS, WIDTH, WORDS, Langu
 from support.small import X, Y, make
 from torch import Tensor, nn
 
+from stagewright.partition.graph.units import MODEL_INPUT
+from stagewright.partition.profiler import profile_model
 from stagewright.pipe import PipelineModule
+from stagewright.schedules import build
 
 
 def models(**options: Any) -> tuple[Any, Any]:
@@ -55,6 +58,16 @@ def test_the_loss_and_gradients_are_those_of_the_whole_batch(shifts: bool, retur
         assert type(predicted) is type(plain)
         got, wanted = (out["logits"] if returns == "dict" else out[0] for out in (predicted, plain))
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_labels_are_the_last_stages_alone() -> None:
+    pipe = pipeline(models()[0], mesh={"pipe": 3}, loss_weight="labels")
+    pipe.forward_backward(tokens=WORDS, labels=LABELS)
+    taken = [
+        {ref.slot for ref in stage.inputs if ref.producer == MODEL_INPUT}
+        for stage in pipe._built("a test").parts.train.stages
+    ]
+    assert taken == [{1}, set(), {0}]  # labels, tokens
 
 
 def test_equal_weights_would_be_wrong() -> None:
@@ -209,3 +222,46 @@ def test_gpt2_as_it_comes(own_loss: bool) -> None:
         pipe.forward_backward(input_ids=WORDS, label=labels)
     with pytest.raises(ValueError, match=r"num_items_in_batch= would divide the loss of every microbatch"):
         pipeline(gpt2()).forward_backward(**batch, num_items_in_batch=7)
+
+
+# --- the profiler, plans and data replicas ---
+
+
+@pytest.mark.slow
+def test_auto_plans_for_keywords_and_for_a_models_own_loss() -> None:
+    model, twin = models()
+    loss_in(twin(WORDS, labels=LABELS)).backward()
+    pipe = pipeline(model, schedule="auto", num_microbatches=3, loss_weight="labels")
+    pipe.forward_backward(tokens=WORDS, labels=LABELS)
+    assert_equal_gradients(model, twin)
+
+
+def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
+    model, _ = models()
+    profile = profile_model(model, {"tokens": WORDS, "labels": LABELS}, loss_fn="model", repetitions=1, seconds=0.1)
+    assert profile.microbatch_size == 6
+    assert "with the loss" in profile.nodes[-1].description
+    flipped = profile_model(model, (WORDS.T, LABELS.T), batch_dims={"tokens": 1, 1: 1}, repetitions=1, seconds=0.1)
+    assert flipped.microbatch_size == 6
+    with pytest.raises(ValueError, match=r"loss_fn='model' with target=: expected"):
+        profile_model(model, {"tokens": WORDS}, loss_fn="model", target=LABELS)
+    with pytest.raises(ValueError, match=r"have batch sizes \[3, 6\]: .*batch_dims="):
+        profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
+
+
+def test_replicas_of_a_stage_share_the_weights() -> None:
+    model, twin = models()
+    loss_in(twin(WORDS, labels=LABELS)).backward()
+    schedule = build("1f1b", num_ranks=3, num_microbatches=3, replicas=(2, 1))
+    pipe = pipeline(model, schedule=schedule, mesh=None, num_microbatches=None, loss_weight="labels")
+    pipe.forward_backward(tokens=WORDS, labels=LABELS)
+    assert_equal_gradients(model, twin)
+
+
+def test_a_loader_of_dicts() -> None:
+    model, _ = models()
+    samples = [{"tokens": t, "labels": labels} for t, labels in zip(WORDS, LABELS, strict=True)]
+    options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "num_microbatches": 2}
+    pipe = pipeline(model, loss_weight="labels", **options)
+    losses = [pipe.train_step(batch).loss for batch in pipe.loader(samples, batch_size=3)]  # type: ignore[arg-type]
+    assert len(losses) == 2
