@@ -66,7 +66,18 @@ def call_for_shapes(
         with unset_fake_temporarily():
             value = run(*args, **named)
         made_up.show_changes()
-        return pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
+        value = pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
+    taken = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*module.parameters(), *taken)):
+        return value
+    # Values decide what runs: what wants no gradient in this run may want one in another.
+    return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
+
+
+def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one over the same memory that wants a gradient, where its type can."""
+    can = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.detach().requires_grad_() if can and not tensor.requires_grad else tensor
 
 
 def _reads_values(error: BaseException | None) -> bool:

@@ -38,13 +38,14 @@ _OURS = __name__.partition(".")[0]
 
 
 @contextmanager
-def untouched(*roots: nn.Module, device: torch.device) -> Iterator[None]:
+def untouched(*roots: nn.Module, device: torch.device, buffers: bool = True) -> Iterator[None]:
     """Within: these modules may run; afterwards they, and the random generators, are as they were.
 
     Arguments:
         device: of the run, whose generator counts beside the CPU's.
+        buffers: whether their values are kept; not needed where others stand in for them.
     """
-    kept = Kept(roots, device=device)
+    kept = Kept(roots, device=device, buffers=buffers)
     try:
         yield
     finally:
@@ -54,9 +55,11 @@ def untouched(*roots: nn.Module, device: torch.device) -> Iterator[None]:
 class Kept:
     """All that can be reached from some modules, and the random generators, as they are when this is made."""
 
-    def __init__(self, roots: Collection[nn.Module], *, device: torch.device) -> None:
+    def __init__(self, roots: Collection[nn.Module], *, device: torch.device, buffers: bool = True) -> None:
         self._undo: list[Callable[[], object]] = [GeneratorStates(device).restore]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
+        if not buffers:
+            seen = {id(buffer): buffer for root in roots for buffer in root.buffers()}
         pending: list[object] = list(roots)
         while pending:
             value = pending.pop()

@@ -66,7 +66,7 @@ class Seeder:
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
         self._begun = 0  # seed, step and microbatch, folded
         self._step = self._newest = 0
-        self._called = self._active = self._watching = False
+        self._called = self._active = self._watching = self._drawn = False
         self._unit: int | None = None  # entered last
         self._knows_loss = False
 
@@ -123,6 +123,7 @@ class Seeder:
                     each.is_for_unit = True
         elif self._watching:
             self._look()
+            self._start(unit)
         self._unit = unit
 
     def enter_loss(self) -> None:
@@ -153,21 +154,36 @@ class Seeder:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Within, units run for the first time: it is noted which of them draw from Python's and numpy's generators."""
+        """Within, units run for their shapes: it is noted which of them draw from Python's and numpy's generators.
+
+        What they draw is the same on every rank. The caller puts the generators back.
+        """
         self._watching, self._unit = True, None
-        for each in self._others:
-            each.seen = each.position()
+        self._start(0)
         try:
             yield
-            self._look()
         finally:
             self._watching = False
 
+    def has_drawn(self) -> bool:
+        """Whether units drew from Python's or numpy's generator since this was last asked, within `watch`."""
+        self._look()
+        self._start(0)
+        drawn, self._drawn = self._drawn, False
+        return drawn
+
+    def _start(self, unit: int) -> None:
+        for generator in self._torch:
+            generator.manual_seed(unit)
+        for each in self._others:
+            each.seed(unit, keep=False)
+
     def _look(self) -> None:
         for each in self._others:
-            before, each.seen = each.seen, each.position()
-            if each.seen != before and self._unit is not None:
-                each.units.add(self._unit)
+            if each.has_moved():
+                self._drawn = True
+                if self._unit is not None:
+                    each.units.add(self._unit)
 
 
 class _Global(ABC):
@@ -176,7 +192,6 @@ class _Global(ABC):
     Attributes:
         units: that draw from it; the loss until it is known.
         known_until: the last step for which these are all; behind it all units count. A batch keeps to one rule.
-        seen: its position when it was last looked at.
         is_for_unit: whether it was last seeded for a unit, not for an action.
     """
 
@@ -186,7 +201,6 @@ class _Global(ABC):
         self.units = {_LOSS}
         self.known_until = math.inf
         self.is_for_unit = False
-        self.seen: object = None
         self._kept: Any = None
 
     @abstractmethod

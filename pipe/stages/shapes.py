@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...comm import TensorSpec
 from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
+from ...partition.graph.made_up import wanting_gradient
 from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins
@@ -183,6 +184,7 @@ class InferredStages:
             stages.append(stage)
             writes.append(frozenset(written))
             _refuse_shared_memory(stage, index, arguments, changed)
+            outputs = self._whatever_was_drawn(stage, arguments, outputs)
             if index < len(cut.pieces) - 1:
                 _refuse_sparse(stage, outputs)
             return outputs
@@ -235,7 +237,13 @@ class InferredStages:
         grad = torch.enable_grad() if self._training else torch.no_grad()
         results: list[Tensors] = []
         modules = () if self._training else (self._root,)
-        with untouched(self._root, device=self._device), evaluating(*modules), mode, grad, self._seeder.watch():
+        with (
+            untouched(self._root, device=self._device, buffers=False),
+            evaluating(*modules),
+            mode,
+            grad,
+            self._seeder.watch(),
+        ):
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for index in range(num_stages):
                 results.append(run(index, flat, results))
@@ -253,7 +261,14 @@ class InferredStages:
                 f"stage {index} ({stage.name}) changes an input of {_shapes(arguments)} in place, and did not for the "
                 f"inputs that the model was built with: expected a forward that does so always or never (inplace=False)"
             )
-        return outputs
+        return self._whatever_was_drawn(stage, arguments, outputs)
+
+    def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> Tensors:
+        """Where numbers decide what runs, as in LayerDrop, every output may want a gradient, though not in this run."""
+        trains = any(x.requires_grad for x in (*stage.module.parameters(), *arguments))
+        if not self._seeder.has_drawn() or not self._training or not trains:
+            return outputs
+        return tuple(map(wanting_gradient, outputs))
 
 
 def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:

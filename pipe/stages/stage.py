@@ -152,6 +152,8 @@ class Stage:
         try:
             outputs = live.outputs if live.outputs is not None else self._recomputed(live)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+            if len(pairs) < sum(o.requires_grad for o in outputs):
+                self._refuse_new_gradients(outputs, gradients)
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         except RuntimeError as error:
@@ -161,6 +163,15 @@ class Stage:
             if self._weights is not None:
                 self._weights.end_backward(live.version, group)
         return [(torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves]
+
+    def _refuse_new_gradients(self, outputs: Tensors, gradients: Sequence[torch.Tensor | None]) -> None:
+        slot = next(i for i, o in enumerate(outputs) if o.requires_grad and gradients[i] is None)
+        raise ValueError(
+            f"output {slot} of stage {self.index} ({self.name}) wants a gradient and did not when the stages were "
+            f"built, so that none comes back for it: what is in front of it would not be trained. Expected a forward "
+            f"that decides by random numbers or values which parameters it uses, not by a counter or an attribute; or "
+            f"a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
+        )
 
     def drop(self) -> None:
         """Forget all microbatches in flight (after an error)."""

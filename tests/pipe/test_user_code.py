@@ -285,3 +285,54 @@ def test_a_unit_that_begins_to_draw_from_torch_is_exact() -> None:
     _, losses = by_hand(make, F.mse_loss, switch)
     for recompute in ("none", "full", "layer", "selective"):
         assert piped(make, switch, recompute=recompute)[1] == pytest.approx(losses, abs=1e-12)
+
+
+# --- what decides whether anything wants a gradient ---
+
+
+class Sometimes(nn.Module):
+    """All of a stage's parameters are used in some microbatches alone."""
+
+    def __init__(self, decide: Callable[[Any, Tensor], bool]) -> None:
+        super().__init__()
+        self.linear, self.decide, self.uses, self.count = linear(), decide, False, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return torch.tanh(self.linear(x)) if self.decide(self, x) else x
+
+
+DECISIONS: dict[str, Callable[[Any, Tensor], bool]] = {
+    "a value": lambda m, x: bool(x.sum() < 0),
+    "rarely, by chance": lambda m, x: random.random() < 0.1,
+    "by chance": lambda m, x: random.random() < 0.9,
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
+def test_what_is_used_now_and_then_is_trained_then(decide: Callable[[Any, Tensor], bool], recompute: str) -> None:
+    """The build's one run must not decide for all whether gradients flow to a stage."""
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(Sometimes(decide), linear(), Sometimes(decide), linear())
+
+    wanted, losses = by_hand(make, F.mse_loss)
+    model, found = piped(make, recompute=recompute, mesh={"pipe": 3}, split_points=["1", "2"])
+    assert found == pytest.approx(losses, abs=1e-12)
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor, wanted.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "decide", [lambda m, x: m.uses, lambda m, x: m.count > MICROBATCHES], ids=["an attribute", "a counter"]
+)
+def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Tensor], bool], recompute: str) -> None:
+    """Nothing would carry a gradient to it: it stayed as it was without a word."""
+
+    def use(model: Any, step: int) -> None:
+        model[0].uses = step > 0
+
+    with pytest.raises(ValueError, match=r"output 0 of stage 0 \(0\) wants a gradient and did not when the stages"):
+        piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, split_points=["1"])
