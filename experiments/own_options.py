@@ -18,10 +18,11 @@ class OwnOptions:
     """Your own model, package.module:function or file.py:function: called without arguments, it returns the nn.Module
     (default: the example GPT)."""
     data: str | None = None
-    """Its data, a function that returns a Dataset, or an iterable of batches (inputs..., target)."""
+    """Its data, a function that returns a Dataset, or an iterable of batches: (inputs..., target), or a dict of
+    keywords."""
     loss: str | None = None
-    """Its loss(output, target), or an nn.Module class (default: cross-entropy of whole-number targets,
-    mean squared error of others)."""
+    """Its loss(output, target), or an nn.Module class; model: the model returns it (default: cross-entropy of
+    whole-number targets, mean squared error of others, the model's own for keywords without a target)."""
     optimizer: str | None = None
     """Its optimizer(parameters) (default: AdamW)."""
 
@@ -45,7 +46,7 @@ class OwnOptions:
             raise ValueError(f"--{name} {value} beside --model: leave it away, it is for the example GPT")
         for name, (num_arguments, options) in _CALLS.items():
             value = getattr(self, name)
-            if value is None:
+            if value is None or (name == "loss" and value == "model"):
                 continue
             function = load(name, value)
             made_first = name == "loss" and isinstance(function, type)

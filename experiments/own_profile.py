@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..partition import Profile
 from ..partition.profiler import profile_model
@@ -40,12 +39,12 @@ def profile_own(
     Raises ValueError for a batch that is smaller than a microbatch.
     """
     batch = next(own.batches(options, batch_size=batch_size, default_size=max(sizes), seed=0))
-    if len(batch[0]) < max(sizes):
+    if batch.num_samples < max(sizes):
         raise ValueError(
-            f"--data {options.data} gives batches of {len(batch[0])}, smaller than one microbatch of {max(sizes)}: "
+            f"--data {options.data} gives batches of {batch.num_samples}, smaller than one microbatch of {max(sizes)}: "
             f"expected {max(sizes)} samples or more"
         )
-    model, loss = own.make_model(options, seed=0).to(device, dtype), own.make_loss(options)
+    model, loss = own.make_model(options, seed=0).to(device, dtype), own.make_loss(options, batch)
 
     def moved(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None)
@@ -55,7 +54,7 @@ def profile_own(
 
     profiles = {}
     for size in sizes:
-        *inputs, target = pytree.tree_map_only(Tensor, moved, own.head(batch, size))
+        inputs, target = batch.head(size).map(moved).parted(loss)
         found = profile_model(
             model,
             inputs,

@@ -4,7 +4,8 @@
     --data m:f       f() or f(batch_size=B) -> Dataset of samples          drawn from, shuffled anew each epoch
                                             -> iterable of batches         gone through again and again
                                             (an iterator that has ended is asked for again: f is called once more)
-    --loss m:f       f(output, target) -> scalar mean, or (sum, count); a Module class is made first
+                                            a batch: (inputs..., target), or a dict of keywords
+    --loss m:f       f(output, target) -> scalar mean, or (sum, count); a Module class is made first; "model": its own
     --optimizer m:f  f(parameters) or f(parameters, lr=...) -> Optimizer
 
 Python's, numpy's and torch's generators are seeded before each epoch, alike in every process: a DataLoader that
@@ -14,7 +15,8 @@ shuffles gives every rank the same batches.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,46 @@ from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
+from ..partition.graph.batch_dims import TARGET
 from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples
 from .own_options import OwnOptions
 from .user_code import UserCodeError, call, load, takes
 
-Batch = tuple[Any, ...]  # inputs..., target
 DEFAULT_BATCH = 16
 IGNORED = -100  # a target that counts for nothing, as in torch's own cross-entropy
+OWN_LOSS = "model"  # the model returns it
+Loss = Callable[[Any, Any], Any] | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one `train_step` is given: (inputs..., target), or keywords."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """N, of the first tensor's dimension 0."""
+        first = next(x for x in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Tensor) and x.dim())
+        return int(first.shape[0])
+
+    def head(self, num_samples: int) -> Batch:
+        """Its first samples: of every tensor along dimension 0."""
+        return self.map(lambda x: x[:num_samples] if x.dim() else x)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with other tensors."""
+        return Batch(
+            args=pytree.tree_map_only(Tensor, change, self.args),
+            kwargs=pytree.tree_map_only(Tensor, change, dict(self.kwargs)),
+        )
+
+    def parted(self, loss: Loss) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
+        """The model's arguments, as example_inputs= takes them, and the loss's target."""
+        if self.kwargs:
+            return {name: its for name, its in self.kwargs.items() if name != TARGET}, self.kwargs.get(TARGET)
+        return (self.args, None) if loss == OWN_LOSS else (self.args[:-1], self.args[-1])
 
 
 def make_model(options: OwnOptions, *, seed: int) -> nn.Module:
@@ -48,8 +83,10 @@ def make_model(options: OwnOptions, *, seed: int) -> nn.Module:
     return model
 
 
-def make_loss(options: OwnOptions) -> Callable[[Any, Any], Any]:
-    """The user's loss, or the one that follows from the target's type."""
+def make_loss(options: OwnOptions, batch: Batch) -> Loss:
+    """The user's loss; else the model's own, for keywords without a target; else what the target's type suggests."""
+    if options.loss == OWN_LOSS or (options.loss is None and batch.kwargs and TARGET not in batch.kwargs):
+        return OWN_LOSS
     if options.loss is None:
         return default_loss
     loss = load("loss", options.loss)
@@ -59,9 +96,14 @@ def make_loss(options: OwnOptions) -> Callable[[Any, Any], Any]:
     return loss
 
 
-def describe_loss(options: OwnOptions) -> str:
+def describe_loss(options: OwnOptions, batch: Batch) -> str:
     """Its name for people."""
-    return options.loss or "cross-entropy or mean squared error, by the target's type"
+    loss = make_loss(options, batch)
+    if loss == OWN_LOSS:
+        return "the model's own"
+    target = batch.parted(loss)[1]
+    whole = isinstance(target, Tensor) and not target.is_floating_point()
+    return options.loss or ("cross-entropy" if whole else "mean squared error")
 
 
 def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: float | None) -> Optimizer:
@@ -79,11 +121,6 @@ def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: f
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"--optimizer {value} returned {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     return optimizer
-
-
-def head(batch: Batch, num_samples: int) -> Batch:
-    """Its first samples: of every tensor along dimension 0."""
-    return pytree.tree_map_only(Tensor, lambda x: x[:num_samples] if x.dim() else x, batch)  # type: ignore[no-any-return]
 
 
 def batches(
@@ -106,7 +143,7 @@ def batches(
         empty = True
         for batch in _run(value, made):
             checked = _checked(value, batch)
-            size = _samples(checked)
+            size = checked.num_samples
             if first_size is None and batch_size is not None and size != batch_size:
                 raise ValueError(
                     f"--batch {batch_size} and --data {value} gives batches of {size}: leave --batch away, or let the "
@@ -183,9 +220,16 @@ def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
 
 
 def _checked(value: str, batch: Any) -> Batch:
+    if isinstance(batch, Mapping):
+        if not any(isinstance(x, Tensor) and x.dim() for x in pytree.tree_leaves(dict(batch))):
+            raise ValueError(f"--data {value} gave a batch without a tensor: expected tensors by name, {list(batch)}")
+        return Batch(kwargs=dict(batch))
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         shown = type(batch).__name__ if not isinstance(batch, tuple | list) else f"a {type(batch).__name__} of one"
-        raise ValueError(f"--data {value} gave a batch that is {shown}: expected (inputs..., target), two at least")
+        raise ValueError(
+            f"--data {value} gave a batch that is {shown}: expected (inputs..., target), two at least, or a dict of "
+            f"keywords"
+        )
     for position, x in enumerate(batch[:-1]):
         if not isinstance(x, Tensor) or not x.dim():
             shown = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
@@ -193,8 +237,4 @@ def _checked(value: str, batch: Any) -> Batch:
                 f"--data {value} gave a batch whose input {position} is {shown}: expected a tensor with the batch in "
                 f"dimension 0"
             )
-    return tuple(batch)
-
-
-def _samples(batch: Batch) -> int:
-    return int(batch[0].shape[0])
+    return Batch(args=tuple(batch))

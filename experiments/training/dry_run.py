@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...partition.plans.plan import Plan
 from ...schedules import Costs, Schedule, lower_bound, simulate
 from ...schedules.wording import count, size
-from ..own_task import Batch, head
+from ..own_task import OWN_LOSS, Batch
 from .options import TrainOptions
 from .pipeline import make_pipe
 from .task import Task, make_task
@@ -68,7 +68,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     model, batch = task.make_model(), next(task.batches())
     kept = None
     if options.recompute == "none":
-        kept = kept_bytes(model, head(batch, -(-len(batch[0]) // schedule.num_microbatches)), task)
+        kept = kept_bytes(model, batch.head(-(-batch.num_samples // schedule.num_microbatches)), task)
     elif options.recompute == "full" and options.model is None:
         kept = stage_input_bytes(options, schedule)
     pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
@@ -118,8 +118,13 @@ def kept_bytes(model: nn.Module, batch: Batch, task: Task) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = task.loss_fn(model(*batch[:-1]), batch[-1])
-    assert loss is not None  # the graph is still there: no storage was freed and counted a second time
+        loss_fn = task.loss_for(batch)
+        inputs, target = batch.parted(loss_fn)
+        result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        if loss_fn != OWN_LOSS:
+            assert callable(loss_fn)
+            result = loss_fn(result, target)
+    assert result is not None  # the graph is still there: no storage was freed and counted a second time
     return sum(kept.values())
 
 

@@ -89,7 +89,7 @@ class _Training:
         if what is None:
             if self.pipe.rank == 0 and not options.json:
                 print("profiling the model and the links, and planning ...", file=sys.stderr, flush=True)
-            self.pipe.build(*self.first)
+            self.pipe.build(*self.first.args, **self.first.kwargs)
 
     def run(self) -> None:
         with self.pipe:
@@ -117,7 +117,7 @@ class _Training:
         if not self.verifies:
             progress.note("not verified: a plain copy of the model would take more than an eighth of the memory")
             return
-        found = self.pipe.verify(*self.first)
+        found = self.pipe.verify(*self.first.args, **self.first.kwargs)
         self.pipe.forget_measurements()
         self.meter.forget_peak()
         progress.note(
@@ -156,13 +156,13 @@ class _Training:
     def _step(self, step: int, batch: Batch) -> StepResult:
         """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty."""
         if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
-            return self.pipe.train_step(*batch)
+            return self.pipe.train_step(*batch.args, **batch.kwargs)
         results: list[StepResult] = []
         self.pipe.flush()
         held = self.pipe.held_bytes()
 
         def watched() -> None:
-            results.append(self.pipe.train_step(*batch))
+            results.append(self.pipe.train_step(*batch.args, **batch.kwargs))
             self.pipe.flush()
 
         self.record.tensor_bytes = held + peaks([watched], self.pipe.device)[0][0]
@@ -181,14 +181,14 @@ class _Training:
 
     def _validate(self) -> float | None:
         """Mean loss over the held-out batches; None without any."""
-        losses = [self.pipe.eval_step(*batch).loss for batch in self.task.validation()]
+        losses = [self.pipe.eval_step(*batch.args, **batch.kwargs).loss for batch in self.task.validation()]
         return statistics.fmean(loss for loss in losses if loss is not None) if losses else None
 
     def _title(self) -> str:
         schedule, options, task = self.pipe.schedule, self.options, self.task
-        samples = len(self.first[0])
+        samples = self.first.num_samples
         what = count(samples, "sample") if task.sample_bytes is None else f"{samples} x {task.sample_bytes} bytes"
-        loss = "" if options.model is None else f"; loss: {task.loss_name}"
+        loss = "" if options.model is None else f"; loss: {task.loss_name(self.first)}"
         return (
             f"{count(self.num_parameters, 'parameter')} in {count(schedule.num_stages, 'stage')} on "
             f"{count(schedule.num_ranks, 'rank')}, {schedule.name}, {count(schedule.num_microbatches, 'microbatch')}; "

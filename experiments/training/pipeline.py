@@ -29,12 +29,13 @@ def make_pipe(
     on_step: Callable[[StepRecord], object] | None = None,
 ) -> PipelineModule:
     """The pipeline that the options describe, for batches like this one."""
-    samples, parts = len(batch[0]), None if what is None else what.num_microbatches
+    samples, parts = batch.num_samples, None if what is None else what.num_microbatches
     if parts is not None and samples < parts:
         raise ValueError(
             f"{task.source} gives batches of {samples} for {count(parts, 'microbatch')}: one would be empty; expected "
             f"{parts} samples or more, or --microbatches {samples}"
         )
+    loss_fn = task.loss_for(batch)
     choice: dict[str, Any]
     if isinstance(what, Plan):
         choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
@@ -46,11 +47,11 @@ def make_pipe(
     return PipelineModule(
         model,
         **choice,
-        loss_fn=task.loss_fn,
+        loss_fn=loss_fn,
         optimizer=task.make_optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
         max_grad_norm=options.clip or None,
-        example_inputs=batch[:-1],
+        example_inputs=batch.parted(loss_fn)[0],
         verify=options.verify and may_verify(model),
         seed=options.seed,
         timeout=options.timeout,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ class Task:
     Arguments:
         source, sha256: of the batches, for people; sha256 None where it is not known.
         make_model: the model with the same weights in each process.
-        loss_name: for people.
+        loss_for: the loss for batches like one; loss_name: for people.
         batches: (inputs..., target) each, without an end, the same in each process.
         validation: held-out batches; empty where there are none.
         sample_bytes: bytes of text in one sample, of each of which the loss is a mean; None for other data.
@@ -39,8 +38,8 @@ class Task:
     source: str
     sha256: str | None
     make_model: Callable[[], nn.Module]
-    loss_fn: Callable[[Any, Any], Any]
-    loss_name: str
+    loss_for: Callable[[own.Batch], own.Loss]
+    loss_name: Callable[[own.Batch], str]
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     batches: Callable[[], Iterator[own.Batch]]
     validation: Callable[[], Iterable[own.Batch]]
@@ -70,13 +69,16 @@ def _gpt(options: TrainOptions) -> Task:
         source=corpus.source,
         sha256=corpus.sha256,
         make_model=lambda: make_gpt(options),
-        loss_fn=loss_fn,
-        loss_name="cross-entropy",
+        loss_for=lambda batch: loss_fn,
+        loss_name=lambda batch: "cross-entropy",
         make_optimizer=lambda parameters: make_optimizer(parameters, lr=options.learning_rate),
         batches=lambda: _windows(corpus, options),
-        validation=lambda: corpus.validation_batches(
-            num_batches=max(1, VALIDATION_WINDOWS // batch_size), batch_size=batch_size, length=options.length
-        ),
+        validation=lambda: [
+            own.Batch(args=batch)
+            for batch in corpus.validation_batches(
+                num_batches=max(1, VALIDATION_WINDOWS // batch_size), batch_size=batch_size, length=options.length
+            )
+        ],
         sample_bytes=options.length,
         describe=text,
     )
@@ -87,8 +89,8 @@ def _own(options: TrainOptions) -> Task:
         source=str(options.data),
         sha256=None,
         make_model=lambda: own.make_model(options, seed=options.seed),
-        loss_fn=own.make_loss(options),
-        loss_name=own.describe_loss(options),
+        loss_for=lambda batch: own.make_loss(options, batch),
+        loss_name=lambda batch: own.describe_loss(options, batch),
         make_optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
         batches=lambda: own.batches(options, batch_size=options.batch, seed=options.seed),
         validation=lambda: (),
@@ -105,7 +107,8 @@ def make_gpt(options: TrainOptions) -> GPT:
 
 def _windows(corpus: Corpus, options: TrainOptions) -> Iterator[own.Batch]:
     for step in count():
-        yield corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
+        batch = corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
+        yield own.Batch(args=batch)
 
 
 def printable(text: bytes) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.own_options import OwnOptions
-from stagewright.experiments.own_task import batches, default_loss, make_loss
+from stagewright.experiments.own_task import Batch, batches, default_loss, make_loss
 from stagewright.experiments.training.recipe import learning_rate_curve
 from stagewright.experiments.user_code import UserCodeError, load
 
@@ -37,6 +37,26 @@ MINE = """
         x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
         y = x[:, :3].argmax(1)
         return [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+
+    class Labelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, labels=None):
+            logits = self.head(torch.tanh(self.body(x)))
+            if labels is None:
+                return logits
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def labelled():
+        return Labelled().double()
+
+    def named():
+        return [{"x": x, "labels": y} for x, y in few()]
+
+    def with_target():
+        return [{"x": x, "target": y} for x, y in few()]
 
     def samples():
         return TensorDataset(torch.arange(12.0)[:, None], torch.arange(12))
@@ -85,11 +105,11 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def by_hand(steps: int) -> list[float]:
+def by_hand(steps: int, name: str = "model") -> list[float]:
     """What plain PyTorch makes of the same model, batches and recipe."""
     own = sys.modules["own_mine"]
     torch.manual_seed(3)
-    model, data = own.model(), own.few()
+    model, data = getattr(own, name)(), own.few()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_curve(steps))
     told = []
@@ -119,6 +139,16 @@ def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
     assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7), rel=1e-12)
     manifest = json.loads((mine / "runs" / "one" / "manifest.json").read_text())
     assert (manifest["corpus_source"], manifest["corpus_sha256"]) == (f"own_mine:{data}", None)
+
+
+@pytest.mark.parametrize(("data", "loss"), [("named", "the model's own"), ("with_target", "cross-entropy")])
+def test_batches_may_be_dicts_and_the_loss_the_models_own(
+    mine: Path, data: str, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", "own_mine:labelled", "--data", f"own_mine:{data}", "--optimizer", "own_mine:sgd")
+    assert main(["train", *words, *COMMON, "--name", "one", "--ranks", "1"]) == 0
+    assert f"; loss: {loss}\n" in capsys.readouterr().err
+    assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7, "labelled"), rel=1e-12)
 
 
 @pytest.mark.gloo
@@ -153,7 +183,7 @@ def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(
 
 def take(value: str, number: int, *, batch_size: int | None = None) -> list[tuple[torch.Tensor, ...]]:
     found = batches(OwnOptions(model="own_mine:model", data=value), batch_size=batch_size, seed=0)
-    return [next(found) for _ in range(number)]
+    return [next(found).args for _ in range(number)]
 
 
 def test_a_dataset_is_drawn_from_once_an_epoch_in_another_order_each_time(mine: Path) -> None:
@@ -212,7 +242,7 @@ def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, t
 
 
 def test_a_loss_class_is_made(mine: Path) -> None:
-    assert isinstance(make_loss(OwnOptions(loss="torch.nn:MSELoss")), nn.MSELoss)
+    assert isinstance(make_loss(OwnOptions(loss="torch.nn:MSELoss"), Batch()), nn.MSELoss)
 
 
 # --- mistakes ---
