@@ -130,6 +130,10 @@ class Profile:
     step_spread: float = 0.0
     slowdown: float = 1.0
 
+    def __repr__(self) -> str:
+        size = "" if self.microbatch_size is None else f", microbatch of {self.microbatch_size}"
+        return f"<Profile {self.origin}: {len(self.nodes)} nodes on {self.device}, {self.dtype}{size}>"
+
     def __post_init__(self) -> None:
         if self.microbatch_size is not None:
             count("microbatch_size", self.microbatch_size)

@@ -471,6 +471,10 @@ class PipelineModule:
         if self._pipeline is not None:
             self._pipeline.measurement.forget()
 
+    def __repr__(self) -> str:
+        model = "stages" if self._model is None else type(self._model).__name__
+        return f"<PipelineModule {model}: {'to be planned' if self._layout is None else repr(self.schedule)}>"
+
     def __enter__(self) -> PipelineModule:
         """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""
         return self

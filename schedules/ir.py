@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .weight_rules import RULES, WeightRule
+from .wording import count
 
 
 class ScheduleError(ValueError):
@@ -115,6 +116,12 @@ class Schedule:
     update_every: int | None = None
     edges: tuple[Edge, ...] | None = None
     owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        parts = [count(len(self.placement), "rank"), count(len(self.owners), "stage")]
+        parts += [count(self.num_microbatches, "microbatch")]
+        parts += [count(self.num_batches, "batch")] if self.num_batches > 1 else []
+        return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     def __post_init__(self) -> None:
         if not self.placement or len(self.placement) != len(self.programs):

@@ -8,13 +8,14 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..host import num_cores, package_versions, processor
 
 RUNS = Path("runs")
+LATEST = "latest"  # a link beside the runs, to the newest of them
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 
 
@@ -137,6 +138,8 @@ class RunFolder:
         """Folder of a new run; ValueError for an impossible name and for a run that exists."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2")
+        if name == LATEST:
+            raise ValueError(f"run name {name!r}: expected another one, {root / name} is a link to the newest run")
         path = root / name
         if path.exists():
             raise ValueError(
@@ -154,6 +157,7 @@ class RunFolder:
         except OSError as error:
             raise ValueError(f"cannot make the run folder {path}: {error.strerror or error}") from error
         _write_whole(path / "manifest.json", _dumps(asdict(manifest)))
+        _link_latest(root, manifest.name)
         return cls(path=path)
 
     def log(self, metrics: Metrics) -> None:
@@ -186,9 +190,22 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
     for candidate in (path, root / path):
         if candidate.is_dir():
             return candidate
-    known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    known = (
+        sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.is_symlink())
+        if root.is_dir()
+        else []
+    )
     there = f"; there are {', '.join(known)}" if known else "; there are no runs yet, type `stagewright train`"
     raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
+
+
+def _link_latest(root: Path, name: str) -> None:
+    """Let runs/latest lead to this run; where links cannot be made, there is none."""
+    made = root / f".{LATEST}-{name}"
+    with suppress(OSError):
+        made.unlink(missing_ok=True)
+        made.symlink_to(name, target_is_directory=True)
+        made.replace(root / LATEST)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schedules.ir import Schedule
+from ...schedules.wording import count, duration
 from ..strict import read_text
 from .as_json import from_json, to_json
 from .as_text import explain
@@ -16,6 +17,12 @@ from .to_schedule import schedule_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanRecord):
     """A `PlanRecord` that can be written, read, explained and carried out."""
+
+    def __repr__(self) -> str:
+        name = "" if self.schedule is None else f"{self.schedule}, "
+        step = self.simulated_step_time
+        time = "" if step is None else f", {duration(step)} a batch"
+        return f"<Plan {name}{count(len(self.stages), 'stage')} on {count(self.num_devices, 'device')}{time}>"
 
     def build_schedule(self, *, num_microbatches: int | None = None) -> Schedule:
         """The schedule that carries the plan out, on its ranks; see `to_schedule.schedule_of`."""

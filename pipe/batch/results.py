@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ...schedules import Timeline
 
 
@@ -47,3 +50,18 @@ class EvalResult:
 
     loss: float | None
     output: object
+
+    def __repr__(self) -> str:
+        def shape(leaf: object) -> object:
+            return _Shown(f"Tensor{list(leaf.shape)}") if isinstance(leaf, torch.Tensor) else leaf
+
+        return f"EvalResult(loss={self.loss!r}, output={pytree.tree_map(shape, self.output)!r})"
+
+
+class _Shown(str):
+    """A text whose repr has no quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

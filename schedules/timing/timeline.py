@@ -73,6 +73,10 @@ class Timeline:
     ranks: tuple[RankTrace, ...]
     measured: bool = False
 
+    def __repr__(self) -> str:
+        kind = "measured" if self.measured else "simulated"
+        return f"<Timeline {kind}: {self.schedule!r}, makespan {self.makespan:.4g} s, bubble {self.bubble:.1%}>"
+
     @property
     def start(self) -> float:
         """The first start of any rank [s]."""

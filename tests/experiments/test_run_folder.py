@@ -135,3 +135,14 @@ def test_a_full_disk_leaves_no_half_summary(tmp_path: Path) -> None:
     with disk_with_room_for(20), pytest.raises(ValueError, match=r"cannot write .*plan\.json: "):
         folder.write_plan("x" * 100)
     assert [path.name for path in folder.path.iterdir()] == ["manifest.json"]
+
+
+def test_latest_leads_to_the_newest_run(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        RunFolder.create(manifest(name), root=tmp_path)
+        assert find_run(Path("latest"), root=tmp_path).resolve() == tmp_path / name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
+    with pytest.raises(ValueError, match="there are one, two"):
+        find_run(Path("three"), root=tmp_path)
+    with pytest.raises(ValueError, match="is a link to the newest run"):
+        RunFolder.check_free("latest", root=tmp_path)
