@@ -48,6 +48,18 @@ def test_stages_costs_and_messages_reach_the_simulator() -> None:
     assert (found.seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
 
 
+def test_memory_is_that_of_the_configuration_at_hand() -> None:
+    """Between two evaluations of the same cuts the batch grows, and more is in flight."""
+    model = Model(Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), optimizer_ratio=2.0)
+    evaluator = Evaluator(Topology(CLUSTER), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+    small = Configuration(
+        pipeline=2, data=1, tensor=1, schedule="1f1b", num_chunks=1, microbatch_size=1, num_microbatches=1
+    )
+    large = replace(small, num_microbatches=2)
+    held = [evaluator.evaluate(c, (0, 1, 2)).memories[0].in_flight for c in (small, large, small)]
+    assert held == [(1,), (2,), (1,)]
+
+
 def test_optimizer_steps_and_memory() -> None:
     """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
     nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.in_flight import InFlight
 from stagewright.partition.planner.model import Model
+from stagewright.partition.recompute_choice import Option, in_turn
 from stagewright.partition.stage_cost import RECOMPUTE, Recomputed, StageSums
 from stagewright.partition.stage_memory import MemoryRules, RankMemory, RankPlace
 
@@ -127,7 +128,7 @@ BYTES = st.integers(0, 20).map(float)
 
 @st.composite
 def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]:
-    """One rank with V stages, what is in flight on it, and the memory of its device."""
+    """One rank with V stages, what is in flight on it, and a device that is just large enough for some choice."""
 
     def column() -> np.ndarray:
         return np.array([draw(BYTES) for _ in range(num_chunks)])
@@ -160,7 +161,10 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]
         versions=1,
         num_microbatches=4,
     )
-    return sums, flight, draw(st.floats(0, 400))
+    tightest = [draw(st.sampled_from(RECOMPUTE))] * num_chunks
+    if draw(st.booleans()):
+        tightest = [draw(st.sampled_from(RECOMPUTE)) for _ in tightest]
+    return sums, flight, total_by_hand((sums, flight, 0.0), tuple(tightest))
 
 
 def fitted(case: tuple[StageSums, InFlight, float], recompute: tuple[str, ...]) -> RankMemory:
@@ -225,6 +229,13 @@ def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
         assert seconds(case, other) >= seconds(case, mine) or fitted_alone(case, other).too_many > 0
 
 
+def test_what_no_single_stage_frees_all_of_them_may() -> None:
+    """What one stage frees, 10 bytes, is less than what it makes again, 25, and all of them make it again in turn."""
+    stage = [Option("none", 0, 10, 0), Option("full", 1, 0, 25)]
+    choices = [[option.name for option in choice] for choice in in_turn([stage] * 5)]
+    assert choices == [["none"] * 5, ["full"] * 5]
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.data())
 def test_bytes_at_the_peak(data: st.DataObject) -> None:
@@ -282,3 +293,11 @@ def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
 def test_what_is_planned_runs() -> None:
     found = plan(OLD, Cluster.from_levels([(1, 1e9)]), global_batch=2, memory_limit=150, runnable=True)
     assert found.stages[0].recompute == "layer"
+
+
+def test_figures_of_some_nodes_are_not_enough() -> None:
+    """The second of these nodes would keep all that it keeps; the runtime would not."""
+    known = replace(OLD.nodes[0], selective_bytes=1, selective_seconds=0.1)
+    profile, cluster = replace(OLD, nodes=(known, OLD.nodes[1])), Cluster.from_levels([(1, 1e9)])
+    found = plan(profile, cluster, global_batch=3, schedules="gpipe", memory_limit=450)
+    assert found.stages[0].recompute == "layer"  # selectively it would be 3 * (1 + 100) + 99 bytes
