@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links, Sum, Way
 from ...schedules.timing.simulate import simulate
+from ...schedules.timing.timeline import Timeline
 from ..in_flight import InFlight, count_in_flight, merged, steady_in_flight
 from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_seconds
 from ..stage_memory import MemoryRules, RankMemory, RankPlace
@@ -25,6 +28,7 @@ from ..topology import Floats, Topology
 from .model import Model
 from .placement import Placement, Placements
 from .space import Configuration
+from .steady import seconds_of_long_batch, short_batches
 
 Ends = tuple[int, ...]
 MAX_ACTIONS = 1_000_000  # of one simulation
@@ -103,7 +107,7 @@ class Evaluator:
         """Costs and memory; MisfitError where it does not fit, for the rank that has most too much, and RefusedError.
 
         Arguments:
-            exact: count what is in flight in the whole schedule, however long.
+            exact: count what is in flight in the whole schedule, or one that holds exactly as much.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
         model, place = self.model(c), self.placements.of(c)
@@ -137,18 +141,32 @@ class Evaluator:
         )
 
     def simulate(self, evaluated: Evaluated) -> Simulated:
-        """One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all."""
+        """One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all.
+
+        A long batch is simulated by a short one, where that tells the same (`steady`).
+        """
+        c, m = evaluated.configuration, _per_replica(evaluated.configuration)
+        seconds = seconds_of_long_batch(partial(self._simulate, evaluated), c, m) if c.is_equal else None
+        if seconds is not None:
+            busy = m / c.pipeline * float(evaluated.seconds.work.sum())
+            return Simulated(seconds=seconds, bubble=1 - busy / seconds if seconds > 0 else 0.0)
+        whole = self._simulate(evaluated, m)
+        return Simulated(seconds=whole.batch_seconds, bubble=whole.bubble)
+
+    def _simulate(self, evaluated: Evaluated, num_microbatches: int) -> Timeline:
         c, s = evaluated.configuration, evaluated.seconds
-        schedule = self._schedule(c, _per_replica(c))
+        if 2 * c.num_stages * num_microbatches > MAX_ACTIONS:
+            raise too_long(c, num_microbatches)
+        schedule = self._schedule(c, num_microbatches)
         if schedule.rule.updates_may_wait and s.ring.any():
             schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
         costs = Costs(forward=s.forward.tolist(), backward=s.backward.tolist(), update=s.step.tolist())
-        timeline = simulate(schedule, costs, _network(evaluated, self.placements.of(c)))
-        return Simulated(seconds=timeline.batch_seconds, bubble=timeline.bubble)
+        return simulate(schedule, costs, _network(evaluated, self.placements.of(c)))
 
     def num_actions(self, c: Configuration) -> int:
-        """Actions in the simulation of a batch."""
-        return 2 * c.num_stages * (_per_replica(c) if c.is_equal else c.batch)
+        """Actions in the simulation of a batch, or of the shortest that may stand for it."""
+        m = _per_replica(c)
+        return 2 * c.num_stages * min(short_batches(c, m) if c.is_equal else (), default=m)
 
     def in_flight(self, c: Configuration, *, exact: bool) -> tuple[InFlight, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch.
@@ -160,11 +178,12 @@ class Evaluator:
         if not (exact or c.is_equal):
             return steady_in_flight(c.schedule, c.counts, c.num_microbatches)
         m = _per_replica(c)
-        full = family(c.schedule).full_after
-        if not exact and c.is_equal and full is not None and m > (full + 2) * c.pipeline:
-            m = (full + 1) * c.pipeline + m % c.pipeline
+        known, rest = family(c.schedule), m % c.pipeline
+        full, is_alike = known.full_after, not (known.takes_chunks and rest)  # a shorter batch holds exactly as much
+        if c.is_equal and full is not None and (is_alike or not exact) and m > (full + 2) * c.pipeline:
+            m = (full + 1) * c.pipeline + rest
         if 2 * c.num_stages * m > MAX_ACTIONS:
-            raise RefusedError(f"{m:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions")
+            raise too_long(c, m)
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m)
         if key not in self._flights:
             ranks = count_in_flight(self._schedule(c, m))
@@ -194,6 +213,13 @@ class Evaluator:
             except ValueError as error:
                 raise RefusedError(str(error)) from None
         return self._schedules[key]
+
+
+def too_long(c: Configuration, num_microbatches: int) -> RefusedError:
+    """Error for more actions than are simulated or counted."""
+    return RefusedError(
+        f"{num_microbatches:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions"
+    )
 
 
 def _per_replica(c: Configuration) -> int:
@@ -226,7 +252,8 @@ def _network(evaluated: Evaluated, placement: Placement) -> Links:
     ways: dict[tuple[int, int], Way] = {}
     for s, link in enumerate(placement.outward[: c.pipeline] if c.num_chunks > 1 else placement.outward[:-1]):
         here, there = ranks[s % c.pipeline], ranks[(s + 1) % c.pipeline]
-        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(_per_replica(c))}
+        different = min(_per_replica(c), lcm(len(here), len(there)))  # microbatches; behind them the pairs come again
+        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(different)}
         for src, dst in (way for a, b in pairs for way in ((a, b), (b, a))):
             ways[src, dst] = Way(
                 latency=link.latency,

@@ -273,6 +273,9 @@ class Search:
                 break
             try:
                 simulated = self.evaluator.simulate(exact)
+            except RefusedError as error:  # no short batch stands for it, and all of it is too long
+                self._note_refusal(error)
+                break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
                 self.refused.append(f"{exact.configuration.label}: {error}")
                 break
@@ -304,7 +307,10 @@ class Search:
                 if budget < cost:
                     return best, budget
                 budget -= cost
-                simulated = self.evaluator.simulate(evaluated)
+                try:
+                    simulated = self.evaluator.simulate(evaluated)
+                except RefusedError:  # too long, as no short batch stands for these cuts
+                    continue
                 if simulated.seconds < best.seconds * (1 - _TIE):
                     best, moved = replace(best, evaluated=evaluated, simulated=simulated), True
                     break

@@ -1,0 +1,164 @@
+"""Long batches that a short one stands for: the same seconds as all of the batch simulated."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, Node, Profile, partition, plan
+from stagewright.partition.in_flight import count_in_flight
+from stagewright.partition.planner.evaluate import Evaluator
+from stagewright.partition.planner.model import Model
+from stagewright.partition.planner.space import Configuration
+from stagewright.partition.planner.steady import seconds_of_long_batch, short_batches
+from stagewright.partition.stage_memory import MemoryRules
+from stagewright.partition.topology import Topology
+from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules.registry import FAMILIES
+from stagewright.schedules.timing.timeline import Timeline
+
+# Sums of these are exact: ties between messages on a link stay ties.
+EIGHTHS = st.integers(0, 24).map(lambda n: n / 8)
+NEAR = st.sampled_from([1.0, 1 + 2.0**-10, 1 - 2.0**-12, 1 + 2.0**-20, 3.0])  # steady after many rounds only
+
+
+def configuration(schedule: str, P: int, V: int, M: int) -> Configuration:
+    return Configuration(
+        pipeline=P, data=1, tensor=1, schedule=schedule, num_chunks=V, microbatch_size=1, num_microbatches=M
+    )
+
+
+FLUSH = [each for each in FAMILIES.values() if each.full_after is not None and not each.rule.is_asynchronous]
+
+
+@pytest.mark.parametrize("each", FLUSH, ids=lambda each: each.name)
+def test_more_microbatches_are_more_rounds_in_the_middle(each: Any) -> None:
+    """Programs of a short batch are those of a long one without its middle; so the drains are alike."""
+    for P, V in product((1, 2, 3, 4), (2, 3) if each.takes_chunks else (1,)):
+        for M in range(12 * P, 14 * P):
+            c = configuration(each.name, P, V, M)
+            for size in short_batches(c, M):
+                options = {"num_ranks": P, "num_chunks": V if V > 1 else None}
+                whole, short = (build(each.name, num_microbatches=m, **options) for m in (M, size))
+                for all_of_it, part in zip(whole.programs, short.programs, strict=True):
+                    half = len(part) // 2
+                    moved = [(a.stage, a.op, a.index + M - size) for a in part[-half:]]
+                    assert all_of_it[:half] == part[:half]
+                    assert [(a.stage, a.op, a.index) for a in all_of_it[-half:]] == moved
+
+
+def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> Evaluator:
+    model = Model(profile, optimizer_ratio=2.0)
+    cluster = Cluster.parse(f"{num_ranks}:net={bandwidth}B/s@0.25s")
+    return Evaluator(Topology(cluster), lambda _: MemoryRules(optimizer_ratio=2.0), lambda _size, _tensor: model)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
+    P, V = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 1, 2]))
+    V = 1 if P == 1 else V
+    figure = data.draw(st.sampled_from([EIGHTHS, NEAR]))
+    nodes = tuple(
+        Node(
+            name=f"n{i}",
+            forward_seconds=data.draw(figure) + 0.125,
+            backward_seconds=data.draw(figure),
+            activation_bytes=data.draw(EIGHTHS),
+            parameter_bytes=data.draw(EIGHTHS),
+            update_seconds=data.draw(EIGHTHS),
+        )
+        for i in range(P * V)
+    )
+    M = data.draw(st.integers(20, 60)) * P + (data.draw(st.integers(0, P - 1)) if V == 1 else 0)
+    c = configuration("1f1b" if V == 1 else "interleaved", P, V, M)
+    evaluator = evaluator_of(Profile(nodes=nodes), data.draw(st.sampled_from([0.5, 2.0, 2.0**30])), P)
+    found = evaluator.evaluate(c, tuple(range(P * V + 1)), exact=True)
+    whole, folded = evaluator._simulate(found, M), evaluator.simulate(found)
+    assert folded.seconds == whole.makespan
+    assert folded.bubble == pytest.approx(whole.bubble, abs=1e-9)
+
+
+def folded(c: Configuration, M: int, costs: Costs) -> tuple[float | None, list[int]]:
+    """Seconds, and the sizes of the batches that were simulated for them."""
+    sizes = []
+
+    def simulated(m: int) -> Timeline:
+        sizes.append(m)
+        chunks = c.num_chunks if c.num_chunks > 1 else None
+        return simulate(build(c.schedule, num_ranks=c.pipeline, num_microbatches=m, num_chunks=chunks), costs)
+
+    return seconds_of_long_batch(simulated, c, M), sizes
+
+
+@pytest.mark.parametrize(("P", "V", "M"), [(1, 1, 10**5), (4, 1, 10**5 + 3), (4, 3, 10**5), (16, 1, 1000)])
+@pytest.mark.parametrize("latency", [0.0, 0.5, 3.0])
+def test_it_is_found_and_short(P: int, V: int, M: int, latency: float) -> None:
+    """Equal stages are steady at once, though not each microbatch where messages take time; unequal ones after some."""
+    c = configuration("1f1b" if V == 1 else "interleaved", P, V, M)
+    for costs in (
+        Costs(forward=1, backward=2, latency=latency),
+        Costs(forward=1, backward=[2] * (P * V - 1) + [3], latency=latency),
+    ):
+        seconds, sizes = folded(c, M, costs)
+        assert seconds is not None
+        assert max(sizes) < 14 * P
+
+
+def test_rounds_of_several_microbatches() -> None:
+    """With latencies, ranks wait for as many microbatches as go around between them; not all numbers are divided."""
+    costs = Costs(forward=1, backward=2, latency=0.5)
+    for P, M in product((2, 3, 4), (100, 101, 102, 103)):
+        whole = simulate(build("1f1b", num_ranks=P, num_microbatches=M), costs).makespan
+        assert folded(configuration("1f1b", P, 1, M), M, costs)[0] == whole
+    # Three go around between the last three ranks, and four divide what is left out.
+    costs = Costs(forward=[0.125, 1, 1, 1], backward=[0.125, 2, 2, 2], latency=1)
+    found, sizes = folded(configuration("1f1b", 4, 1, 100), 100, costs)
+    assert found == simulate(build("1f1b", num_ranks=4, num_microbatches=100), costs).makespan
+    assert len(sizes) > 1
+
+
+def test_what_slowly_gets_out_of_step_is_not_steady() -> None:
+    """The first rank is a thousandth slower than the last, which runs at its own pace while there is work in stock."""
+    costs = Costs(forward=[1 + 2.0**-10, 0.5, 0.5, 1], backward=[2, 1, 1, 2])
+    assert folded(configuration("1f1b", 4, 1, 300), 300, costs)[0] is None
+
+
+@pytest.mark.parametrize(("schedule", "P", "V"), [("1f1b", 3, 1), ("2bw", 3, 1), ("interleaved", 4, 3)])
+def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: int) -> None:
+    """Of a short batch where it holds exactly as much; interleaved groups of other sizes hold more."""
+    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(P * V))
+    evaluator = evaluator_of(Profile(nodes=nodes), 1e9, P)
+    for M in range(5 * P, 7 * P):
+        counted = evaluator.in_flight(configuration(schedule, P, V, M), exact=True)
+        chunks = V if V > 1 else None
+        whole = count_in_flight(build(schedule, num_ranks=P, num_microbatches=M, num_chunks=chunks))
+        for a, b in zip(counted, whole, strict=True):
+            for moments in ("held", "graded", "in_backward", "graded_backward"):
+                ours, theirs = (np.unique(getattr(each, moments), axis=0) for each in (a, b))
+                assert np.array_equal(ours, theirs), (M, moments)
+
+
+def test_what_no_short_batch_stands_for() -> None:
+    assert short_batches(configuration("gpipe", 4, 1, 10**6), 10**6) == ()
+    assert short_batches(configuration("2bw", 4, 1, 10**6), 10**6) == ()
+    assert short_batches(configuration("interleaved", 4, 2, 10**6 + 1), 10**6 + 1) == ()
+    assert short_batches(configuration("1f1b", 4, 1, 40), 40) == ()
+
+
+def test_very_long_batches_are_planned() -> None:
+    """A million microbatches: every layout is simulated, and the plan's seconds are its work and its fill."""
+    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=1e9) for i in range(4))
+    found = plan(
+        Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), global_batch=10**6, schedules="1f1b", data_sizes=(1,)
+    )
+    assert len(found.stages) == 4
+    assert found.simulated_step_time == pytest.approx((10**6 + 3) * 3, rel=1e-9)
+    assert not any("too long" in note for note in found.notes)
+    many = partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), num_microbatches=10**12, straight=True)
+    assert many.simulated_step_time == pytest.approx((10**12 + 3) * 3, rel=1e-9)
