@@ -147,6 +147,13 @@ class Ownership:
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd:
             raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
+        late = [name for name in state if name not in self.stages]
+        if late:
+            raise ValueError(
+                f"{late[0]!r} is in the model's state and was not when the stages were built, so that no rank knows "
+                f"whose it is: expected register_buffer with a tensor, not None, before the PipelineModule is made, "
+                f"or persistent=False"
+            )
         return state
 
     def _free(self, cut: CutModel, gone: set[int]) -> None:

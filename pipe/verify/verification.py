@@ -120,7 +120,8 @@ class Verifier:
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            outputs = self._evaluation.flat_outputs(given)
+            with untouched(self._parts.root, device=self._settings.device):
+                outputs = self._evaluation.flat_outputs(given)
             loss, own = self._train(given, step)
             after = self._own_buffers()
         with self._guard.together():
@@ -244,7 +245,8 @@ class Verifier:
     def _is_compared(self, name: str) -> bool:
         """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
         owners = self._schedule.owners
-        return all(len(owners[stage]) == 1 for stage in self._ownership.stages.get(name, (0,)))
+        stages = self._ownership.stages.get(name, ())  # none: it came with a forward, and goes after this one
+        return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """What this process has of the buffers that are compared."""

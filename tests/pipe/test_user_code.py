@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -103,10 +105,14 @@ def test_shapes_that_follow_from_values_are_refused_where_they_travel() -> None:
         piped(lambda: nn.Sequential(linear(), Selects(), linear()))
 
 
-def experts(**options: Any) -> list[list[float]]:
-    """Other batch sizes too: each process then lacks the weights of the other's stage."""
+def now_and_then(**options: Any) -> list[list[float]]:
+    """Experts found by value, layers that run by chance; other batch sizes too, for which each process lacks the
+    weights of the other's stage."""
     torch.manual_seed(0)
-    model = nn.Sequential(linear(), SparseExperts(), SparseExperts(), linear()).double()
+    layers = (SparseExperts(), Sometimes(DECISIONS["rarely, by chance"]))
+    model = nn.Sequential(layers[1], linear(), layers[0], copy.deepcopy(layers[1]), copy.deepcopy(layers[0]), linear())
+    model.double()
+    seed_all(os.getpid())  # as processes of one run do not agree
     pipe = PipelineModule(
         model, num_microbatches=2, loss_fn=F.mse_loss, optimizer=sgd, example_inputs=batch(0)[:1], **options
     )
@@ -118,13 +124,16 @@ def experts(**options: Any) -> list[list[float]]:
         found.append(loss)
     state = pipe.full_state_dict()
     pipe.close()
-    return [found, *(state[name].flatten().tolist() for name in ("1.load", "2.load", "1.router.weight"))]
+    return [
+        found,
+        *(state[name].flatten().tolist() for name in ("2.load", "4.load", "2.router.weight", "0.linear.weight")),
+    ]
 
 
 @pytest.mark.gloo
 def test_code_that_reads_values_over_processes(gloo: Pool) -> None:
-    one = experts(mesh={"pipe": 1})
-    for other in gloo.run(experts, ranks=2):
+    one = now_and_then(mesh={"pipe": 1})
+    for other in gloo.run(now_and_then, ranks=2):
         for mine, theirs in zip(one, other, strict=True):
             assert theirs == pytest.approx(mine, abs=1e-12)
 

@@ -144,6 +144,42 @@ def test_state_in_python_counts_each_run_of_a_microbatch_once(options: dict[str,
     assert type(ema.last) is Tensor
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_verify_leaves_no_trace_in_python(schedule: str) -> None:
+    calls: list[int] = []
+
+    def make() -> nn.Sequential:
+        model = between_layers(Ema)()
+        model[2].register_forward_hook(lambda *_: calls.append(1))
+        return model
+
+    model, _ = piped(make, verify=True, schedule=schedule)
+    assert model[1][0].calls == len(calls) == STEPS * MICROBATCHES
+
+
+def test_a_buffer_of_the_state_that_a_forward_brings_is_refused_by_name() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.detach()
+            return x
+
+    pipe = PipelineModule(
+        nn.Sequential(linear(), Late(), linear()).double(),
+        mesh={"pipe": 2},
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        example_inputs=batch(0)[:1],
+    )
+    pipe.state_dict()
+    pipe.forward_backward(*batch(0))
+    with pytest.raises(ValueError, match=r"'1.last' is in the model's state and was not when the stages were built"):
+        pipe.state_dict()
+
+
 def test_a_buffer_that_is_assigned_anew_under_2bw() -> None:
     """As 2BW's definition on one process: the gradients of batch t at the weights before the last update."""
     model, losses = piped(between_layers(Ema), schedule="2bw")

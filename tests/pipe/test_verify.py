@@ -429,3 +429,18 @@ class Lost(nn.Module):
 def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
     for told in gloo.run(buffers_over_processes, ranks=2):
         assert "after the batch, buffer 'seen'" in told
+
+
+def test_buffers_that_an_evaluation_moves_are_no_difference() -> None:
+    """verify evaluates, then trains; what the evaluation counts is gone before."""
+
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count.clone()
+
+    assert refused(nn.Sequential(Counts(), Counts())) == "nothing"
