@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.keyword_models import CLASSES, IGNORED, LABELS, WIDTH, WORDS, Language, loss_in
+from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
 from support.small import X, Y, make
 from torch import Tensor, nn
 
@@ -180,19 +180,6 @@ def test_verify_weighs_alike() -> None:
 
 
 # --- transformers ---
-
-
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": CLASSES, "n_positions": 32}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off)).double()
-
-
-def in_float64(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
-    """transformers' loss for causal language models, which computes in float32, in float64."""
-    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), ignore_index=IGNORED)
 
 
 @pytest.mark.parametrize("own_loss", [True, False])

@@ -6,6 +6,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,3 +99,16 @@ def loss_in(output: Any) -> Tensor:
     found = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output[0]
     assert isinstance(found, Tensor)
     return found
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": CLASSES, "n_positions": 32}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off)).double()
+
+
+def in_float64(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
+    """transformers' loss for causal language models, which computes in float32, in float64."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), ignore_index=IGNORED)
