@@ -215,3 +215,22 @@ def test_the_plain_module_of_verify_gets_the_same_keywords() -> None:
     pipe = pipeline(model, verify=True, batch_dims={"positions": None})
     pipe.forward_backward(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5)
     assert pipe.verify(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5).num_gradients == 9
+
+
+class Views(nn.Module):
+    """Views its input [4, N] as one column, which slices of a batch along dimension 1 would not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x.view(-1, 1)))
+        return self.b(h).view(x.shape[0], x.shape[1]).mean(0)  # [N]
+
+
+def test_microbatches_along_another_dimension_are_contiguous() -> None:
+    model, twin = models(Views)
+    x, y = draw(4, N), draw(N, seed=4)
+    pipe = pipeline(model, loss_fn=F.mse_loss, batch_dims={"x": 1})
+    assert pipe.forward_backward(x, y).loss == pytest.approx(F.mse_loss(twin(x), y).item(), abs=1e-12)
