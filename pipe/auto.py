@@ -21,7 +21,6 @@ from torch import nn
 from ..comm import Collectives, MeshPlace, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
-from ..partition.graph.chain import is_sequential
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
 from ..partition.profile import Node, Profile
@@ -78,8 +77,6 @@ class AutoLayout:
         wanted = self._num_microbatches
         batch = num_samples if wanted is None else sizes[0] * wanted
         settings = {"runnable": True, **restrictions}
-        if not is_sequential(self._model):  # a traced graph has no modules that could run again
-            settings.setdefault("recompute", ("none", "full"))
 
         def search() -> str:
             return plan(profiles, cluster, global_batch=batch, **settings).to_json()

@@ -343,6 +343,7 @@ def _node(
         weight_grad_seconds=weight_grad,
         update_seconds=0.0 if updates is None else updates[sample.like].seconds,
         workspace_bytes=workspaces[sample.like],
+        runs_again=bool(sample.stage.units),  # operations of a graph do not, by themselves
     )
 
 

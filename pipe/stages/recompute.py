@@ -153,8 +153,8 @@ class RecomputedModules:
         if self._needs_modules:
             raise ValueError(
                 "recompute= speaks of modules, and this model runs as a traced graph, which has none: expected "
-                "recompute='full' or 'none' for each stage, or a model that runs its own modules (nn.Sequential, or "
-                "stages=[...])"
+                "recompute='full' or 'none' for each stage, or a model that runs its own modules (the warning about "
+                "its graph says what is in the way; nn.Sequential and stages=[...] always do)"
             )
 
     def of_stage(self, index: int, stage: StageModule) -> dict[nn.Module, NamedRule]:

@@ -119,7 +119,8 @@ class _Rerun:
     def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        others = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
+        objects: dict[int, object] = {}
+        others = [None if i in tensors else _as_it_is(leaf, objects) for i, leaf in enumerate(leaves)]
         in_place = self._in_place
         in_place.begin(tensors)
         # The inputs of the second run. What the module changes in place is kept from before as a copy.
@@ -217,6 +218,24 @@ class _InPlace:
             )
         self._before.clear()
         self._made.clear()
+
+
+def _as_it_is(value: object, known: dict[int, object]) -> object:
+    """Copy of an object that a forward may change, such as a cache, with the tensors in it as they are."""
+    if type(value) in (list, tuple, dict):
+        leaves, form = pytree.tree_flatten(value)
+        return pytree.tree_unflatten([_as_it_is(leaf, known) for leaf in leaves], form)
+    if isinstance(value, torch.Tensor | nn.Module) or callable(value) or not hasattr(value, "__dict__"):
+        return value
+    if id(value) not in known:
+        maker: Any = type(value)
+        copy = known[id(value)] = maker.__new__(maker)
+        vars(copy).update({key: _as_it_is(each, known) for key, each in vars(value).items()})
+        if isinstance(value, dict):
+            dict.update(copy, {key: _as_it_is(each, known) for key, each in value.items()})
+        elif isinstance(value, list):
+            list.extend(copy, [_as_it_is(each, known) for each in value])
+    return known[id(value)]
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

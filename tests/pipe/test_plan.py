@@ -79,6 +79,14 @@ PLANS = {
         "chain",
         plan_of(stage("0 1", 0, 1, recompute="selective"), stage("2 3", 2, recompute="layer"), num_devices=3),
     ),
+    "recompute of a record": (
+        "towers",
+        plan_of(
+            stage("left.0 right.0", 0, recompute="selective"),
+            stage("left.2 right.2 head", 1, recompute="layer"),
+            num_devices=2,
+        ),
+    ),
     "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2), num_devices=3)),
 }
 
@@ -160,15 +168,6 @@ BAD = {
     "sharded": (
         {"plan": plan_of(stage("0 1", 0, 1, optimizer_shards=2), stage("2 3", 2), num_devices=3)},
         r"divides the optimizer state of stage 0 over 2 ranks: expected optimizer_shards=1",
-    ),
-    "recompute of a graph": (
-        {
-            "model": make_towers(),
-            "plan": plan_of(
-                stage("left.0 right.0", 0, recompute="layer"), stage("left.2 right.2 head", 1), num_devices=2
-            ),
-        },
-        r"this model runs as a traced graph, which has none: expected recompute='full' or 'none'",
     ),
     "tensor": (
         {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.layers import Block, D, T
+from support.models import TiedGPT, make_batch, token_loss
 from support.pool import Pool
 from support.small import stream
 from support.storages import Storages
@@ -512,6 +513,81 @@ def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.Monke
     assert kept([policy, "none"], monkeypatch) == kept({"0.*": policy}, monkeypatch) == wanted
     one, other = (trained(each, steps=2) for each in ("none", {"*": policy, "*.up": "selective"}))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- models that are no chain: the code between their modules is recorded ---
+
+
+EVERYWHERE: tuple[Any, ...] = (
+    "layer",
+    "selective",
+    ["selective", "layer"],
+    {"blocks.*": "full", "blocks.*.up": "selective", "embed": "full"},
+)
+
+
+@pytest.mark.parametrize("recompute", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
+    """Dropout, tied weights, a position buffer, and (2bw) weight versions."""
+
+    def train(recompute: Any) -> list[Tensor]:
+        model = made(TiedGPT)
+        (x,), y = make_batch("tied-gpt", index=0, size=8)
+        pipe = pipeline(
+            model,
+            recompute,
+            schedule=schedule,
+            loss_fn=token_loss,
+            example_inputs=(x,),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )
+        assert not pipe._built("stages").parts.is_traced
+        for _ in range(3):
+            pipe.train_step(x, y)
+        pipe.flush()
+        return list(pipe.full_state_dict().values())
+
+    assert all(torch.equal(a, b) for a, b in zip(train("none"), train(recompute), strict=True))
+
+
+class Cache:
+    """What a layer adds to, and the next ones read."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[Tensor]] = {"seen": []}
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, *, cache: Cache) -> Tensor:
+        seen = cache.entries["seen"]
+        seen.append(torch.sin(self.linear(x)))
+        return seen[-1].cos() * torch.stack(seen).sum(0) * len(seen)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.layers = nn.ModuleList(Caching() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, cache = self.first(x), Cache()
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return x
+
+
+@again
+def test_an_object_that_modules_change(recompute: str) -> None:
+    """As the caches of `transformers`, which a second run would fill once more."""
+    equals_one_process(lambda: [Cached(), nn.Linear(D, D)], {"0.layers.*": "full"})
+    equals_one_process(lambda: [Cached(), nn.Linear(D, D)], {"0.layers.*": "selective"})
+    equals_one_process(lambda: [nn.Linear(D, D), Cached()], recompute)
 
 
 # --- changes in place that only later forwards make ---

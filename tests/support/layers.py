@@ -105,7 +105,3 @@ class MaskedLayer(nn.Module):
     def forward(self, h: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         update = self.dropout(torch.tanh(self.linear(h) + self.places(positions)))
         return h + update * mask.unsqueeze(-1)
-
-
-# One random operation each in a traced model: the ATen overloads behind them are `nondeterministic_seeded`.
-RANDOM = (nn.Dropout, nn.Dropout2d, Attend)

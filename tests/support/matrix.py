@@ -65,8 +65,6 @@ def _rows(ranks: Sequence[int], **more: Sequence[Any]) -> list[Row]:
 
 
 def _parameter(task: str, row: Row) -> Any:
-    # A graph has no modules that could run again by themselves.
-    recompute = "full" if TASKS[task].kind == "traced" and row["recompute"] != "none" else row["recompute"]
-    layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=recompute)
+    layout = make_layout(row["schedule"], row["ranks"], row["chunks"], recompute=row["recompute"])
     case = make_case(task, layout, row["microbatches"])
     return pytest.param(case, layout, id=f"{task}-{layout}-M{row['microbatches']}")

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from .layers import (
     DROPOUT,
-    RANDOM,
     VOCABULARY,
     Block,
     D,
@@ -349,4 +348,6 @@ def seeded_units(model: nn.Module) -> list[nn.Module]:
         return list(model)
     if isinstance(model, Chain):
         return [unit for stage in model for unit in (stage if isinstance(stage, nn.Sequential) else [stage])]
-    return [module for module in model.modules() if isinstance(module, RANDOM)]
+    lists = (nn.ModuleList, nn.Sequential)
+    children = list(model.children())
+    return [unit for child in children for unit in (child.children() if isinstance(child, lists) else [child])]
