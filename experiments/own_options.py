@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from .help_text import plain_help
 from .user_code import check_call, load
 
 _CALLS = {"model": (0, ()), "data": (0, ("batch_size",)), "loss": (2, ()), "optimizer": (1, ("lr",))}  # how each is
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOptions:
     """Functions of the user's, each as package.module:function or file.py:function."""

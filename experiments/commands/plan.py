@@ -23,6 +23,7 @@ from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_piped
 from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
+from ..help_text import plain_help
 from ..own_options import OwnOptions
 from .files import check_out, read_file, write_out
 
@@ -43,6 +44,7 @@ _OPTIONS = {  # as `plan` calls them
 _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(OwnOptions):
     """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""

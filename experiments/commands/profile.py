@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
+from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from .files import read_file, write_out
 
@@ -34,6 +35,7 @@ FREE = 1e15  # [bytes/s]: links that cost nothing, so that the cut follows compu
 BUSY = 0.1  # spread of the whole step from which on its figures say little
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions(OwnOptions):
     """Measure every part of a model of your own, or of the example GPT: F, B, I, W, update, memory. Or the links
@@ -70,7 +72,7 @@ class ProfileOptions(OwnOptions):
     links: bool = False
     """Measure latency and bandwidth between processes instead; --out writes a cluster."""
     ranks: int | None = None
-    """Local processes to start for --links (default 2; under torchrun, its number of processes)."""
+    """Local processes to start for --links (default: 2; under torchrun, its number of processes)."""
     timeout: float = 60.0
     """Seconds that a rank waits for another."""
     out: Path | None = None

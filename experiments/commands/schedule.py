@@ -14,12 +14,14 @@ from typing import Annotated, Literal
 import tyro
 
 from ...schedules import Schedule, simulate
+from ..help_text import plain_help
 from ..schedule_files import is_file
 from .files import check_out
 from .schedule_options import NAME_HELP, CostOptions
 from .simulate import summarise, table
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions(CostOptions):
     """Print a schedule as a grid (a row a rank, a column a unit of time), or export it.

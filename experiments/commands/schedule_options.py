@@ -8,12 +8,16 @@ from typing import Literal
 import tyro
 
 from ...schedules import FAMILIES, Costs, Schedule, build, check
+from ..help_text import plain_help
 from ..schedule_files import FORMS, is_file, read
 
 NAMES = ", ".join(FAMILIES)
-NAME_HELP = tyro.conf.arg(help=f"{NAMES}; or a schedule of your own: {FORMS}.")
+NAME_HELP = tyro.conf.arg(
+    help=f"{NAMES}; or a schedule of your own: {FORMS}.", metavar="NAME|FILE", help_behavior_hint=""
+)
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
     """Arguments of `build`; None: not given."""
@@ -70,6 +74,7 @@ class BuildOptions:
         return schedule
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostOptions(BuildOptions):
     """A schedule and its costs, in seconds of ONE stage action: one number, or one a stage."""

@@ -19,9 +19,11 @@ from ...schedules import (
     simulate,
 )
 from ...schedules.wording import count
+from ..help_text import plain_help
 from .schedule_options import NAME_HELP, CostOptions
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(CostOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""

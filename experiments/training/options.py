@@ -13,6 +13,7 @@ import tyro
 from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.wording import count
+from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..schedule_files import FORMS, is_file, read
 
@@ -29,6 +30,7 @@ AUTO = "auto"
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
 
 
+@plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions(OwnOptions):
     """Train a model of your own, or the example GPT over bytes, through a pipeline; writes runs/<name>/.
@@ -40,13 +42,15 @@ class TrainOptions(OwnOptions):
         str | None,
         tyro.conf.arg(
             help=f"{', '.join(FAMILIES)}, or a file ({FORMS}) (default: {DEFAULT_SCHEDULE}; with --model "
-            f"{DEFAULT_OWN_SCHEDULE})."
+            f"{DEFAULT_OWN_SCHEDULE}).",
+            metavar="STR",
+            help_behavior_hint="",
         ),
     ] = None
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
     ranks: int | None = None
-    """P, pipeline ranks: processes on this machine (default 2; under torchrun, its number of processes)."""
+    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes)."""
     chunks: int | None = None
     """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
     microbatches: int | None = None

@@ -43,7 +43,9 @@ def test_each_command_has_its_help_and_refuses_an_unknown_option(name: str, caps
     with pytest.raises(SystemExit) as stop:
         main([name, "--help"])
     assert stop.value.code == 0
-    assert f"usage: stagewright {name}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: stagewright {name}" in text
+    assert "None" not in text  # the default that is meant stands in the text
     with pytest.raises(SystemExit) as stop:
         main([name, "--no-such-option"])
     assert stop.value.code == 2
