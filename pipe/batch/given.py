@@ -74,7 +74,8 @@ class Given:
         ]
 
 
-_LIKE = 0.75  # how much a wrong name resembles the right one
+_LIKE = 0.75  # how much a wrong name resembles the right one, to be told
+_SURELY = 0.85  # ... to be refused though forward(..., **kwargs) would take it
 
 
 class CallReader:
@@ -139,9 +140,9 @@ class CallReader:
             return (), dict(only)
         return tuple(args), dict(kwargs)
 
-    def _meant(self, name: str) -> str | None:
+    def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
         """The parameter that a wrong name resembles."""
-        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=_LIKE)), None)
+        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
@@ -160,7 +161,7 @@ class CallReader:
                 return args, kwargs
             raise self._unfit(args, kwargs, str(error)) from None
         for name in kwargs:
-            meant = None if name in self._names else self._meant(name)
+            meant = None if name in self._names else self._meant(name, least=_SURELY)
             if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
                 raise self._unfit(args, kwargs, f"nothing for {meant!r}")
         if self._num_positional is None:

@@ -26,6 +26,7 @@ from support.small import X, Y, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.batch.given import CallReader
 
 
 def models(make_model: Callable[[], nn.Module] = Tagger) -> tuple[Any, Any]:
@@ -234,3 +235,14 @@ def test_microbatches_along_another_dimension_are_contiguous() -> None:
     x, y = draw(4, N), draw(N, seed=4)
     pipe = pipeline(model, loss_fn=F.mse_loss, batch_dims={"x": 1})
     assert pipe.forward_backward(x, y).loss == pytest.approx(F.mse_loss(twin(x), y).item(), abs=1e-12)
+
+
+def test_keywords_that_forward_swallows_are_refused_only_where_they_surely_mean_another() -> None:
+    class Swallows(nn.Module):
+        def forward(self, words: Tensor, decoder_position_ids: Tensor | None = None, **others: object) -> Tensor:
+            return words
+
+    reader = CallReader(Swallows(), has_target=False, batch_dims={})
+    assert reader.inputs((X,), {"position_ids": X}).arguments.names == ("input 0", "position_ids")
+    with pytest.raises(ValueError, match=r"'decoder_position_id' looks like 'decoder_position_ids'"):
+        reader.inputs((X,), {"decoder_position_id": X})
