@@ -53,7 +53,7 @@ class PipelineModule:
     in this process). The result equals one process that accumulates the same microbatches.
 
     Arguments:
-        model: nn.Sequential, or any module that torch.export traces whole.
+        model: any module; cut between its own modules, which run as they are (docs/models.md).
         schedule: a name (`stagewright.schedules.FAMILIES`), a Schedule, or a .csv or .json file; "1f1b" by default.
             "auto": the first batch is profiled on this machine, and the planner decides on schedule, cut, replicas
             and microbatches; `plan` then tells.

@@ -148,7 +148,7 @@ def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only()
 def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", *TINY, "--microbatches", "4"]) == 0
     text = capsys.readouterr().out
-    for words in ("embedding", "head", "rank 0 | ", "predicted bubble", "predicted memory"):
+    for words in ("embedding", "blocks.1", "head", "rank 0 | ", "predicted bubble", "predicted memory"):
         assert words in text
     assert "costs proportional to parameters" in text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import eager_models as models
-from torch import nn
+from support.pool import Pool
+from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 
@@ -109,3 +112,247 @@ def test_training_is_that_of_one_process(make: Callable[[], nn.Module], stages: 
     with torch.no_grad():
         expected = torch.cat([twin.eval()(x.clone()) for x in X.split(2)])
     assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+
+
+# --- schedules, processes, what changes between steps ---
+
+
+CHOSEN = ["functions in units", "hooks in units", "reentrant checkpoint between units", "twice between units"]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_interleaved_with_recomputation(name: str) -> None:
+    model, twin = made(MODELS[name]), made(MODELS[name])
+    pipe = pipeline(model, schedule="interleaved", num_chunks=2, recompute=["full", "none", "full", "none"])
+    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
+    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
+    if name != "hooks in units":  # recomputation runs hooks again, as in plain PyTorch
+        equal(model, twin)
+
+
+def late_steps(model: nn.Module) -> None:
+    """The plain model, with gradients computed at the weights of one update before."""
+    copies = [[p.detach().clone() for p in model.parameters()]] * 2
+    for _ in range(STEPS):
+        own = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), copies[0], strict=True):
+                p.copy_(old)
+        model.zero_grad()
+        for x, y in zip(X.split(2), Y.split(2), strict=True):
+            (F.mse_loss(model(x.clone()), y) / 4).backward()
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p, value, gradient in zip(model.parameters(), own, gradients, strict=True):
+                p.copy_(value if gradient is None else value - 0.05 * gradient)
+        copies = [copies[1], [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, "encoder and decoder between units", "buffers assigned anew in units"])
+def test_two_versions_of_weights(name: str) -> None:
+    """Under 2bw a batch is computed with the weights of one update before."""
+    model, twin = made(MODELS[name]), made(MODELS[name])
+    pipe = pipeline(model, schedule="2bw")
+    for _ in range(STEPS):
+        pipe.train_step(X, Y)
+    pipe.flush()
+    late_steps(twin)
+    if name != "hooks in units":
+        equal(model, twin)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_pipedream_on_one_rank_is_plain_training_by_microbatch(name: str) -> None:
+    model, twin = made(MODELS[name]), made(MODELS[name])
+    pipe = pipeline(model, schedule="pipedream", mesh={"pipe": 1})
+    optimizer = sgd(list(twin.parameters()))
+    for _ in range(STEPS):
+        pipe.train_step(X, Y)
+        for x, y in zip(X.split(2), Y.split(2), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(twin(x.clone()), y).backward()
+            optimizer.step()
+    pipe.flush()
+    equal(model, twin)
+
+
+class Scaled(models.Stack):
+    """Attributes that the code between the units reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.skips = 1.0, [0, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x) if i in self.skips else block(x) * self.alpha
+        return self.head(x) if self.training else x
+
+
+def halve(model: Any, step: int) -> None:
+    model.alpha = 1.0 / (step + 1)
+
+
+def skip_more(model: Any, step: int) -> None:
+    model.skips = [0, step + 1]
+
+
+def append(model: Any, step: int) -> None:
+    model.skips.append(step + 1)
+
+
+@pytest.mark.parametrize("change", [halve, skip_more, append])
+def test_what_changes_between_steps_counts(change: Callable[[Any, int], None]) -> None:
+    model, twin = made(Scaled), made(Scaled)
+    pipe = pipeline(model, mesh={"pipe": 3}, split_points=["blocks.1", "blocks.3"])
+    losses = []
+    for step in range(STEPS):
+        change(model, step)
+        losses.append(pipe.train_step(X, Y).loss)
+    assert losses == pytest.approx(plain_steps(twin, change=change), abs=1e-12)
+    equal(model, twin)
+
+
+def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
+    model = made(Scaled)
+    pipe = pipeline(model)
+    pipe.train_step(X, Y)
+    model.eval()
+    with pytest.raises(ValueError, match=r"module 'head' runs when the stages were built alone: .* Expected the same"):
+        pipe.train_step(X, Y)
+    model.train()
+    pipe.train_step(X, Y)
+    with torch.no_grad():
+        expected = torch.cat([model.eval()(x) for x in X.split(2)])
+    assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [5, 9])
+def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> None:
+    class Sequences(models.Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] / x.shape[1]
+            for block in self.blocks:
+                x = block(x + positions)
+            return self.head(x)
+
+    model, twin = made(Sequences), made(Sequences)
+    pipe = pipeline(model, example_inputs=(torch.zeros(8, 3, WIDTH, dtype=torch.float64),), recompute="full")
+    for size in (8, 6):
+        x, y = torch.randn(2, size, length, WIDTH, dtype=torch.float64)
+        loss = pipe.forward_backward(x, y).loss
+        parts = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
+        total = sum(F.mse_loss(twin(a), b) * (len(a) / size) for a, b in parts)
+        total.backward()  # type: ignore[union-attr]
+        assert loss == pytest.approx(float(total.detach()), abs=1e-12)  # type: ignore[union-attr]
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if not name.startswith("stem"):  # it does not run
+            assert mine.grad is not None
+            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_hooks_of_parameters_count_under_every_schedule() -> None:
+    for schedule in ("1f1b", "2bw"):
+        seen: list[int] = []
+        model = made(models.Stack)
+        model.blocks[1].up.weight.register_hook(lambda grad, seen=seen: seen.append(1))  # type: ignore[index, union-attr]
+        pipe = pipeline(model, schedule=schedule)
+        pipe.train_step(X, Y)
+        pipe.flush()
+        assert len(seen) == 4
+
+
+def test_layers_are_dropped_by_pythons_random_numbers_alike_on_any_cut() -> None:
+    """They are seeded at each unit: the same layers are left out on one stage and on three, and some are."""
+    results = []
+    for stages in (1, 3):
+        model = made(lambda: models.Stack(models.DroppingBlock))
+        random.seed(7)
+        pipe = pipeline(model, mesh={"pipe": stages})
+        results.append([pipe.train_step(X, Y).loss for _ in range(STEPS)])
+    assert results[0] == results[1]
+    assert results[0] != [pipeline(made(models.Stack)).train_step(X, Y).loss for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    "name", ["functions between units", "twice between units", "encoder and decoder between units"]
+)
+def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
+    class WithDropout(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.rate = MODELS[name](), 0.3
+            for module in [*self.inner.modules()]:
+                if isinstance(module, models.Block):
+                    module.register_forward_hook(lambda module, given, output: F.dropout(output, 0.2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.inner(F.dropout(x, self.rate)), self.rate)
+
+    results = []
+    for options in ({"mesh": {"pipe": 1}}, {"mesh": {"pipe": 3}}, {"recompute": "full"}, {"verify": True}):
+        pipe = pipeline(made(WithDropout), **options)
+        results.append([pipe.train_step(X, Y).loss for _ in range(2)])
+    assert all(each == pytest.approx(results[0], abs=1e-12) for each in results)
+
+
+@pytest.mark.parametrize("name", ["checkpoint in units", "reentrant checkpoint in units", "checkpoint between units"])
+def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
+    def kept(model: Callable[[Tensor], Any]) -> int:
+        sizes: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x)
+        with hooks:
+            model(X)
+        return sum(sizes)
+
+    model, plain = made(MODELS[name]), made(models.Stack)
+    pipe = pipeline(model, mesh={"pipe": 1}, num_microbatches=1)
+    pipe.build(X, Y)
+    assert pipe._pipeline is not None
+    (stage,) = pipe._pipeline.parts.train.stages
+    assert kept(stage.module) == kept(model) < 0.5 * kept(plain)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+def test_a_compiled_child_stays_compiled() -> None:
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    model = made(models.Stack)
+    twin = made(models.Stack)
+    for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        model.blocks[i] = torch.compile(block, backend=backend)  # type: ignore[operator]
+    pipe = pipeline(model)
+    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
+    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
+    assert len(calls) == STEPS * 4 * 4  # steps, microbatches, blocks
+
+
+# --- over processes ---
+
+
+def _train_over_processes(name: str) -> list[float | None]:
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+    model = made(MODELS[name])
+    pipe = pipeline(model, timeout=60.0)
+    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
+    losses.append(pipe.train_step(X[:6], Y[:6]).loss)  # recorded again, with stand-ins for the other's weights
+    pipe.close()
+    return losses
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["functions between units", "reentrant checkpoint in units", "experts in units"])
+def test_two_processes(gloo: Pool, name: str) -> None:
+    expected = plain_steps(made(MODELS[name]))
+    one, other = gloo.run(_train_over_processes, ranks=2, args=(name,))
+    assert one == other
+    assert one[:STEPS] == pytest.approx(expected, abs=1e-12)

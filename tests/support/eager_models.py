@@ -333,17 +333,22 @@ class Attends(nn.Module):
         return x + scores.softmax(-1) @ memory
 
 
-class Cache:
-    """Of keys and values, as transformers has one: every layer fills its own place."""
-
+class CacheOfALayer:
     def __init__(self) -> None:
-        self.layers: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+
+class Cache:
+    """Of values, as transformers has one: every layer fills its own place, and reads all that stands there."""
+
+    def __init__(self, count: int) -> None:
+        self.layers = [CacheOfALayer() for _ in range(count)]
+        self.count = count
 
     def update(self, index: int, value: Tensor) -> Tensor:
-        while len(self.layers) <= index:
-            self.layers.append(torch.zeros(0))
-        self.layers[index] = value
-        return self.layers[index]
+        assert len(self.layers) == self.count
+        self.layers[index].values.append(value)
+        return torch.stack(self.layers[index].values).sum(0)
 
 
 class CachedBlock(Block):
@@ -358,7 +363,7 @@ class WithACache(Stack):
         super().__init__(CachedBlock)
 
     def forward(self, x: Tensor) -> Tensor:
-        cache = Cache()
+        cache = Cache(len(self.blocks))
         for index, block in enumerate(self.blocks):
             x = block(x, cache, index)
         return self.head(x)

@@ -8,8 +8,11 @@ from .calls import UnitCall
 from .flow import Flow
 
 
-def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow) -> dict[int, int]:
+def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow, *, same_modules: bool) -> dict[int, int]:
     """The stage of each call of `other`: by number where the calls are the same, else by the modules between them.
+
+    Arguments:
+        same_modules: whether the same modules have to run, since each is on a rank already.
 
     Raises ValueError, by name, where other modules run, or what they need would flow back.
     """
@@ -18,11 +21,11 @@ def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow) -> dict[in
     units = {call.name: stage_of[i] for i in flow.order if isinstance(call := flow.record.calls[i], UnitCall)}
     names = [call.name for i in other.order if isinstance(call := other.record.calls[i], UnitCall)]
     odd = sorted(set(units) ^ set(names))
-    if odd:
+    if odd and same_modules:
         where = "here" if odd[0] in names else "when the stages were built"
         raise ValueError(
-            f"module {odd[0]!r} runs {where} alone: the forward runs other modules for inputs of other shapes, or in "
-            f"evaluation mode. Expected the same modules in all of them, so that each has its stage"
+            f"module {odd[0]!r} runs {where} alone: the forward runs other modules for inputs of other shapes, "
+            f"or since the model was changed. Expected the same modules for every batch, so that each has its stage"
         )
     holders = {id(p): stage for call, stage in sorted(stage_of.items(), reverse=True) for p in flow.parameters(call)}
     last = max(stage_of.values())
@@ -30,11 +33,8 @@ def stages_like(flow: Flow, stage_of: Mapping[int, int], other: Flow) -> dict[in
     for i in other.order:
         call = other.record.calls[i]
         least = max((found[source] for source in other.sources(i) if source in found), default=0)
-        if isinstance(call, UnitCall):
-            found[i] = units[call.name]
-        else:
-            held = [holders[id(p)] for p in other.parameters(i) if id(p) in holders]
-            found[i] = max([least, *held])
+        held = [holders[id(p)] for p in other.parameters(i) if id(p) in holders]
+        found[i] = units[call.name] if isinstance(call, UnitCall) and call.name in units else max([least, *held])
         if found[i] < least or found[i] > last:
             raise ValueError(
                 f"{other.name_of(i)!r}{call.line} needs what a later stage makes, for inputs of other shapes or in "

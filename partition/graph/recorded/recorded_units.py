@@ -188,10 +188,10 @@ class _How:
             pieces=tuple(pieces),
             batch_sizes=BatchSizes(),
             output_form=flow.record.output_form,
-            evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other),
+            evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other, same_modules=False),
             entering=lambda model, enter: announcing(self.opening.roles(model), enter),
             is_live=True,
-            again=lambda other: self._like(flow, stage_of, num_stages, other),
+            again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             fixed=lambda: _fixed(flow.record, training=self.training),
         )
 
@@ -200,7 +200,7 @@ class _How:
             model=self.model, opening=self.opening, device=self.device, enter_unit=self.enter_unit, training=False
         )
 
-    def _like(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments) -> Cut:
+    def _like(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments, *, same_modules: bool) -> Cut:
         """The same cut of a record made now, for these inputs."""
         with evaluating(*(() if self.training else (self.model,))):
             found, opening = _record(self.model, self.opening, example, device=self.device, training=self.training)
@@ -210,7 +210,7 @@ class _How:
                 f"module {odd!r} cannot be recorded for inputs of other shapes, or in evaluation mode, as it was when "
                 f"the stages were built: expected code that makes the same calls in all of them"
             )
-        return self.cut(found, stages_like(flow, stage_of, found), num_stages, example)
+        return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages, example)
 
 
 def _path(call: UnitCall) -> str:

@@ -140,6 +140,7 @@ class _Recorder:
         self._sharing: dict[object, list[int]] = {}  # memory -> numbers of the values over it
         self._together: list[tuple[int, int, str]] = []
         self._states: dict[int, State] = {}
+        self._opened_states: list[int] = []  # being looked into, outermost first
         self._enters = 0
         self._stack = [""]
         self._regions: list[Region] = []
@@ -421,14 +422,14 @@ class _Recorder:
         if _is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
             return Constant(value)
         if id(value) not in self._states:
-            state = State(
-                len(self._states),
-                type(value),
-                {key: make_template(each, self._leaf) for key, each in vars(value).items()},
-                _items(value, self._leaf),
-            )
-            self._states[id(value)] = state
+            if id(value) in self._opened_states:
+                raise _RefusedError(f"a {type(value).__name__}, passed to a module, holds itself")
+            self._opened_states.append(id(value))
             self._kept.append(value)
+            attributes = {key: make_template(each, self._leaf) for key, each in vars(value).items()}
+            items = _items(value, self._leaf)
+            self._opened_states.pop()
+            self._states[id(value)] = State(len(self._states), type(value), attributes, items)
         return self._states[id(value)]
 
     def _tensor(self, tensor: torch.Tensor) -> Template:
