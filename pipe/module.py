@@ -331,11 +331,10 @@ class PipelineModule:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
 
         Compared are the outputs of an evaluation, the loss, each parameter's gradient and, where a stage has no
-        replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state
-        and step count are as before; what the user's modules count in Python counts the batch, too. It takes about
-        the time of two steps, and one of the whole model in one process, which meanwhile holds the model, its gradients
-        and the activations of one microbatch. Over several processes it needs `PipelineModule(..., verify=True)`.
-        Collective over the processes.
+        replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state,
+        what modules count in Python, and the step count are as before. It takes about the time of two steps, and one of
+        the whole model in one process, which meanwhile holds the model, its gradients and the activations of one
+        microbatch. Over several processes it needs `PipelineModule(..., verify=True)`. Collective over the processes.
 
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.

@@ -1,4 +1,4 @@
-"""Cut units of a traced model: any module that torch.export can trace whole, as a graph that is cut into stages.
+"""Cut units of a traced model, whose modules cannot run as they are: the graph of torch.export, cut into stages.
 
 Operations are numbered in order; a cut is a position in that order; a stage is the operations between two cuts, as a
 GraphModule over the user's own Parameters (`split`). A value that a later stage uses goes straight to it (skip

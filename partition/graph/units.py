@@ -41,12 +41,14 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A piece of a model that is not cut further: children of an nn.Sequential, or a run of operations of a graph.
+    """A piece of a model that is not cut further.
+
+    Children of an nn.Sequential; calls of modules with the recorded code around them; operations of a traced graph.
 
     Arguments:
         name: unique in the model; "#2" where a module runs again.
         description: for people.
-        first, last: its place in the model's order (children, or operations), both included.
+        first, last: its place in the model's order (children, calls or operations), both included.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Children or operations in it, at least 1."""
+        """Children, calls or operations in it, at least 1."""
         return self.last - self.first + 1
 
 

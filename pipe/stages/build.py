@@ -70,8 +70,8 @@ def cut_model(
 ) -> CutModel:
     """Cut a model, or take the user's stages as they are; a loss that is a module goes to the last one.
 
-    Raises ValueError for a model that cannot be traced or cut into so many stages, for wrong split points, for a plan
-    for another model, and for modules to be computed again that no stage runs.
+    Raises ValueError for a model that cannot be recorded, traced or cut into so many stages, for wrong split points,
+    for a plan for another model, and for modules to be computed again that no stage runs.
     """
     if split_points is not None and len(split_points) != num_stages - 1:
         raise ValueError(

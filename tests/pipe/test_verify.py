@@ -41,6 +41,36 @@ def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
     return (*inputs, target)
 
 
+class Counting(nn.Linear):
+    """A layer that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_what_modules_count_does_not_count_verified_batches(schedule: str) -> None:
+    model = nn.Sequential(Counting(), Counting())
+    pipe = PipelineModule(
+        model,
+        schedule=schedule,
+        mesh={"pipe": 2},
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    )
+    pipe.verify(torch.randn(4, 3), torch.randn(4, 3))
+    assert [layer.calls for layer in model] == [0, 0]
+    pipe.train_step(torch.randn(4, 3), torch.randn(4, 3))
+    pipe.flush()
+    assert [layer.calls for layer in model] == [2, 2]
+
+
 # Weights tied over ranks are refused under pipedream.
 CASES = [*((task, "1f1b") for task in TASKS), *((t, s) for t in ("small-masked", "conv-norm") for s in SCHEDULES[1:])]
 
