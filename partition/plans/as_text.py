@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from ...schedules.wording import count, duration, size
 from ..memory_use import MemoryUse
 from .record import PlanRecord, PlanStage, RunnerUp
 
@@ -22,13 +23,13 @@ def explain(plan: PlanRecord) -> str:
     slowest = "slowest rank" if plan.num_chunks > 1 else "slowest stage"
     lines = [
         *chosen,
-        f"{describe(plan)}: its {slowest} takes {_ms(plan.predicted_step_time)} a microbatch; the least bottleneck of "
-        f"any plan is at least {_ms(plan.bound)}",
+        f"{describe(plan)}: its {slowest} takes {duration(plan.predicted_step_time)} a microbatch; the least "
+        f"bottleneck of any plan is at least {duration(plan.bound)}",
     ]
     if plan.simulated_step_time is not None:
         lines.append(
-            f"simulated, {plan.schedule}, {plan.num_microbatches} microbatches: {_ms(plan.simulated_step_time)} a "
-            f"batch, bubble {plan.bubble:.1%}"
+            f"simulated, {plan.schedule}, {count(plan.num_microbatches or 0, 'microbatch')}: "
+            f"{duration(plan.simulated_step_time)} a batch, bubble {plan.bubble:.1%}"
         )
     more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
     head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
@@ -51,7 +52,7 @@ def describe(plan: PlanRecord) -> str:
     counts = plan.replicas[:width]
     config = "-".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} stages"
     tensor = max(stage.tensor for stage in plan.stages)
-    parts = [f"{config} on {plan.num_devices} devices"]
+    parts = [f"{config} on {count(plan.num_devices, 'device')}"]
     if plan.num_chunks > 1:
         parts.append(f"{plan.num_chunks} chunks a rank")
     if tensor > 1:
@@ -71,7 +72,7 @@ def _folded(rows: list[str], what: str) -> list[str]:
 
 
 def _stage(number: int, stage: PlanStage, more: Sequence[str]) -> str:
-    memory = "-" if stage.memory is None else _size(stage.memory.total)
+    memory = "-" if stage.memory is None else size(stage.memory.total)
     flight = "-" if stage.in_flight is None else str(stage.in_flight)
     figures = (stage.forward_seconds, stage.backward_seconds, stage.step_seconds)
     columns = "".join(f"  {getattr(stage, name):>6}" for name in more)
@@ -103,12 +104,12 @@ def _label(other: RunnerUp) -> str:
 
 
 def _loss(plan: PlanRecord, other: RunnerUp) -> str:
-    predicted = f"{_ms(other.predicted_step_time)} a microbatch"
-    memory = "" if other.memory_bytes is None else f"; {_size(other.memory_bytes)}"
+    predicted = f"{duration(other.predicted_step_time)} a microbatch"
+    memory = "" if other.memory_bytes is None else f"; {size(other.memory_bytes)}"
     if other.simulated_step_time is None or plan.simulated_step_time is None:
         return f"{predicted}, {_more(other.predicted_step_time, plan.predicted_step_time)}{memory}"
     return (
-        f"{predicted}; simulated {_ms(other.simulated_step_time)} a batch, "
+        f"{predicted}; simulated {duration(other.simulated_step_time)} a batch, "
         f"{_more(other.simulated_step_time, plan.simulated_step_time)}{memory}"
     )
 
@@ -117,16 +118,8 @@ def _more(seconds: float, least: float) -> str:
     return f"{seconds / least - 1:+.2%}" if least > 0 else "-"
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3f} MB"
-
-
 def _span(ranks: Sequence[int]) -> str:
     whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
     if len(ranks) == 1:
         return str(ranks[0])
     return f"{ranks[0]}-{ranks[-1]}" if whole else f"{len(ranks)} ranks"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

@@ -46,19 +46,19 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices, default model: its slowest stage takes 2.000 ms a microbatch; the least bottleneck of "
-        "any plan is at least 1.000 ms",
-        "simulated, 1f1b, 8 microbatches: 30.000 ms a batch, bubble 25.0%",
+        "3-1 on 5 devices, default model: its slowest stage takes 2.00 ms a microbatch; the least bottleneck of "
+        "any plan is at least 1.00 ms",
+        "simulated, 1f1b, 8 microbatches: 30.0 ms a batch, bubble 25.0%",
         "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute",
-        "    0      2  0-2            1.000      2.000      2.000          2     2.000 GB  none       a .. b",
-        "    1      1  3              1.000      2.000      2.000          2     2.000 GB  none       c .. c",
+        "    0      2  0-2            1.000      2.000      2.000          2      2.00 GB  none       a .. b",
+        "    1      1  3              1.000      2.000      2.000          2      2.00 GB  none       c .. c",
         "memory, MB   ranks    "
         "    parameters     gradients     optimizer       buffers   activations     workspace "
         "communication         total",
         "             0-3      "
         "       500.000       500.000      1000.000         0.000         0.000         0.000         "
         "0.000      2000.000",
-        "runner-up 4-1: 3.000 ms a microbatch; simulated 45.000 ms a batch, +50.00%",
+        "runner-up 4-1: 3.00 ms a microbatch; simulated 45.0 ms a batch, +50.00%",
         "note: a note",
     ]
 
@@ -101,7 +101,7 @@ def test_explain_shows_what_is_split_and_the_choice_first() -> None:
     lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()
     assert lines[0] == "pipe 1 x data 2"
     assert lines[3].endswith("recompute  tensor  shards")
-    assert lines[4].endswith("    5.000 MB  none            2       2  a .. b")
+    assert lines[4].endswith("    5.00 MB  none            2       2  a .. b")
     assert [line for line in lines if line.startswith("note: ")] == ["note: a note"]
     chunks = replace(PLAN, stages=(stage("a", 0), stage("b", 0)), num_chunks=2)
     assert "its slowest rank takes" in chunks.explain()
