@@ -107,7 +107,7 @@ class InferredStages:
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
 
-    Raises ValueError, with the user's source line, for a stage that cannot run on fake tensors.
+    Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
 
     Attributes:
         example: the stages for the example; others hold the same parameters and buffers.
