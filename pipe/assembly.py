@@ -1,12 +1,11 @@
 """Putting a pipeline together: from a model, a layout and a batch to its parts, each complete when it is made.
 
-cut -> wire both modes -> who holds what -> programs -> links -> update -> workers -> engines -> the parts of a pipeline
+cut -> wire both modes -> who holds what -> programs -> links -> update -> stages, engines, readers -> the parts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,36 +25,29 @@ from ..comm import (
 )
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
-from ..partition.graph.forms import Arguments, Tensors
-from ..partition.graph.units import MODEL_INPUT
+from ..partition.graph.forms import Arguments
 from ..partition.profiler.clock import clock_for
 from ..schedules import Schedule
 from .batch.agreement import check_agreement, describe
-from .batch.batches import read_loss
-from .batch.model_loss import ModelLoss
-from .batch.reader import BatchReader, Reads
 from .evaluation import Evaluation
 from .layout import Layout
+from .makers import Makers
 from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .measure.steps import StepReports
-from .modes import EvaluationModes, Mode, StagesOf, links_of, wire
-from .run.engine import Engine, LocalRank
+from .modes import EvaluationModes, links_of, wire
+from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .stages.build import CutModel, cut_model
-from .stages.loss import UntrainedLeaves
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
-from .stages.reruns import Reruns
 from .stages.shapes import Signature
-from .stages.stage import LossValue, Stage
 from .stages.unchanged import Unchanged
 from .state import State
 from .training import Training
 from .update.flush import FlushExecution, batch_programs, make_flush_execution
-from .update.interface import Update, UpdateParts
-from .update.rank_update import RankUpdate
+from .update.interface import UpdateParts
 from .update.stream_parts import StreamExecution, make_stream_execution
 from .verify.plain import PlainModule
 from .verify.verification import Verifier
@@ -102,7 +94,7 @@ def assemble(
         guard: is told how to let go of other ranks.
     """
     schedule, place, device = layout.schedule, layout.place, settings.device
-    replica, num_replicas = place.replica
+    num_replicas = place.replica[1]
     example = arguments.cut(schedule.num_microbatches // num_replicas)[0]
     microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, runs_again=layout.recompute.runs_again)
     root = nn.ModuleList(stages) if model is None else model
@@ -157,66 +149,24 @@ def assemble(
         )
     )
 
-    loss_of = _loss_of(parts, settings, seeder, update)
-
-    def make_stage(rank: int, s: int) -> Stage:
-        is_last = s == schedule.num_stages - 1
-        return Stage(
-            index=s,
-            name=parts.names[s],
-            module=parts.train.stages[s].module,
-            loss_of=loss_of if is_last else None,
-            runs_again=layout.recompute.stages[s] == "full",
-            reruns=Reruns(parts.recomputed.of_stage(s, parts.train.stages[s]), seeder),
-            weights=update.versions_of(rank, s),
-        )
-
-    stages_of: StagesOf = {
-        rank: {s: make_stage(rank, s) for s in schedule.placement[rank]} for rank in place.local_ranks
-    }
-
-    def make_engine(
-        kind: type[TrainingWorker | EvaluationWorker],
-        mode: Mode,
-        updates: Mapping[int, RankUpdate],
-        stages: StagesOf,
-    ) -> Engine:
-        ranks = []
-        for rank, transport in transports.items():
-            worker = kind(
-                rank,
-                stages=stages[rank],
-                modules=mode.inference.stages,
-                wiring=mode.wiring,
-                schedule=mode.schedule,
-                seeder=seeder,
-                updates=updates[rank],
-            )
-            ranks.append(LocalRank(worker=worker, transport=transport, recorder=recorders[rank]))
-        return Engine(ranks, timeout=settings.timeout)
-
-    model_loss = settings.loss_fn if isinstance(settings.loss_fn, ModelLoss) else None
-
-    def make_reader(mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
-        return BatchReader(
-            mode.schedule,
-            inference=mode.inference,
-            own=range(replica, mode.schedule.num_microbatches, num_replicas),
-            example=like,
-            has_loss=has_loss,
-            model_loss=model_loss if has_loss else None,
-            device=device,
-            reads=_reads(mode, local_stages, has_loss=has_loss),
-            compares=place.world.distributed,
-            together=guard.together if num_replicas > 1 or model_loss is not None else nullcontext,
-        )
-
-    engine = make_engine(TrainingWorker, train, update.ranks, stages_of)
+    makers = Makers(
+        layout=layout,
+        settings=settings,
+        parts=parts,
+        local_stages=local_stages,
+        seeder=seeder,
+        guard=guard,
+        recorders=recorders,
+        transports=transports,
+        update=update,
+    )
+    stages_of = makers.stages()
+    engine = makers.engine(TrainingWorker, train, update.ranks, stages_of)
     training = Training(
         engine,
         update,
         seeder=seeder,
-        reader=make_reader(train, has_loss=settings.loss_fn is not None, like=example),
+        reader=makers.reader(train, has_loss=settings.loss_fn is not None, like=example),
         guard=guard,
         collectives=collectives,
         unchanged=unchanged,
@@ -230,8 +180,8 @@ def assemble(
             stages=stages_of,
             links=links if place.world.distributed else None,
             device=device,
-            make_engine=partial(make_engine, EvaluationWorker),
-            make_reader=make_reader,
+            make_engine=partial(makers.engine, EvaluationWorker),
+            make_reader=makers.reader,
         ),
         seeder=seeder,
         schedule=schedule,
@@ -242,7 +192,7 @@ def assemble(
         device=device,
         num_replicas=num_replicas,
         has_loss=settings.loss_fn is not None,
-        model_loss=model_loss,
+        model_loss=settings.model_loss,
     )
     verifier = Verifier(
         plain,
@@ -314,7 +264,7 @@ def _check_agreement(
 def _kind_of_loss(settings: Settings) -> str:
     if settings.loss_fn is None:
         return "none"
-    return "model" if isinstance(settings.loss_fn, ModelLoss) else "given"
+    return "given" if settings.model_loss is None else "model"
 
 
 def _execution(
@@ -326,15 +276,6 @@ def _execution(
     return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
 
 
-def _reads(mode: Mode, local_stages: Sequence[int], *, has_loss: bool) -> Reads:
-    """Parts of a batch that these stages take."""
-    refs = [ref for s in local_stages for ref in mode.inference.stages[s].inputs]
-    return Reads(
-        inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
-        target=has_loss and mode.schedule.num_stages - 1 in local_stages,
-    )
-
-
 def _make_transports(
     links: frozenset[Link], place: MeshPlace, collectives: Collectives, *, device: torch.device, timeout: float
 ) -> dict[int, Transport]:
@@ -344,30 +285,6 @@ def _make_transports(
         return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
     lanes = link_lanes(sorted(links), place, collectives.groups)
     return {r: ProcessGroupTransport(r, lanes, device=device, timeout=timeout) for r in place.local_ranks}
-
-
-def _loss_of(
-    parts: CutModel, settings: Settings, seeder: Seeder, update: Update
-) -> Callable[[Tensors, object, bool], LossValue] | None:
-    loss_fn = settings.loss_fn
-    if loss_fn is None:
-        return None
-
-    def is_trained(leaf: torch.Tensor) -> bool:
-        if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
-            return False
-        return settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
-
-    untrained = UntrainedLeaves(parts.train.stages[-1].module, is_trained)
-
-    def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
-        seeder.enter_loss()
-        ends = untrained.before(flat)
-        loss = read_loss(loss_fn(parts.output(flat, training=training), target))
-        untrained.check(loss[0], ends)
-        return loss
-
-    return loss_of
 
 
 def _latency(

@@ -27,7 +27,6 @@ from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
 from .batch.given import Given, check_arguments
-from .batch.model_loss import ModelLoss
 from .layout import Layout, layout_of_plan
 from .settings import Settings
 from .update.gradients import clip_gradients, squared_norm
@@ -99,8 +98,8 @@ class AutoLayout:
         settings = self._settings
         first = given.on(settings.device).cut(max(1, given.arguments.num_samples // size))[0]
         loss, target = settings.loss_fn, first.target
-        if isinstance(loss, ModelLoss):
-            target = loss.weigh([first.arguments])[0]
+        if settings.model_loss is not None:
+            target = settings.model_loss.weigh([first.arguments])[0]
         if self._world.rank == 0:
             _log.info("profiling microbatches of %d samples", size)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..partition.profiler.optimizers import OptimizerFactory
+from .batch.model_loss import ModelLoss
 from .measure.steps import StepRecord
 from .update.optimizers import SchedulerFactory
 
@@ -49,6 +50,11 @@ class Settings:
                     f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
+
+    @property
+    def model_loss(self) -> ModelLoss | None:
+        """The loss of a model that returns its own; None for any other, and where there is none."""
+        return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
     def require_optimizer(self) -> OptimizerFactory:
         """The optimizer; ValueError without one."""

@@ -22,7 +22,6 @@ from ...schedules import Schedule
 from ..batch.batches import read_loss
 from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
-from ..batch.model_loss import ModelLoss
 from ..evaluation import Evaluation
 from ..settings import Settings
 from ..stages.build import CutModel
@@ -196,12 +195,12 @@ class Verifier:
         """All microbatches, in order: microbatch j of data replica q is number j D + q."""
         own, device = self._schedule.num_microbatches // len(batches), self._settings.device
         shares = []
-        loss = self._settings.loss_fn
+        loss = self._settings.model_loss
         for replica, given in enumerate(batches):
             parts = given.on(device).cut(own)
             microbatches = [part.arguments for part in parts]
             targets: Sequence[object] = [part.target for part in parts]
-            if isinstance(loss, ModelLoss):
+            if loss is not None:
                 targets = loss.weigh(microbatches)
             shares += [
                 Share(

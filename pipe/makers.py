@@ -1,0 +1,143 @@
+"""What runs on this process's ranks, stages, engines and readers of batches, made from what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Guard, Transport
+from ..partition.graph.forms import Arguments, Tensors
+from ..partition.graph.units import MODEL_INPUT
+from .batch.batches import read_loss
+from .batch.reader import BatchReader, Reads
+from .layout import Layout
+from .measure.recorder import Recorder
+from .modes import Mode, StagesOf
+from .run.engine import Engine, LocalRank
+from .run.worker import EvaluationWorker, TrainingWorker
+from .settings import Settings
+from .stages.build import CutModel
+from .stages.loss import UntrainedLeaves
+from .stages.randomness import Seeder
+from .stages.reruns import Reruns
+from .stages.stage import LossOf, LossValue, Stage
+from .update.interface import Update
+from .update.rank_update import RankUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makers:
+    """Makes stages, engines and readers, once the model is cut and the ranks are connected.
+
+    Arguments:
+        local_stages: those of this process, ascending.
+        recorders, transports: by local rank.
+    """
+
+    layout: Layout
+    settings: Settings
+    parts: CutModel
+    local_stages: Sequence[int]
+    seeder: Seeder
+    guard: Guard
+    recorders: Mapping[int, Recorder]
+    transports: Mapping[int, Transport]
+    update: Update
+
+    def stages(self) -> StagesOf:
+        """By local rank and number; in one process each replica of a stage is one of its own."""
+        schedule, loss_of = self.layout.schedule, self._loss_of()
+        last = schedule.num_stages - 1
+
+        def make(rank: int, s: int) -> Stage:
+            return Stage(
+                index=s,
+                name=self.parts.names[s],
+                module=self.parts.train.stages[s].module,
+                loss_of=loss_of if s == last else None,
+                runs_again=self.layout.recompute.stages[s] == "full",
+                reruns=Reruns(self.parts.recomputed.of_stage(s, self.parts.train.stages[s]), self.seeder),
+                weights=self.update.versions_of(rank, s),
+            )
+
+        return {rank: {s: make(rank, s) for s in schedule.placement[rank]} for rank in self.transports}
+
+    def engine(
+        self,
+        kind: type[TrainingWorker | EvaluationWorker],
+        mode: Mode,
+        updates: Mapping[int, RankUpdate],
+        stages: StagesOf,
+    ) -> Engine:
+        """The engine of a mode.
+
+        Arguments:
+            kind: of its workers.
+            updates: by local rank.
+        """
+        ranks = []
+        for rank, transport in self.transports.items():
+            worker = kind(
+                rank,
+                stages=stages[rank],
+                modules=mode.inference.stages,
+                wiring=mode.wiring,
+                schedule=mode.schedule,
+                seeder=self.seeder,
+                updates=updates[rank],
+            )
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.recorders[rank]))
+        return Engine(ranks, timeout=self.settings.timeout)
+
+    def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
+        """The reader of a mode's batches.
+
+        Arguments:
+            like: arguments of one microbatch.
+        """
+        place, model_loss = self.layout.place, self.settings.model_loss
+        replica, num_replicas = place.replica
+        return BatchReader(
+            mode.schedule,
+            inference=mode.inference,
+            own=range(replica, mode.schedule.num_microbatches, num_replicas),
+            example=like,
+            has_loss=has_loss,
+            model_loss=model_loss if has_loss else None,
+            device=self.settings.device,
+            reads=self._reads(mode, has_loss=has_loss),
+            compares=place.world.distributed,
+            together=self.guard.together if num_replicas > 1 or model_loss is not None else nullcontext,
+        )
+
+    def _reads(self, mode: Mode, *, has_loss: bool) -> Reads:
+        """Parts of a batch that the stages of this process take."""
+        refs = [ref for s in self.local_stages for ref in mode.inference.stages[s].inputs]
+        return Reads(
+            inputs=frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT),
+            target=has_loss and mode.schedule.num_stages - 1 in self.local_stages,
+        )
+
+    def _loss_of(self) -> LossOf | None:
+        loss_fn, update = self.settings.loss_fn, self.update
+        if loss_fn is None:
+            return None
+
+        def is_trained(leaf: torch.Tensor) -> bool:
+            if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
+                return False
+            return self.settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
+
+        untrained = UntrainedLeaves(self.parts.train.stages[-1].module, is_trained)
+
+        def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
+            self.seeder.enter_loss()
+            ends = untrained.before(flat)
+            loss = read_loss(loss_fn(self.parts.output(flat, training=training), target))
+            untrained.check(loss[0], ends)
+            return loss
+
+        return loss_of
