@@ -22,6 +22,8 @@ COMMAND = re.compile(r"(?:^#?\s+|`)((?:torchrun|python) [^`\n]*examples/\w+\.py[
 # What the output ends with, by example; each says itself what it learns.
 LEARNT = {
     "train_gpt": r"step 40: loss [0-3]\.\d+\n(?s:.*)def ",
+    "gpt2": r"step 30: loss (0|1\.[0-3])(?s:.*)hgfe>",
+    "resnet": r"(9\d|100)% of 192 new pictures",
     "notebook": r"(9\d|100)% of the points are told apart",
 }
 

@@ -1,0 +1,319 @@
+"""Small models of the `transformers` and `torchvision` packages, as these packages build them, and a batch for each.
+
+Made from configurations alone (no weights are downloaded), in float64, without dropout (its numbers depend on who
+draws them). Everything else is as the package has it by default, caches and attention kernels too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+
+ASIDE = Path(__file__).resolve().parents[2] / ".venv" / "torchvision"
+VOCABULARY = 61
+LENGTH = 10
+SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and its batch.
+
+    Arguments:
+        make: the model; the same weights each time.
+        batch: keywords of its forward, labels among them where it returns a loss.
+        unlabelled: labels at the front of each sequence over which its loss is no mean.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    unlabelled: int = 0
+
+
+def _tokens(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (SAMPLES, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _images(size: int, channels: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, channels, size, size, dtype=torch.float64, generator=generator)
+
+
+def _mask() -> torch.Tensor:
+    mask = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
+    mask[1, -3:] = 0
+    mask[3, -1:] = 0
+    return mask
+
+
+def _causal() -> Batch:
+    tokens, mask = _tokens(), _mask()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def _built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return make().double().train()
+
+
+def gpt2() -> nn.Module:
+    """A language model with tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _built(lambda: GPT2LMHeadModel(config))
+
+
+def llama() -> nn.Module:
+    """A decoder with rotary positions and grouped keys."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return _built(lambda: LlamaForCausalLM(config))
+
+
+def mixtral() -> nn.Module:
+    """Sparse experts, whose share of the tokens depends on the values."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        experts_implementation="eager",  # the default's kernel takes no float64
+    )
+    return _built(lambda: MixtralForCausalLM(config))
+
+
+def bert() -> nn.Module:
+    """An encoder with masked-language labels."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _built(lambda: BertForMaskedLM(config))
+
+
+def t5() -> nn.Module:
+    """An encoder and a decoder that share their embedding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return _built(lambda: T5ForConditionalGeneration(config))
+
+
+def vit() -> nn.Module:
+    """Images in patches."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _built(lambda: ViTForImageClassification(config))
+
+
+def whisper() -> nn.Module:
+    """Speech: convolutions, an encoder and a decoder."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=8,
+        d_model=16,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_source_positions=12,
+        max_target_positions=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return _built(lambda: WhisperForConditionalGeneration(config))
+
+
+def _answers() -> torch.Tensor:
+    """16 of 24 labels count: a division by 16 rounds nothing, wherever it stands before what is in float32."""
+    labels = _tokens(6, seed=3)
+    labels[0, 2:] = labels[1, 5:] = labels[2, 3:] = -100
+    return labels
+
+
+def _speech() -> Batch:
+    features = torch.randn(SAMPLES, 8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return {"input_features": features, "labels": _answers()}
+
+
+def _translation() -> Batch:
+    return {"input_ids": _tokens(), "attention_mask": _mask(), "labels": _answers()}
+
+
+def _classes() -> torch.Tensor:
+    return torch.randint(0, 5, (SAMPLES,), generator=torch.Generator().manual_seed(4))
+
+
+TRANSFORMERS = {
+    "gpt2": Case(make=gpt2, batch=_causal, unlabelled=1),
+    "llama": Case(make=llama, batch=_causal, unlabelled=1),
+    "mixtral": Case(make=mixtral, batch=_causal, unlabelled=1),
+    "bert": Case(make=bert, batch=_causal),
+    "t5": Case(make=t5, batch=_translation),
+    "vit": Case(make=vit, batch=lambda: {"pixel_values": _images(16), "labels": _classes()}),
+    "whisper": Case(make=whisper, batch=_speech),
+}
+
+
+def load_torchvision() -> None:
+    """Import torchvision; pytest.skip where it is not installed.
+
+    Beside a torch without CUDA the compiled part of PyPI's wheel does not load, and its import fails for want of two
+    operators, although its models are plain Python. `make models` puts it into a folder of its own, so that nothing
+    else finds it; here the operators are declared first.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        if not ASIDE.exists():
+            pytest.skip("needs torchvision: make models")
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        sys.path.append(str(ASIDE))
+    importlib.import_module("torchvision")
+
+
+def resnet() -> nn.Module:
+    """Convolutions with batch normalisation."""
+    load_torchvision()
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return _built(lambda: ResNet(BasicBlock, [2, 1, 1, 1], num_classes=5, width_per_group=64))
+
+
+def swin() -> nn.Module:
+    """Attention in shifted windows."""
+    load_torchvision()
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    return _built(
+        lambda: SwinTransformer(
+            patch_size=[2, 2],
+            embed_dim=8,
+            depths=[2, 2],
+            num_heads=[2, 2],
+            window_size=[4, 4],
+            stochastic_depth_prob=0.0,
+            num_classes=5,
+        )
+    )
+
+
+class _Double(nn.Sequential):
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.GroupNorm(2, width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(inplace=True),
+        )
+
+
+class UNet(nn.Module):
+    """Each level down hands its output to the level up beside it."""
+
+    def __init__(self, depth: int = 2, width: int = 4) -> None:
+        super().__init__()
+        widths = [width << level for level in range(depth + 1)]
+        self.down = nn.ModuleList(_Double(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in pairwise(widths))
+        self.join = nn.ModuleList(_Double(2 * a, a) for a in widths[:-1])
+        self.head = nn.Conv2d(width, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for level, down in enumerate(self.down):
+            x = down(nn.functional.max_pool2d(x, 2) if level else x)
+            skips.append(x)
+        skips.pop()
+        for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
+            x = join(torch.cat([skips.pop(), up(x)], dim=1))
+        return self.head(x).mean(dim=(2, 3))
+
+
+def unet() -> nn.Module:
+    """Skip connections over several stages."""
+    return _built(UNet)
+
+
+TORCHVISION = {
+    "unet": Case(make=unet, batch=lambda: {"x": _images(16), "target": _classes()}),
+    "resnet": Case(make=resnet, batch=lambda: {"x": _images(32), "target": _classes()}),
+    "swin": Case(make=swin, batch=lambda: {"x": _images(16), "target": _classes()}),
+}
