@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..forms import Form
@@ -134,6 +135,30 @@ class Store:
     def __call__(self, value: torch.Tensor, before: torch.Tensor) -> None:
         """Assign it."""
         self.module._buffers[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A decision of the code between the units on a number that it drew, as a function of that number.
+
+    Arguments:
+        read: what Python took of it.
+        expected: in every sample.
+        line: of the user's code.
+    """
+
+    read: Callable[[torch.Tensor], object]
+    expected: object
+    line: str
+
+    def __call__(self, drawn: torch.Tensor) -> None:
+        """ValueError where it comes out otherwise. Fake tensors have no values."""
+        if not isinstance(drawn, FakeTensor) and self.read(drawn) != self.expected:
+            raise ValueError(
+                f"a decision that is drawn between the modules{self.line} came out as {not self.expected!r}, and as "
+                f"{self.expected!r} when the model was recorded: expected it within a module of its own, such as the "
+                f"layer that is left out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

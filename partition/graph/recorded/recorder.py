@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +26,7 @@ from ..modes import uncompiled
 from ..source_line import first_line, is_users, users_line
 from ..stand_ins import stand_ins
 from ..untouched import untouched
-from .calls import Call, Context, GlueCall, Modes, Record, Region, Store, UnitCall
+from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
 from .intercept import listening
 from .templates import Constant, Parts, Ref, Slot, State, Template, make_template
 from .which import Roles
@@ -37,6 +37,8 @@ _HOOKED = {
     torch.Tensor.retain_grad,
 }
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
+_READS = {getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item")}
+_SAMPLES = 64  # of a decision
 _OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NUMBERS = int | float | complex | str | bytes | None
 _FIXED = (
@@ -146,6 +148,7 @@ class _Recorder:
         self._regions: list[Region] = []
         self._running: int | None = None  # the call of a unit or function that is under way
         self._owner: dict[int, int] = {}  # call in which a tensor came to be, by id; _GLUE: outside of units
+        self._runs_unit = False
         self._is_busy = False  # looking at tensors itself
         self._passed: set[int] = set()  # ids of what it was given
         self._passed_memory: set[object] = set()
@@ -175,7 +178,7 @@ class _Recorder:
         if torch.Tag.nondeterministic_seeded in function.tags:
             self._drew = True
         me = self._running
-        is_unit = me is not None and (me >= len(self._calls) or isinstance(self._calls[me], UnitCall))
+        is_unit = self._runs_unit
         if is_unit and me is not None:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
@@ -233,6 +236,10 @@ class _Recorder:
             return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
             return iter(self.function(torch.Tensor.unbind, args, kwargs))
+        if function in _READS and not kwargs:
+            decided = self._decided(function, args)
+            if decided is not None:
+                return decided
         if function is torch.Tensor.backward:
             raise _RefusedError("the forward runs a backward")
         self._note_stores()
@@ -302,6 +309,53 @@ class _Recorder:
         yield
         self._regions.pop()
 
+    # Decisions on what is drawn
+
+    def _decided(self, read: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What Python reads of a value that depends on random numbers and constants alone; None of any other value.
+
+        It must be the same in all samples, and is guarded.
+        """
+        number = self._number.get(id(args[0]))
+        calls = None if number is None else self._behind(number)
+        if number is None or calls is None:
+            return None
+        samples = []
+        for _ in range(_SAMPLES if any(call.is_random for call in calls) else 1):
+            values: dict[int, Any] = {}
+            with unset_fake_temporarily():
+                for call in calls:
+                    result = call.function(*_filled(call.args, values), **_filled(call.kwargs, values))
+                    leaves = pytree.tree_leaves(result)
+                    values |= {value: leaves[place] for place, value in call.results.items()}
+                samples.append(read(values[number], *args[1:]))
+        if any(each != samples[0] for each in samples):
+            raise _RefusedError(
+                "the code between the modules decides on a random number, such as which layer to leave out"
+            )
+        if len(samples) > 1:
+            self._append(Guard(read, samples[0], _line()), (Ref(number),))
+        return samples[0]
+
+    def _behind(self, number: int) -> list[GlueCall] | None:
+        """The calls that make a value, in order; None where they take an input, a parameter or a unit's value."""
+        found: set[int] = set()
+        todo = [self._made_by[number]]
+        while todo:
+            at = todo.pop()
+            call = self._calls[at] if at >= 0 else None
+            if not isinstance(call, GlueCall) or call.changed or call.writes or call.is_effect:
+                return None
+            if at in found:
+                continue
+            found.add(at)
+            for each in call.templates():
+                if isinstance(each, Slot | State):
+                    return None
+                if isinstance(each, Ref):
+                    todo.append(self._made_by[each.number])
+        return [call for at in sorted(found) if isinstance(call := self._calls[at], GlueCall)]
+
     # Making a call
 
     def _make(self, *args: Any, **options: Any) -> Any:
@@ -333,13 +387,13 @@ class _Recorder:
             templates, refused = self._templates(args, kwargs), None
         except _RefusedError as error:
             templates, refused = None, error
-        self._running = me
+        self._running, self._runs_unit = me, is_unit
         self._passed = {id(x) for x in given} | (self._ids_in_states(args, kwargs) if is_unit else set())
         self._passed_memory = {_memory(x) for x in given} - {None}
         try:
             result = call()
         finally:
-            self._running = None
+            self._running, self._runs_unit = None, False
         self._generators = _generators()
         leaves, structure = pytree.tree_flatten(result)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
@@ -485,21 +539,25 @@ class _Recorder:
             self._is_busy = False
             if not isinstance(template, Ref):
                 raise _RefusedError(f"buffer {key!r} of {_shown(path)} becomes {'None' if value is None else 'odd'}")
-            store = GlueCall(
-                args=Parts(tuple, (template, Slot(module, "_buffers", key))),
-                kwargs=Parts(dict, ()),
-                context=Context(),
-                region=self._regions[-1] if self._regions else None,
-                line=_line(),
-                results={},
-                structure=pytree.tree_structure(None),
-                changed={},
-                writes=True,
-                function=Store(module, key),
-                is_random=False,
-                is_effect=True,
-            )
-            self._calls.append(store)
+            self._append(Store(module, key), (template, Slot(module, "_buffers", key)), writes=True)
+
+    def _append(self, function: Callable[..., None], args: tuple[Template, ...], *, writes: bool = False) -> None:
+        """A call of our own, made for its effect."""
+        call = GlueCall(
+            args=Parts(tuple, args),
+            kwargs=Parts(dict, ()),
+            context=Context(),
+            region=self._regions[-1] if self._regions else None,
+            line=_line(),
+            results={},
+            structure=pytree.tree_structure(None),
+            changed={},
+            writes=writes,
+            function=function,
+            is_random=False,
+            is_effect=True,
+        )
+        self._calls.append(call)
 
     def _check_drawn(self) -> None:
         if _generators() != self._generators:
@@ -537,6 +595,24 @@ class _Recorder:
             if any(self._calls[i].writes for i in calls):
                 for first, second in pairwise(calls):
                     yield first, second, f"both take buffer {slot.key!r}, which changes"
+
+
+def _filled(template: Template, values: Mapping[int, Any]) -> Any:
+    """Arguments with values in the places of references."""
+    if isinstance(template, Ref):
+        return values[template.number]
+    if isinstance(template, Constant):
+        return template.value
+    assert isinstance(template, Parts)
+    parts = [_filled(each, values) for each in template.parts]
+    if template.kind is dict:
+        return dict(zip(template.keys, parts, strict=True))
+    if template.kind is slice:
+        return slice(*parts)
+    if template.kind is None:
+        assert template.spec is not None
+        return pytree.tree_unflatten(parts, template.spec)
+    return template.kind(parts)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

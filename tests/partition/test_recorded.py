@@ -1,0 +1,159 @@
+"""What is recorded of a forward, what is refused and with which words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import eager_models as models
+from torch import Tensor, nn
+
+from stagewright.partition.graph.forms import Arguments
+from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
+from stagewright.partition.graph.recorded.recorder import RecordingError
+
+X = torch.zeros(2, models.WIDTH)
+
+
+def recorded(model: nn.Module, *inputs: Tensor, **options: Any) -> RecordedUnits:
+    example = Arguments.of(inputs or (X,))
+    return RecordedUnits(model, example, device=torch.device("cpu"), enter_unit=None, **options)
+
+
+def stack(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return type("Given", (models.Stack,), {"forward": forward})()
+
+
+def left_aside(model: Any, x: Tensor) -> Tensor:
+    model.blocks[0].register_forward_hook(lambda block, given, output: setattr(block, "left", output * 2))
+    return model.blocks[0](x) + model.blocks[0].left
+
+
+def by_attribute(model: Any, x: Tensor) -> Tensor:
+    model.blocks[0].norm.given = x * 2
+    model.blocks[0].norm.register_forward_hook(lambda norm, given, output: output + norm.given)
+    return model.blocks[0](x)
+
+
+def counted(model: Any, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    model.__dict__["number"] = model.__dict__.get("number", 0) + 1
+    return model.blocks[0](x)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a value is read": (lambda m, x: m.blocks[0](x) if m.stem(x).sum() > 0 else x, "DataDependentOutputException"),
+    "Python's random numbers": (
+        lambda m, x: m.blocks[0](x) * random.random() + m.blocks[1](x),
+        "draws from Python's or numpy's random generator",
+    ),
+    "a decision that is drawn": (
+        lambda m, x: x if torch.rand(()) < 0.5 else m.blocks[0](x),
+        "decides on a random number",
+    ),
+    "what a unit left aside": (left_aside, r"a tensor of shape \(2, 8\) that blocks.0 made and did not return is used"),
+    "what the model left in a unit": (by_attribute, "blocks.0 takes a tensor of shape .* and that is none of its"),
+    "a backward": (lambda m, x: m.blocks[0](x).sum().backward() or x, "the forward runs a backward"),
+}
+
+
+@pytest.mark.parametrize(("forward", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_is_named_with_its_line(forward: Callable[[Any, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(RecordingError, match=rf"{message}.* at .*test_recorded.py:\d+, in "):
+        recorded(stack(forward))
+
+
+def test_a_model_with_hooks_of_its_own_is_refused() -> None:
+    model = models.Stack()
+    model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RecordingError, match=r"the model has hooks \(backward hooks\)"):
+        recorded(model)
+
+
+def test_recording_leaves_no_trace() -> None:
+    model = stack(lambda m, x: m.blocks[1](m.blocks[0](x)))
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    calls = [type(module).__call__ for module in model.modules()]
+    apply, state = torch.autograd.Function.apply.__func__.__code__, torch.get_rng_state()  # type: ignore[attr-defined]
+    recorded(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert [type(module).__call__ for module in model.modules()] == calls
+    assert "__call__" not in vars(models.Block)
+    assert torch.autograd.Function.apply.__func__.__code__ is apply  # type: ignore[attr-defined]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_decision_that_always_comes_out_alike_is_taken() -> None:
+    """As in transformers' models, whose layers are left out at random with a probability of 0 by default."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            if model.rate < torch.rand([]):
+                x = block(x)
+        return x
+
+    model = stack(forward)
+    model.rate = 0.0  # type: ignore[assignment]
+    assert [unit.name for unit in recorded(model).units] == [f"blocks.{i}" for i in range(4)]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = models.Block()
+        self.inner = models.Stack()
+        self.again = nn.Sequential(models.Block(), nn.Sequential(models.linear(), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.again(self.inner(self.first(x))))
+
+
+def test_units_are_modules_and_run_again_under_a_number() -> None:
+    names = [unit.name for unit in recorded(Deep()).units]
+    blocks = [f"inner.blocks.{i}" for i in range(4)]
+    assert names == ["first", "inner.stem", *blocks, "inner.head", "again.0", "again.1", "first#2"]
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = models.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def test_units_are_opened_where_there_are_too_few() -> None:
+    model = One()
+    assert [piece.name for piece in recorded(model).evenly(1).pieces] == ["block"]
+    names = [piece.name for piece in recorded(model).evenly(2).pieces]
+    assert names == ["block.norm .. block.up", "block.down"]
+    assert len(recorded(model).evenly(4).pieces) == 4
+    with pytest.raises(ValueError, match=r"num_stages=9 for a model of \d units that can be cut apart: expected 1 to"):
+        recorded(model).evenly(9)
+
+
+def test_a_split_point_inside_a_unit_opens_it() -> None:
+    first, second = recorded(Deep()).at(["inner.blocks.2.down"]).pieces
+    assert first.name.endswith("inner.blocks.2.up") or "tanh" in first.name
+    assert second.name == "inner.blocks.2.down .. first#2"
+    with pytest.raises(
+        ValueError, match=r"'inner.blocks.9' is no module that the model runs: .* such as 'inner.blocks"
+    ):
+        recorded(Deep()).at(["inner.blocks.9"])
+
+
+def test_masks_are_made_where_they_are_needed_and_nothing_that_nobody_needs() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], 1, device=x.device).cumsum(0)
+        unused = model.blocks[0](x) * 3
+        unused.mean()
+        return model.blocks[2](model.blocks[1](x * mask) * mask)
+
+    flow = recorded(stack(forward)).flow
+    names = [flow.name_of(call).strip("_") for call in flow.order]
+    assert names == ["blocks.0", "blocks.1", "mul", "blocks.2"]
+    assert len(flow.everywhere) == 3
