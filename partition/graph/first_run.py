@@ -12,6 +12,7 @@ from torch import nn
 
 from .forms import Form, Tensors
 from .made_up import call_for_shapes
+from .memory import memory_of
 from .units import MODEL_INPUT, Linked, Piece, StageModule, ValueRef, flatten
 
 
@@ -29,11 +30,6 @@ def take(refs: Sequence[ValueRef], inputs: Sequence[torch.Tensor], results: Sequ
 def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
     """The same values without their graph."""
     return tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
-
-
-def memory_of(tensor: torch.Tensor) -> object:
-    """The same for tensors over the same memory; None where that cannot be told (sparse ones)."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,3 +37,9 @@ class GeneratorStates:
             generator.set_state(state)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+
+
+def python_and_numpy() -> tuple[object, ...]:
+    """Where Python's and numpy's generators stand: equal as long as nobody draws."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()

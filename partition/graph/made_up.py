@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from .memory import memory_of
 from .stand_ins import original_of
 from .untouched import Kept
 
@@ -119,7 +120,7 @@ class _MadeUp:
             value = self._parameter(fake) if isinstance(fake, nn.Parameter) else self._new(fake)
             copy = value if isinstance(fake, nn.Parameter) else value.detach().clone()
             self._pairs.append(_Pair(fake, value, value._version, copy))
-            self._fakes.setdefault(_memory_of(value), fake)
+            self._fakes.setdefault(memory_of(value), fake)
         return value
 
     def _parameter(self, fake: torch.Tensor) -> nn.Parameter:
@@ -132,7 +133,7 @@ class _MadeUp:
         original = original_of(fake)
         if original is not None and not original.is_meta:
             return original.detach().to(fake.device, copy=True)
-        memory = (_memory_of(fake), fake.dtype)
+        memory = (memory_of(fake), fake.dtype)
         if memory not in self._memory:
             self._memory[memory] = _values(fake.untyped_storage().nbytes() // fake.element_size(), fake)
         value = self._memory[memory].as_strided(fake.shape, fake.stride(), fake.storage_offset()).detach()
@@ -146,7 +147,7 @@ class _MadeUp:
             return value if known is None else known
         if value.layout != torch.strided:
             return torch.empty_like(value)
-        source = self._fakes.get(_memory_of(value))
+        source = self._fakes.get(memory_of(value))
         if source is None or isinstance(source, nn.Parameter) or source.dtype != value.dtype:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         else:
@@ -183,10 +184,6 @@ def _values_in(module: nn.Module, made_up: _MadeUp) -> Iterator[None]:
             table.update({name: fake for name, fake in entries.items() if name not in table})
         for rnn, flat in recurrent:
             rnn._flat_weights = flat
-
-
-def _memory_of(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage()._cdata
 
 
 def _values(count: int, like: torch.Tensor) -> torch.Tensor:

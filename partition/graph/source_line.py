@@ -1,11 +1,13 @@
-"""Where in the user's own code an error came from."""
+"""Where in the user's own code an error came from, and how errors name modules."""
 
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -24,6 +26,17 @@ def users_line(error: BaseException) -> str:
     return ""
 
 
+def line_now() -> str:
+    """' at file:line, in function' of the user's own code that runs, or nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            return f" at {name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
 def is_users(filename: str) -> bool:
     """Whether the code of this file is the user's own."""
     path = os.path.abspath(filename)
@@ -34,6 +47,11 @@ def first_line(error: BaseException) -> str:
     """The error's type and the beginning of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(". ")
+
+
+def module_at(path: str) -> str:
+    """A module by its path in the model, whose own path is empty."""
+    return f"module {path!r}" if path else "the model"
 
 
 def _is_standard_library(path: str) -> bool:

@@ -18,9 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
-from ...partition.graph.first_run import first_run, memory_of, run_and_watch, take
+from ...partition.graph.first_run import first_run, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.made_up import wanting_gradient
+from ...partition.graph.memory import memory_of
 from ...partition.graph.modes import evaluating, uncompiled
 from ...partition.graph.source_line import first_line, users_line
 from ...partition.graph.stand_ins import stand_ins

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ...partition.graph.chain import given_units, hook_tables, is_sequential
+from ...partition.graph.source_line import module_at
 from .build import CutModel
 
 _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
@@ -42,7 +43,7 @@ class Unchanged:
         for name, module in self._opened:
             if any(hook_tables(module)):
                 raise ValueError(
-                    f"{_shown(name)} is an nn.Sequential with a hook, which would never run, since stages run its "
+                    f"{module_at(name)} is an nn.Sequential with a hook, which would never run, since stages run its "
                     f"children: expected the hook on a child (the first one for inputs, the last one for outputs), or, "
                     f"of stages=[...], before the PipelineModule is built"
                 )
@@ -70,21 +71,21 @@ class Unchanged:
             if module.training is not flag:
                 now, then = ("train()", "eval()") if module.training else ("eval()", "train()")
                 raise ValueError(
-                    f"{_shown(name)} is in {now} mode and was in {then} mode when the model was traced: "
+                    f"{module_at(name)} is in {now} mode and was in {then} mode when the model was traced: "
                     f"expected model.{then} before training (eval_step has its own mode), or {_AGAIN}"
                 )
         for name, state, key, value in self._attributes:
             found = state.get(key)
             if found is not value and found != value:
                 raise ValueError(
-                    f"attribute {key!r} of {_shown(name)} is {found!r} and was {value!r} when the model was traced, "
+                    f"attribute {key!r} of {module_at(name)} is {found!r} and was {value!r} when the model was traced, "
                     f"which fixed it: expected a buffer or an input for what changes, or {_AGAIN}"
                 )
         for name, hooks, known in self._hooks:
             if tuple(hooks) != known:
                 raise ValueError(
-                    f"the hooks of {_shown(name)} changed after the model was traced, and a graph runs none: expected "
-                    f"the model as nn.Sequential or stages=[...], which run your own modules, or {_AGAIN}"
+                    f"the hooks of {module_at(name)} changed after the model was traced, and a graph runs none: "
+                    f"expected the model as nn.Sequential or stages=[...], which run your own modules, or {_AGAIN}"
                 )
 
 
@@ -108,7 +109,3 @@ def _opened(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "", model
     elif type(model) is nn.ModuleList:
         yield from ((name, stage) for name, stage in model.named_children() if "" not in given_units(stage))
-
-
-def _shown(name: str) -> str:
-    return f"module {name!r}" if name else "the model"

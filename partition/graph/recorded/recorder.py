@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import copy
-import enum
-import random
-import sys
-import types
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..forms import Arguments, Form
+from ..generators import python_and_numpy
 from ..made_up import call_for_shapes
+from ..memory import memory_of
 from ..modes import uncompiled
-from ..source_line import first_line, is_users, users_line
+from ..source_line import first_line, line_now, module_at, users_line
 from ..stand_ins import stand_ins
 from ..untouched import untouched
 from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
+from .decisions import READS, calls_behind, samples_of
 from .intercept import listening
-from .templates import Constant, Parts, Ref, Slot, State, Template, make_template
+from .templates import Constant, Parts, Ref, Slot, State, Template, is_fixed, make_template, walk
 from .which import Roles
 
 _HOOKED = {
@@ -37,23 +35,7 @@ _HOOKED = {
     torch.Tensor.retain_grad,
 }
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
-_READS = {getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item")}
-_SAMPLES = 64  # of a decision
 _OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = int | float | complex | str | bytes | None
-_FIXED = (
-    _NUMBERS
-    | type
-    | enum.Enum
-    | nn.Module
-    | np.ndarray
-    | torch.Generator
-    | torch.dtype
-    | torch.device
-    | torch.Size
-    | torch.layout
-    | torch.memory_format
-)
 _GLUE = -1  # who made a tensor, where it was no unit
 
 
@@ -85,7 +67,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
     for path, module in roles.opened.items():
         hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
-            raise RecordingError(f"{_shown(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
+            raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
     grad = torch.enable_grad() if training else torch.no_grad()
     with ExitStack() as stack:
         stack.enter_context(untouched(model, device=device))
@@ -124,7 +106,7 @@ class _Recorder:
             for key, value in vars(module)[table].items()
             if value is not None
         }
-        self._slot_memory = {_memory(slot.tensor()) for slot in self._slots.values()} - {None}
+        self._slot_memory = {memory_of(slot.tensor()) for slot in self._slots.values()} - {None}
         self._stored = {
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
@@ -153,7 +135,7 @@ class _Recorder:
         self._passed: set[int] = set()  # ids of what it was given
         self._passed_memory: set[object] = set()
         self._drew = False
-        self._generators = _generators()
+        self._generators = python_and_numpy()
         for x in inputs:
             self._new_value(x, call=-1)
             self._owner[id(x)] = _GLUE
@@ -166,7 +148,7 @@ class _Recorder:
     @property
     def line(self) -> str:
         """Where the user's code stands: " at file:line, in function"."""
-        return _line()
+        return line_now()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -193,7 +175,7 @@ class _Recorder:
     def _look_at(self, tensor: torch.Tensor, unit: int) -> None:
         """A tensor that a unit works on and that it was not given."""
         owner = self._owner.get(id(tensor))
-        if owner is None or owner == unit or id(tensor) in self._slots or _memory(tensor) in self._passed_memory:
+        if owner is None or owner == unit or id(tensor) in self._slots or memory_of(tensor) in self._passed_memory:
             return
         if owner == _GLUE:
             raise _RefusedError(
@@ -236,7 +218,7 @@ class _Recorder:
             return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
             return iter(self.function(torch.Tensor.unbind, args, kwargs))
-        if function in _READS and not kwargs:
+        if function in READS and not kwargs:
             decided = self._decided(function, args)
             if decided is not None:
                 return decided
@@ -317,44 +299,17 @@ class _Recorder:
         It must be the same in all samples, and is guarded.
         """
         number = self._number.get(id(args[0]))
-        calls = None if number is None else self._behind(number)
+        calls = None if number is None else calls_behind(number, self._made_by, self._calls)
         if number is None or calls is None:
             return None
-        samples = []
-        for _ in range(_SAMPLES if any(call.is_random for call in calls) else 1):
-            values: dict[int, Any] = {}
-            with unset_fake_temporarily():
-                for call in calls:
-                    result = call.function(*_filled(call.args, values), **_filled(call.kwargs, values))
-                    leaves = pytree.tree_leaves(result)
-                    values |= {value: leaves[place] for place, value in call.results.items()}
-                samples.append(read(values[number], *args[1:]))
+        samples = samples_of(number, calls, lambda value: read(value, *args[1:]))
         if any(each != samples[0] for each in samples):
             raise _RefusedError(
                 "the code between the modules decides on a random number, such as which layer to leave out"
             )
         if len(samples) > 1:
-            self._append(Guard(read, samples[0], _line()), (Ref(number),))
+            self._append(Guard(read, samples[0], line_now()), (Ref(number),))
         return samples[0]
-
-    def _behind(self, number: int) -> list[GlueCall] | None:
-        """The calls that make a value, in order; None where they take an input, a parameter or a unit's value."""
-        found: set[int] = set()
-        todo = [self._made_by[number]]
-        while todo:
-            at = todo.pop()
-            call = self._calls[at] if at >= 0 else None
-            if not isinstance(call, GlueCall) or call.changed or call.writes or call.is_effect:
-                return None
-            if at in found:
-                continue
-            found.add(at)
-            for each in call.templates():
-                if isinstance(each, Slot | State):
-                    return None
-                if isinstance(each, Ref):
-                    todo.append(self._made_by[each.number])
-        return [call for at in sorted(found) if isinstance(call := self._calls[at], GlueCall)]
 
     # Making a call
 
@@ -389,12 +344,12 @@ class _Recorder:
             templates, refused = None, error
         self._running, self._runs_unit = me, is_unit
         self._passed = {id(x) for x in given} | (self._ids_in_states(args, kwargs) if is_unit else set())
-        self._passed_memory = {_memory(x) for x in given} - {None}
+        self._passed_memory = {memory_of(x) for x in given} - {None}
         try:
             result = call()
         finally:
             self._running, self._runs_unit = None, False
-        self._generators = _generators()
+        self._generators = python_and_numpy()
         leaves, structure = pytree.tree_flatten(result)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
         made = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -413,11 +368,13 @@ class _Recorder:
             "kwargs": templates[1],
             "context": modes.differing(self._around),
             "region": self._regions[-1] if self._regions else None,
-            "line": _line(),
+            "line": line_now(),
             "results": {},
             "structure": structure,
             "changed": {},
-            "behind": frozenset(self._last_write[memory] for x in given if (memory := _memory(x)) in self._last_write),
+            "behind": frozenset(
+                self._last_write[memory] for x in given if (memory := memory_of(x)) in self._last_write
+            ),
         }
         record = build(common)
         self._calls.append(record)
@@ -432,7 +389,7 @@ class _Recorder:
         return result
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         why = (
             "one has a hook on the other's value" if is_hook else "they share memory that one of them changes in place"
         )
@@ -460,7 +417,7 @@ class _Recorder:
         self._grad_fn[id(tensor)] = tensor.grad_fn
         self._kept.append(tensor)
         self._bytes[number] = float(tensor.nbytes) if tensor.layout == torch.strided else float(tensor.numel() * 8)
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if memory is not None:
             self._sharing.setdefault(memory, []).append(number)
         return number
@@ -473,7 +430,7 @@ class _Recorder:
     def _leaf(self, value: object) -> Template:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if _is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
+        if is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
             return Constant(value)
         if id(value) not in self._states:
             if id(value) in self._opened_states:
@@ -489,7 +446,7 @@ class _Recorder:
     def _tensor(self, tensor: torch.Tensor) -> Template:
         known = self._number.get(id(tensor))
         if known is not None:
-            if tensor.grad_fn is not self._grad_fn[id(tensor)] and _memory(tensor) not in self._last_write:
+            if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self._last_write:
                 raise _RefusedError(f"{self._what(tensor)} has got another history")
             return Ref(known)
         if id(tensor) in self._slots:
@@ -518,8 +475,6 @@ class _Recorder:
         for value in pytree.tree_leaves((args, kwargs)):
             state = self._states.get(id(value))
             if state is not None:
-                from .templates import walk
-
                 for each in walk(state):
                     look(each)
         return {key for key, number in self._number.items() if number in numbers}
@@ -538,7 +493,7 @@ class _Recorder:
             template = None if value is None else self._tensor(value)
             self._is_busy = False
             if not isinstance(template, Ref):
-                raise _RefusedError(f"buffer {key!r} of {_shown(path)} becomes {'None' if value is None else 'odd'}")
+                raise _RefusedError(f"buffer {key!r} of {module_at(path)} becomes {'None' if value is None else 'odd'}")
             self._append(Store(module, key), (template, Slot(module, "_buffers", key)), writes=True)
 
     def _append(self, function: Callable[..., None], args: tuple[Template, ...], *, writes: bool = False) -> None:
@@ -548,7 +503,7 @@ class _Recorder:
             kwargs=Parts(dict, ()),
             context=Context(),
             region=self._regions[-1] if self._regions else None,
-            line=_line(),
+            line=line_now(),
             results={},
             structure=pytree.tree_structure(None),
             changed={},
@@ -560,7 +515,7 @@ class _Recorder:
         self._calls.append(call)
 
     def _check_drawn(self) -> None:
-        if _generators() != self._generators:
+        if python_and_numpy() != self._generators:
             raise _RefusedError("the code between the modules draws from Python's or numpy's random generator")
 
     def finish(self, output: object) -> Record:
@@ -573,7 +528,7 @@ class _Recorder:
         for path, module in self._roles.opened.items():
             changed = [k for k, v in _plain_attributes(module).items() if self._plain[path].get(k, v) != v]
             if changed:
-                raise _RefusedError(f"attribute {changed[0]!r} of {_shown(path)} is changed by its own forward")
+                raise _RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
         return Record(
             num_inputs=self._made_by.count(-1),
             calls=tuple(self._calls),
@@ -597,24 +552,6 @@ class _Recorder:
                     yield first, second, f"both take buffer {slot.key!r}, which changes"
 
 
-def _filled(template: Template, values: Mapping[int, Any]) -> Any:
-    """Arguments with values in the places of references."""
-    if isinstance(template, Ref):
-        return values[template.number]
-    if isinstance(template, Constant):
-        return template.value
-    assert isinstance(template, Parts)
-    parts = [_filled(each, values) for each in template.parts]
-    if template.kind is dict:
-        return dict(zip(template.keys, parts, strict=True))
-    if template.kind is slice:
-        return slice(*parts)
-    if template.kind is None:
-        assert template.spec is not None
-        return pytree.tree_unflatten(parts, template.spec)
-    return template.kind(parts)
-
-
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -624,15 +561,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._tell(func, args, kwargs or {})
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
-
-
-def _is_fixed(value: object) -> bool:
-    """Whether no forward changes it."""
-    return isinstance(value, _FIXED) or callable(value)
 
 
 def _items(value: object, leaf: Callable[[object], Template]) -> Template | None:
@@ -655,11 +583,6 @@ def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise _RefusedError("a function that is passed on closes over a tensor of this forward")
 
 
-def _generators() -> tuple[object, ...]:
-    state: Any = np.random.get_state(legacy=False)
-    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()
-
-
 def _saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -668,17 +591,3 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
     kinds = bool | int | float | str | None
     found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
     return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
-
-
-def _shown(path: str) -> str:
-    return f"module {path!r}" if path else "the model"
-
-
-def _line() -> str:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            name = frame.f_code.co_filename
-            return f" at {name}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""

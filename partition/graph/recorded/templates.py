@@ -9,16 +9,32 @@ Parts     a tuple, list, dict, slice or any container that torch's pytrees know,
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 _WRITTEN_OUT = (int, bool, str, type(None), float)
+_NUMBERS = int | float | complex | str | bytes | None
+_FIXED = (
+    _NUMBERS
+    | type
+    | enum.Enum
+    | nn.Module
+    | np.ndarray
+    | torch.Generator
+    | torch.dtype
+    | torch.device
+    | torch.Size
+    | torch.layout
+    | torch.memory_format
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,11 @@ def walk(template: Template) -> Iterator[Template]:
         parts = [*template.attributes.values(), *([] if template.items is None else [template.items])]
     for part in parts:
         yield from walk(part)
+
+
+def is_fixed(value: object) -> bool:
+    """Whether no forward changes it."""
+    return isinstance(value, _FIXED) or callable(value)
 
 
 def is_written_out(value: object) -> bool:
