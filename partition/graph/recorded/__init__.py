@@ -5,6 +5,7 @@ intercept  calls of modules, of torch's functions, of autograd functions and of 
 templates  arguments with references in the places of tensors
 calls      a record: calls of units, and of torch's functions between them
 decisions  on numbers that are drawn between units
+values     of a forward that is being recorded, by number
 recorder   makes one
 flow       what needs what in it, and where a cut may stand
 program    a stage of it, compiled to Python

@@ -26,7 +26,8 @@ from ..untouched import untouched
 from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
 from .decisions import READS, calls_behind, samples_of
 from .intercept import listening
-from .templates import Constant, Parts, Ref, Slot, State, Template, is_fixed, make_template, walk
+from .templates import Parts, Ref, Slot, Template
+from .values import RefusedError, Values
 from .which import Roles
 
 _HOOKED = {
@@ -49,10 +50,6 @@ class RecordingError(ValueError):
     def __init__(self, message: str, *, inside: str) -> None:
         super().__init__(message)
         self.inside = inside
-
-
-class _RefusedError(Exception):
-    """Raised where the user's code does what cannot be recorded."""
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
@@ -86,8 +83,8 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
                 return recorder.finish(output)
         except Exception as error:
             inside = recorder.inside
-            reason = str(error) if isinstance(error, _RefusedError) else first_line(error)
-            line = recorder.line if isinstance(error, _RefusedError) and not users_line(error) else users_line(error)
+            reason = str(error) if isinstance(error, RefusedError) else first_line(error)
+            line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
             raise RecordingError(f"{reason}{line}", inside=inside) from error
 
 
@@ -98,33 +95,17 @@ class _Recorder:
         self._roles = roles
         self._path_of = {id(module): path for path, module in (*roles.opened.items(), *roles.units.items())}
         self._units = {id(module) for module in roles.units.values()}
-        self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
-        self._slots = {
-            id(value): Slot(module, table, key)
-            for module in model.modules()
-            for table in ("_parameters", "_buffers")
-            for key, value in vars(module)[table].items()
-            if value is not None
-        }
-        self._slot_memory = {memory_of(slot.tensor()) for slot in self._slots.values()} - {None}
         self._stored = {
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: _plain_attributes(module) for path, module in roles.opened.items()}
+        self._values = Values(model, what=self._what)
         self._around = Modes.now()
         self._hooks_around = _saved_tensor_hooks()
         self._calls: list[UnitCall | GlueCall] = []
         self._times: dict[str, int] = {}
-        self._number: dict[int, int] = {}  # of the value that a tensor is now, by id
-        self._bytes: dict[int, float] = {}
-        self._made_by: list[int] = []  # call, by value number; -1: an input
-        self._grad_fn: dict[int, object] = {}
         self._kept: list[object] = []  # an id stays one object's
-        self._last_write: dict[object, int] = {}  # memory -> the call that changed it last
-        self._sharing: dict[object, list[int]] = {}  # memory -> numbers of the values over it
         self._together: list[tuple[int, int, str]] = []
-        self._states: dict[int, State] = {}
-        self._opened_states: list[int] = []  # being looked into, outermost first
         self._enters = 0
         self._stack = [""]
         self._regions: list[Region] = []
@@ -137,7 +118,7 @@ class _Recorder:
         self._drew = False
         self._generators = python_and_numpy()
         for x in inputs:
-            self._new_value(x, call=-1)
+            self._values.new(x, call=-1)
             self._owner[id(x)] = _GLUE
 
     @property
@@ -175,10 +156,15 @@ class _Recorder:
     def _look_at(self, tensor: torch.Tensor, unit: int) -> None:
         """A tensor that a unit works on and that it was not given."""
         owner = self._owner.get(id(tensor))
-        if owner is None or owner == unit or id(tensor) in self._slots or memory_of(tensor) in self._passed_memory:
+        if (
+            owner is None
+            or owner == unit
+            or id(tensor) in self._values.slots
+            or memory_of(tensor) in self._passed_memory
+        ):
             return
         if owner == _GLUE:
-            raise _RefusedError(
+            raise RefusedError(
                 f"{self._unit_name} takes a tensor of shape {tuple(tensor.shape)} that the code around it made, and "
                 f"that is none of its arguments (it lies in an attribute or an object)"
             )
@@ -223,7 +209,7 @@ class _Recorder:
             if decided is not None:
                 return decided
         if function is torch.Tensor.backward:
-            raise _RefusedError("the forward runs a backward")
+            raise RefusedError("the forward runs a backward")
         self._note_stores()
         self._drew = False
         return self._make(
@@ -298,13 +284,13 @@ class _Recorder:
 
         It must be the same in all samples, and is guarded.
         """
-        number = self._number.get(id(args[0]))
-        calls = None if number is None else calls_behind(number, self._made_by, self._calls)
+        number = self._values.number_of(args[0])
+        calls = None if number is None else calls_behind(number, self._values.made_by, self._calls)
         if number is None or calls is None:
             return None
         samples = samples_of(number, calls, lambda value: read(value, *args[1:]))
         if any(each != samples[0] for each in samples):
-            raise _RefusedError(
+            raise RefusedError(
                 "the code between the modules decides on a random number, such as which layer to leave out"
             )
         if len(samples) > 1:
@@ -339,11 +325,11 @@ class _Recorder:
         versions = [x._version for x in given]
         modes = Modes.now()
         try:  # before the call, which may change what it is given
-            templates, refused = self._templates(args, kwargs), None
-        except _RefusedError as error:
+            templates, refused = self._values.templates(args, kwargs), None
+        except RefusedError as error:
             templates, refused = None, error
         self._running, self._runs_unit = me, is_unit
-        self._passed = {id(x) for x in given} | (self._ids_in_states(args, kwargs) if is_unit else set())
+        self._passed = {id(x) for x in given} | (self._values.ids_in_states(args, kwargs) if is_unit else set())
         self._passed_memory = {memory_of(x) for x in given} - {None}
         try:
             result = call()
@@ -358,7 +344,7 @@ class _Recorder:
         if not (is_unit or made or changed):
             return result
         if _saved_tensor_hooks() != self._hooks_around and not self._regions:
-            raise _RefusedError("saved_tensors_hooks are in force between the units")
+            raise RefusedError("saved_tensors_hooks are in force between the units")
         if templates is None:
             assert refused is not None
             raise refused
@@ -373,7 +359,7 @@ class _Recorder:
             "structure": structure,
             "changed": {},
             "behind": frozenset(
-                self._last_write[memory] for x in given if (memory := memory_of(x)) in self._last_write
+                self._values.last_write[memory] for x in given if (memory := memory_of(x)) in self._values.last_write
             ),
         }
         record = build(common)
@@ -385,7 +371,7 @@ class _Recorder:
             self._note_change(record, me, x, is_hook=is_hook)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                record.results[place] = self._new_value(leaf, call=me)
+                record.results[place] = self._values.new(leaf, call=me)
         return result
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
@@ -393,67 +379,22 @@ class _Recorder:
         why = (
             "one has a hook on the other's value" if is_hook else "they share memory that one of them changes in place"
         )
-        before = self._number.get(id(tensor))
+        before = self._values.number_of(tensor)
         if memory is not None and not is_hook:
-            if memory in self._slot_memory:
+            if memory in self._values.slot_memory:
                 record.writes = True
-            for number in self._sharing.get(memory, ()):
+            for number in self._values.over(memory):
                 if number != before:
-                    self._together.append((self._made_by[number], me, why))
-            self._last_write[memory] = me
+                    self._together.append((self._values.made_by[number], me, why))
+            self._values.last_write[memory] = me
         if before is None:
-            if id(tensor) not in self._slots:
-                raise _RefusedError(f"{self._what(tensor)} is changed in place")
+            if id(tensor) not in self._values.slots:
+                raise RefusedError(f"{self._what(tensor)} is changed in place")
             record.writes = True
             return
         if is_hook:
-            self._together.append((self._made_by[before], me, why))
-        record.changed[before] = self._new_value(tensor, call=me)
-
-    def _new_value(self, tensor: torch.Tensor, *, call: int) -> int:
-        number = len(self._made_by)
-        self._made_by.append(call)
-        self._number[id(tensor)] = number
-        self._grad_fn[id(tensor)] = tensor.grad_fn
-        self._kept.append(tensor)
-        self._bytes[number] = float(tensor.nbytes) if tensor.layout == torch.strided else float(tensor.numel() * 8)
-        memory = memory_of(tensor)
-        if memory is not None:
-            self._sharing.setdefault(memory, []).append(number)
-        return number
-
-    # Templates
-
-    def _templates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Template, Template]:
-        return make_template(args, self._leaf), make_template(kwargs, self._leaf)
-
-    def _leaf(self, value: object) -> Template:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
-            return Constant(value)
-        if id(value) not in self._states:
-            if id(value) in self._opened_states:
-                raise _RefusedError(f"a {type(value).__name__}, passed to a module, holds itself")
-            self._opened_states.append(id(value))
-            self._kept.append(value)
-            attributes = {key: make_template(each, self._leaf) for key, each in vars(value).items()}
-            items = _items(value, self._leaf)
-            self._opened_states.pop()
-            self._states[id(value)] = State(len(self._states), type(value), attributes, items)
-        return self._states[id(value)]
-
-    def _tensor(self, tensor: torch.Tensor) -> Template:
-        known = self._number.get(id(tensor))
-        if known is not None:
-            if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self._last_write:
-                raise _RefusedError(f"{self._what(tensor)} has got another history")
-            return Ref(known)
-        if id(tensor) in self._slots:
-            return self._slots[id(tensor)]
-        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise _RefusedError(f"{self._what(tensor)} is used")
-        return Constant(tensor)
+            self._together.append((self._values.made_by[before], me, why))
+        record.changed[before] = self._values.new(tensor, call=me)
 
     def _what(self, tensor: torch.Tensor) -> str:
         owner = self._owner.get(id(tensor), _GLUE)
@@ -463,21 +404,6 @@ class _Recorder:
             assert isinstance(first, UnitCall)
             return f"{shape} that {first.name} made and did not return"
         return f"{shape} that was not made by a public function of torch (vmap, for example)"
-
-    def _ids_in_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """Ids of the tensors that objects among the arguments had when they were first seen."""
-        numbers: set[int] = set()
-
-        def look(template: Template) -> None:
-            if isinstance(template, Ref):
-                numbers.add(template.number)
-
-        for value in pytree.tree_leaves((args, kwargs)):
-            state = self._states.get(id(value))
-            if state is not None:
-                for each in walk(state):
-                    look(each)
-        return {key for key, number in self._number.items() if number in numbers}
 
     # The end
 
@@ -490,10 +416,10 @@ class _Recorder:
                 continue
             self._stored[path, key] = value
             self._is_busy = True
-            template = None if value is None else self._tensor(value)
+            template = None if value is None else self._values.tensor(value)
             self._is_busy = False
             if not isinstance(template, Ref):
-                raise _RefusedError(f"buffer {key!r} of {module_at(path)} becomes {'None' if value is None else 'odd'}")
+                raise RefusedError(f"buffer {key!r} of {module_at(path)} becomes {'None' if value is None else 'odd'}")
             self._append(Store(module, key), (template, Slot(module, "_buffers", key)), writes=True)
 
     def _append(self, function: Callable[..., None], args: tuple[Template, ...], *, writes: bool = False) -> None:
@@ -516,25 +442,25 @@ class _Recorder:
 
     def _check_drawn(self) -> None:
         if python_and_numpy() != self._generators:
-            raise _RefusedError("the code between the modules draws from Python's or numpy's random generator")
+            raise RefusedError("the code between the modules draws from Python's or numpy's random generator")
 
     def finish(self, output: object) -> Record:
         """The record, from what the model returned."""
         self._check_drawn()
         self._is_busy = True
         form, tensors = Form.of_output(output)
-        results = [self._tensor(leaf) for leaf in tensors]
+        results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         for path, module in self._roles.opened.items():
             changed = [k for k, v in _plain_attributes(module).items() if self._plain[path].get(k, v) != v]
             if changed:
-                raise _RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
+                raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
         return Record(
-            num_inputs=self._made_by.count(-1),
+            num_inputs=self._values.made_by.count(-1),
             calls=tuple(self._calls),
             results=tuple(results),
             output_form=form,
-            bytes_of=self._bytes,
+            bytes_of=self._values.bytes_of,
             together=(*self._together, *self._around_writes()),
             opened=tuple(self._roles.opened.values()),
         )
@@ -563,14 +489,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._tell(func, args, kwargs or {})
 
 
-def _items(value: object, leaf: Callable[[object], Template]) -> Template | None:
-    if isinstance(value, dict):
-        return make_template(dict(value), leaf)
-    if isinstance(value, list):
-        return make_template(list(value), leaf)
-    return None
-
-
 def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in pytree.tree_leaves((args, kwargs)):
         cells = getattr(value, "__closure__", None) or ()
@@ -580,7 +498,7 @@ def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             except ValueError:
                 continue
             if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(content)):
-                raise _RefusedError("a function that is passed on closes over a tensor of this forward")
+                raise RefusedError("a function that is passed on closes over a tensor of this forward")
 
 
 def _saved_tensor_hooks() -> object:

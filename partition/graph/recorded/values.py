@@ -1,0 +1,123 @@
+"""The values of a forward that is being recorded, by number, and the templates of arguments in terms of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ..memory import memory_of
+from .templates import Constant, Ref, Slot, State, Template, is_fixed, make_template, walk
+
+
+class RefusedError(Exception):
+    """Raised where the user's code does what cannot be recorded."""
+
+
+class Values:
+    """Which value a tensor is now: another one after each change in place.
+
+    Arguments:
+        model: whose parameters and buffers are no values, but entries of its modules' tables.
+        what: a tensor in words, for errors.
+
+    Attributes:
+        slots: entries of these tables, by id of what stood there before the forward.
+        slot_memory: all memory of these.
+        made_by: call, by value number; -1: an input.
+        bytes_of: by value number [bytes].
+        last_write: memory -> the call that changed it last.
+    """
+
+    def __init__(self, model: nn.Module, *, what: Callable[[torch.Tensor], str]) -> None:
+        self._what = what
+        self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
+        self.slots = {
+            id(value): Slot(module, table, key)
+            for module in model.modules()
+            for table in ("_parameters", "_buffers")
+            for key, value in vars(module)[table].items()
+            if value is not None
+        }
+        self.slot_memory = {memory_of(slot.tensor()) for slot in self.slots.values()} - {None}
+        self.made_by: list[int] = []
+        self.bytes_of: dict[int, float] = {}
+        self.last_write: dict[object, int] = {}
+        self._number: dict[int, int] = {}  # of the value that a tensor is now, by id
+        self._grad_fn: dict[int, object] = {}
+        self._over: dict[object, list[int]] = {}  # memory -> numbers of the values over it
+        self._states: dict[int, State] = {}
+        self._opened_states: list[int] = []  # being looked into, outermost first
+        self._kept: list[object] = []  # an id stays one object's
+
+    def new(self, tensor: torch.Tensor, *, call: int) -> int:
+        """The number of a value that a call has made."""
+        number = len(self.made_by)
+        self.made_by.append(call)
+        self._number[id(tensor)] = number
+        self._grad_fn[id(tensor)] = tensor.grad_fn
+        self._kept.append(tensor)
+        self.bytes_of[number] = float(tensor.nbytes) if tensor.layout == torch.strided else float(tensor.numel() * 8)
+        memory = memory_of(tensor)
+        if memory is not None:
+            self._over.setdefault(memory, []).append(number)
+        return number
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The value that a tensor is now; None for a parameter, a buffer and what nobody has returned."""
+        return self._number.get(id(tensor))
+
+    def over(self, memory: object) -> Sequence[int]:
+        """Numbers of the values over this memory."""
+        return self._over.get(memory, ())
+
+    def templates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Template, Template]:
+        """Of the arguments of a call; RefusedError for tensors that no stage could have."""
+        return make_template(args, self._leaf), make_template(kwargs, self._leaf)
+
+    def tensor(self, tensor: torch.Tensor) -> Template:
+        """Of a tensor alone; see `templates`."""
+        known = self.number_of(tensor)
+        if known is not None:
+            if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self.last_write:
+                raise RefusedError(f"{self._what(tensor)} has got another history")
+            return Ref(known)
+        if id(tensor) in self.slots:
+            return self.slots[id(tensor)]
+        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise RefusedError(f"{self._what(tensor)} is used")
+        return Constant(tensor)
+
+    def ids_in_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """Ids of the tensors that objects among the arguments had when they were first seen."""
+        states = [self._states.get(id(value)) for value in pytree.tree_leaves((args, kwargs))]
+        numbers = {each.number for state in states if state for each in walk(state) if isinstance(each, Ref)}
+        return {key for key, number in self._number.items() if number in numbers}
+
+    def _leaf(self, value: object) -> Template:
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if is_fixed(value) or id(value) in self._attributes or not hasattr(value, "__dict__"):
+            return Constant(value)
+        if id(value) not in self._states:
+            if id(value) in self._opened_states:
+                raise RefusedError(f"a {type(value).__name__}, passed to a module, holds itself")
+            self._opened_states.append(id(value))
+            self._kept.append(value)
+            attributes = {key: make_template(each, self._leaf) for key, each in vars(value).items()}
+            items = _items(value, self._leaf)
+            self._opened_states.pop()
+            self._states[id(value)] = State(len(self._states), type(value), attributes, items)
+        return self._states[id(value)]
+
+
+def _items(value: object, leaf: Callable[[object], Template]) -> Template | None:
+    if isinstance(value, dict):
+        return make_template(dict(value), leaf)
+    if isinstance(value, list):
+        return make_template(list(value), leaf)
+    return None
