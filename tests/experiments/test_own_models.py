@@ -19,6 +19,7 @@ from torch import nn
 from stagewright.experiments.cli import main
 from stagewright.experiments.own_options import OwnOptions
 from stagewright.experiments.own_task import Batch, batches, default_loss, make_loss
+from stagewright.experiments.training import pipeline
 from stagewright.experiments.training.recipe import learning_rate_curve
 from stagewright.experiments.user_code import UserCodeError, load
 
@@ -139,6 +140,29 @@ def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
     assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7), rel=1e-12)
     manifest = json.loads((mine / "runs" / "one" / "manifest.json").read_text())
     assert (manifest["corpus_source"], manifest["corpus_sha256"]) == (f"own_mine:{data}", None)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("option", "memory", "said"),
+    [
+        ((), 1 << 40, r"verified against the plain model: loss, \d gradients, outputs"),
+        ((), 8, "not verified: a plain copy of the model would take more than an eighth"),
+        (("--no-verify",), 1 << 40, None),
+    ],
+)
+def test_the_first_batch_is_verified_where_the_model_fits(
+    option: tuple[str, ...],
+    memory: int,
+    said: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "physical_bytes", lambda: memory)
+    words = ("--model", "own_mine:model", "--data", "own_mine:few", "--optimizer", "own_mine:sgd", "--name", "one")
+    assert main(["train", *words, *COMMON, "--ranks", "1", *option]) == 0
+    found = re.search(r"(not )?verified.*", capsys.readouterr().err)
+    assert (found is None) if said is None else (found is not None and re.match(said, found[0]))
 
 
 @pytest.mark.parametrize(("data", "loss"), [("named", "the model's own"), ("with_target", "cross-entropy")])
