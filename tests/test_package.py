@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -156,3 +157,9 @@ def test_the_wheel_has_every_package_of_the_tree():
     assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
     for name in settings["package-data"]["stagewright"]:
         assert (ROOT / name).is_file()  # py.typed: type checkers read the package's annotations
+
+
+def test_names_of_tests_hold_no_addresses(request: pytest.FixtureRequest) -> None:
+    """Processes that share out the tests must find the same ones: `ids=str` of a function is another name in each."""
+    names = [item.nodeid for item in request.session.items]
+    assert not [name for name in names if re.search(r"0x[0-9a-f]{8,}", name)]

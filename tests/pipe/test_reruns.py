@@ -197,7 +197,7 @@ def test_equals_one_process(make: Callable[[], Any], recompute: str) -> None:
         (CHAINS["stages"], {"0.branch": "selective", "1.*": "full"}),
         (CHAINS["frozen"], ["layer", "selective"]),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_single_modules_equal_one_process(make: Callable[[], Any], recompute: Any) -> None:
     equals_one_process(make, recompute)
