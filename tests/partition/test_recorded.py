@@ -157,3 +157,21 @@ def test_masks_are_made_where_they_are_needed_and_nothing_that_nobody_needs() ->
     names = [flow.name_of(call).strip("_") for call in flow.order]
     assert names == ["blocks.0", "blocks.1", "mul", "blocks.2"]
     assert len(flow.everywhere) == 3
+
+
+def test_a_unit_that_is_opened_keeps_its_number_for_random_numbers() -> None:
+    """Then masks do not depend on how many stages there are, as long as no cut parts two calls that draw."""
+
+    class Draws(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.dropout(self.down(torch.dropout(self.up(self.norm(x)), 0.1, True)), 0.1, True)
+
+    model = models.Stack(Draws, count=2)
+    opened = recorded(model, also_open=["blocks.1"]).flow
+    names = [opened.name_of(call) for call in opened.order]
+    block = range(names.index("blocks.1.norm"), names.index("head"))
+    assert [opened.call(i).enters for i in (0, 1, names.index("head"))] == [0, 1, 3]
+    for cut, expected in ((block[0], [2]), (block[2], [2, 2]), (block[-1], [2, 2 + (1 << 32)])):
+        stage_of = {call: int(i >= cut) for i, call in enumerate(opened.order)}
+        numbers = opened.numbers(stage_of)
+        assert [n for i in block if (n := numbers.get(opened.order[i])) is not None] == expected

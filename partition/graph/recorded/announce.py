@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,9 +16,13 @@ from .which import Roles
 
 
 @contextmanager
-def announcing(roles: Roles, enter: EnterUnit) -> Iterator[None]:
-    """Within, one forward of the model: `enter` is told as the stages tell it, also where it is checkpointed."""
-    announcer = _Announcer(roles, enter)
+def announcing(roles: Roles, numbers: Sequence[int | None], enter: EnterUnit) -> Iterator[None]:
+    """Within, one forward of the model: `enter` is told as the stages tell it, also where it is checkpointed.
+
+    Arguments:
+        numbers: of the calls of units and the random ones between them, in order; see `Flow.numbers`.
+    """
+    announcer = _Announcer(roles, numbers, enter)
     with announcer.listens():
         yield
 
@@ -26,11 +30,12 @@ def announcing(roles: Roles, enter: EnterUnit) -> Iterator[None]:
 class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See Listener. A function between the units counts where it first draws."""
 
-    def __init__(self, roles: Roles, enter: EnterUnit) -> None:
+    def __init__(self, roles: Roles, numbers: Sequence[int | None], enter: EnterUnit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units = {id(module) for module in roles.units.values()}
         self._modules = {id(module): module for module in (*roles.opened.values(), *roles.units.values())}
         self._enter = enter
+        self._numbers = numbers
         self._next = 0
         self._inside = False
         self._has_drawn = False
@@ -58,8 +63,10 @@ class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _tell(self) -> None:
-        number, self._next = self._next, self._next + 1
-        self._enter(number)
+        number = self._numbers[self._next] if self._next < len(self._numbers) else self._next
+        self._next += 1
+        if number is not None:
+            self._enter(number)
 
     def _whole(self, call: Callable[[], Any], *, is_unit: bool) -> Any:
         """A call that is not looked into."""

@@ -67,7 +67,8 @@ class Call:
         results: number of the value at each place among the leaves of what it returned, where that is a tensor.
         structure: of what it returned.
         changed: number of a value that it changed in place -> that of the changed value.
-        enters: its number for random numbers; None: it draws none, or has none of its own.
+        enters: its number for random numbers; None: it draws none, or has none of its own. Calls within a unit that was
+            opened have the unit's, and in the upper half how many of them have drawn before.
         behind: an earlier call that must have been made because it changes memory that this one reads.
         writes: whether it writes to memory of a parameter or buffer.
         line: of the user's code.
@@ -97,6 +98,9 @@ class Call:
     def is_one_tensor(self) -> bool:
         """Whether it returns a tensor alone."""
         return self.structure.is_leaf() and 0 in self.results
+
+
+DRAWS = 32  # bits of a unit's number
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

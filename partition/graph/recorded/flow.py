@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import nn
 
 from ..positions import crossing, forbid
-from .calls import GlueCall, Record, UnitCall
+from .calls import DRAWS, GlueCall, Record, UnitCall
 from .templates import Constant, Ref, Slot, State
 
 
@@ -140,6 +140,21 @@ class Flow:
         """For people."""
         each = self.record.calls[call]
         return each.name if isinstance(each, UnitCall) else getattr(each.function, "__name__", str(each.function))
+
+    def numbers(self, stage_of: Mapping[int, int]) -> dict[int, int | None]:
+        """Call -> its number for random numbers; None where the call before it in a unit that was opened goes on.
+
+        So a unit draws the same whether it is opened or not, unless a cut stands between two calls in it that draw.
+        """
+        found: dict[int, int | None] = {}
+        seen: set[tuple[int, int]] = set()
+        for i, call in enumerate(self.record.calls):
+            if call.enters is None:
+                continue
+            unit = call.enters % (1 << DRAWS), stage_of.get(i, -1)
+            found[i] = None if unit in seen else call.enters
+            seen.add(unit)
+        return found
 
     def same_calls(self, other: Flow) -> bool:
         """Whether another record has the same calls in the same order."""

@@ -39,6 +39,7 @@ class Program(nn.Module):
         calls: ascending.
         inputs: numbers of the values that it is called with.
         outputs: that it returns.
+        numbers: of its calls, for random numbers.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Program(nn.Module):
         flow: Flow,
         calls: Sequence[int],
         *,
+        numbers: Mapping[int, int | None],
         inputs: Sequence[int],
         outputs: Sequence[Template],
         enter_unit: EnterUnit | None,
@@ -61,7 +63,7 @@ class Program(nn.Module):
             if id(slot.module) not in inside:
                 holders.setdefault(id(slot.module), {})[slot] = None
         self.slots = nn.ModuleList(_Entries(list(each)) for each in holders.values())
-        writer = _Writer(enter_unit)
+        writer = _Writer(enter_unit, {id(flow.record.calls[i]): numbers.get(i) for i in calls})
         self.code = writer.write(chosen, inputs, outputs)
         self.forward = _compiled(self.code, writer.names)
 
@@ -108,8 +110,8 @@ class _Writer:
         names: that it uses, and what they mean.
     """
 
-    def __init__(self, enter_unit: EnterUnit | None) -> None:
-        self._enters = enter_unit is not None
+    def __init__(self, enter_unit: EnterUnit | None, numbers: Mapping[int, int | None]) -> None:
+        self._number_of = numbers if enter_unit is not None else {}
         self._known: dict[tuple[str, int], str] = {}
         self._states: set[int] = set()
         self.names: dict[str, Any] = {
@@ -179,8 +181,9 @@ class _Writer:
         return found
 
     def _call(self, call: UnitCall | GlueCall) -> Iterator[str]:
-        if self._enters and call.enters is not None:
-            yield f"enter({call.enters})"
+        number = self._number_of.get(id(call))
+        if number is not None:
+            yield f"enter({number})"
         keys = call.kwargs.keys
         arguments = [self._text(each) for each in call.args.parts]
         arguments += [f"{key}={self._text(each)}" for key, each in zip(keys, call.kwargs.parts, strict=True)]

@@ -183,13 +183,17 @@ class _How:
 
     def cut(self, flow: Flow, stage_of: StageOf, num_stages: int, example: Arguments) -> Cut:
         """The stages."""
-        pieces = [_piece(flow, stage_of, stage, num_stages, self.enter_unit) for stage in range(num_stages)]
+        numbers = flow.numbers(stage_of)
+        pieces = [
+            _piece(flow, stage_of, stage, num_stages, numbers=numbers, enter_unit=self.enter_unit)
+            for stage in range(num_stages)
+        ]
         return Cut(
             pieces=tuple(pieces),
             batch_sizes=BatchSizes(),
             output_form=flow.record.output_form,
             evaluation=lambda other: self._in_evaluation()._like(flow, stage_of, num_stages, other, same_modules=False),
-            entering=lambda model, enter: announcing(self.opening.roles(model), enter),
+            entering=lambda model, enter: announcing(self.opening.roles(model), list(numbers.values()), enter),
             is_live=True,
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             fixed=lambda: _fixed(flow.record, training=self.training),
@@ -254,7 +258,15 @@ def _shallow(value: object) -> object:
 # Stages
 
 
-def _piece(flow: Flow, stage_of: StageOf, stage: int, num_stages: int, enter_unit: EnterUnit | None) -> RecordedPiece:
+def _piece(
+    flow: Flow,
+    stage_of: StageOf,
+    stage: int,
+    num_stages: int,
+    *,
+    numbers: Mapping[int, int | None],
+    enter_unit: EnterUnit | None,
+) -> RecordedPiece:
     given, own = _needed(flow, stage_of, stage, is_last=stage == num_stages - 1)
     outputs: Sequence[Template] = flow.record.results
     if stage < num_stages - 1:
@@ -273,6 +285,7 @@ def _piece(flow: Flow, stage_of: StageOf, stage: int, num_stages: int, enter_uni
         given=tuple(given),
         inputs=tuple(map(source, given)),
         outputs=tuple(outputs),
+        numbers=numbers,
         enter_unit=enter_unit,
     )
 
@@ -321,6 +334,7 @@ class RecordedPiece:
         given: numbers of the values that it takes.
         inputs: where they come from.
         outputs: that it returns.
+        numbers: of its calls, for random numbers.
     """
 
     flow: Flow
@@ -328,6 +342,7 @@ class RecordedPiece:
     given: tuple[int, ...]
     inputs: tuple[ValueRef, ...]
     outputs: tuple[Template, ...]
+    numbers: Mapping[int, int | None]
     enter_unit: EnterUnit | None
 
     @property
@@ -345,7 +360,14 @@ class RecordedPiece:
 
     def link(self, before: StageModule | None, *, index: int, inputs: Form) -> Linked:
         """See Piece."""
-        module = Program(self.flow, self.calls, inputs=self.given, outputs=self.outputs, enter_unit=self.enter_unit)
+        module = Program(
+            self.flow,
+            self.calls,
+            inputs=self.given,
+            outputs=self.outputs,
+            numbers=self.numbers,
+            enter_unit=self.enter_unit,
+        )
         return Linked(module=module, inputs=self.inputs, is_flat=True)
 
     def form(self) -> object:

@@ -23,7 +23,7 @@ from ..modes import uncompiled
 from ..source_line import first_line, line_now, module_at, users_line
 from ..stand_ins import stand_ins
 from ..untouched import untouched
-from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
+from .calls import DRAWS, Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
 from .decisions import READS, calls_behind, samples_of
 from .intercept import listening
 from .templates import Parts, Ref, Slot, Template
@@ -107,6 +107,8 @@ class _Recorder:
         self._kept: list[object] = []  # an id stays one object's
         self._together: list[tuple[int, int, str]] = []
         self._enters = 0
+        self._whole: int | None = None  # number of the unit that was opened and is under way
+        self._draws = 0  # calls in it that have drawn
         self._stack = [""]
         self._regions: list[Region] = []
         self._running: int | None = None  # the call of a unit or function that is under way
@@ -180,15 +182,21 @@ class _Recorder:
             return call(*args, **kwargs)
         path = self._path_of[id(module)]
         if id(module) not in self._units:
+            is_whole = path in self._roles.opened_units and self._whole is None
+            if is_whole:
+                self._whole, self._enters, self._draws = self._enters, self._enters + 1, 0
             self._stack.append(path)
             value = call(*args, **kwargs)
             self._stack.pop()
+            if is_whole:
+                self._whole = None
             return value
         self._check_drawn()
         self._note_stores()
         self._times[path] = times = self._times.get(path, 0) + 1
         name = path if times == 1 else f"{path}#{times}"
         self._unit_name = name
+        self._drew = False
         return self._make(
             lambda: call_for_shapes(module, args, kwargs, call=call),
             args,
@@ -365,14 +373,21 @@ class _Recorder:
         record = build(common)
         self._calls.append(record)
         if is_random():
-            record.enters = self._enters
-            self._enters += 1
+            record.enters = self._next_number()
         for x in {id(x): x for x in changed}.values():
             self._note_change(record, me, x, is_hook=is_hook)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 record.results[place] = self._values.new(leaf, call=me)
         return result
+
+    def _next_number(self) -> int:
+        if self._whole is None:
+            number, self._enters = self._enters, self._enters + 1
+        else:
+            number = self._whole + (self._draws << DRAWS)
+            self._draws += self._drew
+        return number
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
         memory = memory_of(tensor)

@@ -25,10 +25,12 @@ class Roles:
     Arguments:
         opened: recorded, by path ("" is the model).
         units: run whole, by path.
+        opened_units: paths of the opened ones that would be units.
     """
 
     opened: dict[str, nn.Module]
     units: dict[str, nn.Module]
+    opened_units: frozenset[str]
 
 
 def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: Collection[str] = ()) -> Roles:
@@ -40,6 +42,7 @@ def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: C
     """
     opened: dict[str, nn.Module] = {"": model}
     units: dict[str, nn.Module] = {}
+    opened_units: set[str] = set()
     known = {id(model)}
 
     def look_into(module: nn.Module, path: str) -> None:
@@ -49,14 +52,17 @@ def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: C
                 continue
             known.add(id(child))
             inner = f"{path}.{name}" if path else name
-            if inner in also_open or (inner not in keep_whole and _is_opened(child, is_element=is_list)):
+            is_opened = inner not in keep_whole and _is_opened(child, is_element=is_list)
+            if inner in also_open and not is_opened:
+                opened_units.add(inner)
+            if inner in also_open or is_opened:
                 opened[inner] = child
                 look_into(child, inner)
             else:
                 units[inner] = child
 
     look_into(model, "")
-    return Roles(opened=opened, units=units)
+    return Roles(opened=opened, units=units, opened_units=frozenset(opened_units))
 
 
 def has_parts(module: nn.Module) -> bool:
