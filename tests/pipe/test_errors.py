@@ -5,6 +5,7 @@ Over processes the same checks run on every rank before anything is sent: see te
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_a_schedule_without_backward_evaluates_and_refuses_to_train(tmp_path: Pa
 
 
 class Undecided(nn.Module):
-    """Python that asks for values: neither torch.export nor shape inference can follow."""
+    """Python that asks for values between its modules: neither a record nor torch.export can follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,18 +233,33 @@ class Undecided(nn.Module):
         return self.second(x)
 
 
+class Misshapen(nn.Module):
+    """Takes no input of 6 numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.zeros(7, 7)
+
+
 @pytest.mark.parametrize(
-    ("model", "beginning"),
+    ("model", "culprit", "code", "beginning"),
     [
-        (Undecided(), r"torch\.export cannot trace Undecided whole"),
-        (nn.Sequential(nn.Linear(6, 6), Undecided()), r"stage 1 cannot take \(\(2, 6\) torch\.float32\)"),
+        (Undecided(), Undecided, "if x.sum() > 0:", r"torch\.export cannot trace Undecided whole"),
+        (
+            nn.Sequential(nn.Linear(6, 6), Misshapen()),
+            Misshapen,
+            "return x @ torch.zeros(7, 7)",
+            r"stage 1 cannot take \(\(2, 6\) torch\.float32\)",
+        ),
     ],
     ids=["traced", "in a sequential"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_model_that_cannot_be_traced(model: nn.Module, beginning: str) -> None:
-    model_line = Undecided.forward.__code__.co_firstlineno + 2
-    source = re.escape(f"{__file__}:{model_line}, in forward: `if x.sum() > 0:")
+def test_a_model_that_cannot_run_in_stages(
+    model: nn.Module, culprit: type[nn.Module], code: str, beginning: str
+) -> None:
+    lines, first = inspect.getsourcelines(culprit.forward)
+    number = first + next(i for i, line in enumerate(lines) if code in line)
+    source = re.escape(f"{__file__}:{number}, in forward: `{code}")
     with pytest.raises(ValueError, match=rf"{beginning} at {source}.*`: .*[Ee]xpected"):
         make(model=model)
 
