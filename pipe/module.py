@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +16,13 @@ from ..comm import World, join_world, make_guard, read_mesh
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import Costs, Schedule, ScheduleError
-from .assembly import Pipeline, assemble
-from .batch.given import Given, check_arguments
+from .batch.given import Given
 from .batch.loader import ReplicaBatches, ReplicaLoader, count_samples
 from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
+from .building import Building
 from .checkpoint import HasState
-from .layout import Layout, PlanLike, ScheduleLike, choose_layout, mesh_sizes
+from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
 from .model_options import (
     call_reader,
@@ -34,15 +33,11 @@ from .model_options import (
     refuse_float16_autocast,
     refuse_float16_parameters,
 )
-from .run.engine import check_runnable
 from .settings import Settings
 from .stages.recompute import RecomputeLike
 from .training import Training
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
-
-if TYPE_CHECKING:
-    from .auto import AutoLayout
 
 
 class PipelineModule:
@@ -125,7 +120,7 @@ class PipelineModule:
     ) -> None:
         check_model(model, stages, split_points)
         root = model if model is not None else nn.ModuleList(stages or [])
-        self._model, self._stages = model, stages
+        self._model = model
         loss = read_loss_option(loss_fn, loss_weight, model)
         self._calls = call_reader(model, loss, batch_dims)
         if loss_fn is not None:
@@ -140,7 +135,7 @@ class PipelineModule:
             timeout=timeout,
             on_step=on_step,
         )
-        self._verifies, self._is_verified = check_flag("verify", verify), not verify
+        self._is_verified = not check_flag("verify", verify)
         example = None if example_inputs is None else self._calls.example(example_inputs)
         make_layout = choose_layout(
             schedule=schedule,
@@ -154,67 +149,24 @@ class PipelineModule:
         )
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
-        self._auto: AutoLayout | None = None
-        self._layout: Layout | None = None  # None: schedule="auto" before the first batch
-        self._pipeline: Pipeline | None = None  # None: before the stages are built
+        self._building = Building(
+            model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify
+        )
         if make_layout is not None:
-            self._start(make_layout(self.world), example)
+            self._building.start(make_layout(self.world), example)
         else:
-            assert model is not None
-            from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
-
             num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_ranks
-            self._auto = AutoLayout(
-                model, self.world, self._settings, num_ranks=num_ranks, num_microbatches=num_microbatches
-            )
-
-    def _start(self, layout: Layout, example: Given | None) -> None:
-        """Decide on a layout; with example inputs build the stages."""
-        check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
-        self._layout = layout
-        if example is not None:
-            replica, num_replicas = layout.place.replica
-            check_arguments(example.arguments, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
-            self._assemble(layout, example)
-
-    def _decided_for(self, given: Given) -> Layout:
-        """Layout of the run; under schedule="auto" the first batch decides on it."""
-        if self._layout is None:
-            assert self._auto is not None
-            self._start(self._auto.decide(given), None)
-            assert self._layout is not None
-        return self._layout
-
-    def _built_for(self, given: Given) -> Pipeline:
-        """The pipeline; the first batch builds the stages, unless there were example inputs."""
-        return self._assemble(self._decided_for(given), given) if self._pipeline is None else self._pipeline
-
-    def _assemble(self, layout: Layout, given: Given) -> Pipeline:
-        run_on = self._settings.device
-        check_arguments(given.arguments, 1)  # training asks for more
-        with self._guard.together():
-            self._pipeline = assemble(
-                given.arguments.map(lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)),
-                model=self._model,
-                stages=self._stages,
-                layout=layout,
-                settings=self._settings,
-                guard=self._guard,
-                verify=self._verifies,
-            )
-        if self.world.distributed and self._pipeline.parts.is_traced:
-            gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
-        return self._pipeline
+            self._building.plan_first(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
-        alone = self._pipeline is None or self._layout is None or self._layout.place.replica[1] == 1
+        alone = self._building.pipeline is None or self._building.replica[1] == 1
         with nullcontext() if alone else self._guard.together():
             return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
 
     def _training_for(self, given: Given) -> Training:
         refuse_float16_autocast(self.device)
-        schedule = self._decided_for(given).schedule
+        schedule = self._building.decided_for(given).schedule
         if not schedule.has_backward:
             raise ScheduleError(
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
@@ -222,26 +174,12 @@ class PipelineModule:
             )
         if not self._is_verified:
             self._verify(given)
-        return self._built_for(given).training
-
-    def _decided(self) -> Layout:
-        if self._layout is None:
-            raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
-        return self._layout
-
-    def _built(self, what: str) -> Pipeline:
-        self._decided()
-        if self._pipeline is None:
-            raise ValueError(
-                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
-                f"or a first train_step"
-            )
-        return self._pipeline
+        return self._building.built_for(given).training
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
-        return None if self._layout is None else self._layout.plan
+        return None if self._building.layout is None else self._building.layout.plan
 
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
@@ -249,7 +187,7 @@ class PipelineModule:
         Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
         Nothing where it is done. Collective over the processes.
         """
-        self._built_for(self._given(inputs_and_target, keywords))
+        self._building.built_for(self._given(inputs_and_target, keywords))
 
     def loader(
         self, dataset: Dataset[Any], *, batch_size: int, shuffle: bool = True, same_shapes: bool = False, **options: Any
@@ -267,7 +205,7 @@ class PipelineModule:
 
         Raises ValueError for sizes that make no batch, and for an IterableDataset.
         """
-        replica, num_replicas = (0, 1) if self._layout is None else self._layout.place.replica
+        replica, num_replicas = self._building.replica
         batches = ReplicaBatches(
             count_samples(dataset),
             batch_size=batch_size,
@@ -278,7 +216,7 @@ class PipelineModule:
         )
 
         def is_idle() -> bool:
-            return self._pipeline is not None and self._pipeline.training.reads_nothing
+            return self._building.pipeline is not None and self._building.pipeline.training.reads_nothing
 
         return ReplicaLoader(dataset, batches, is_idle=is_idle, same_shapes=same_shapes, **options)
 
@@ -316,7 +254,7 @@ class PipelineModule:
         A batch of fewer samples than M makes fewer microbatches.
         """
         given = self._given(inputs_and_target, keywords)
-        return self._built_for(given).evaluation.step(given)
+        return self._building.built_for(given).evaluation.step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -325,7 +263,7 @@ class PipelineModule:
         others than those to train on: the stages then run in another way.
         """
         given = self._given(inputs, keywords, has_target=False)
-        return self._built_for(given).evaluation.predict(given)
+        return self._building.built_for(given).evaluation.predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -343,7 +281,7 @@ class PipelineModule:
         return self._verify(self._given(inputs_and_target, keywords))
 
     def _verify(self, given: Given) -> Verification:
-        found = self._built_for(given).verifier.verify(given)
+        found = self._building.built_for(given).verifier.verify(given)
         self._is_verified = True
         return found
 
@@ -352,7 +290,7 @@ class PipelineModule:
 
         Collective over the processes.
         """
-        return self._built("clip_grad_norm_").training.clip(max_norm)
+        return self._building.built("clip_grad_norm_").training.clip(max_norm)
 
     def flush(self) -> list[StepResult]:
         """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.
@@ -360,8 +298,8 @@ class PipelineModule:
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
         `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
         """
-        self._decided()
-        return [] if self._pipeline is None else self._pipeline.training.flush()
+        self._building.decided()
+        return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
 
     # Parameters and state, under the model's original names
 
@@ -371,19 +309,19 @@ class PipelineModule:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's parameters with their names."""
-        return self._built("parameters and state").state.ownership.named_parameters()
+        return self._building.built("parameters and state").state.ownership.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this process's stages."""
-        return self._built("parameters and state").state.ownership.state_dict()
+        return self._building.built("parameters and state").state.ownership.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
-        return self._built("parameters and state").state.full_state_dict()
+        return self._building.built("parameters and state").state.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
-        self._built("parameters and state").state.load_state_dict(state)
+        self._building.built("parameters and state").state.load_state_dict(state)
 
     def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.
@@ -392,7 +330,7 @@ class PipelineModule:
             folder: several checkpoints follow one another in it; the one before the newest is kept.
             loader: from `pipe.loader`, or any other with state_dict() and load_state_dict(): its place is saved, too.
         """
-        self._built("parameters and state").state.save(folder, loader)
+        self._building.built("parameters and state").state.save(folder, loader)
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
@@ -404,19 +342,21 @@ class PipelineModule:
 
         Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
-        self._built("parameters and state").state.load(folder, loader)
+        self._building.built("parameters and state").state.load(folder, loader)
 
     # What is known of the run
 
     @property
     def num_steps(self) -> int:
         """Batches trained on so far, those before a loaded checkpoint included."""
-        return 0 if self._pipeline is None else self._pipeline.training.num_steps
+        return 0 if self._building.pipeline is None else self._building.pipeline.training.num_steps
 
     @property
     def schedule(self) -> Schedule:
         """Schedule that is executed; with the model's own stage graph once the stages are built."""
-        return self._decided().schedule if self._pipeline is None else self._pipeline.schedule
+        return (
+            self._building.decided().schedule if self._building.pipeline is None else self._building.pipeline.schedule
+        )
 
     @property
     def device(self) -> torch.device:
@@ -436,12 +376,12 @@ class PipelineModule:
     @property
     def stage_names(self) -> tuple[str, ...]:
         """[S] the modules of each stage."""
-        return self._built("stage_names").parts.names
+        return self._building.built("stage_names").parts.names
 
     @property
     def stage_num_parameters(self) -> tuple[int, ...]:
         """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
-        return self._built("stage_num_parameters").stage_num_parameters
+        return self._building.built("stage_num_parameters").stage_num_parameters
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -451,28 +391,28 @@ class PipelineModule:
         weight (replicas, tied weights). Under an asynchronous schedule each replica of a stage has optimizers of its
         own, also in one process: a change is for all of them, behind a flush().
         """
-        return self._built("optimizers").state.optimizers
+        return self._building.built("optimizers").state.optimizers
 
     def held_bytes(self) -> int:
         """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
-        return self._built("parameters and state").state.held_bytes()
+        return self._building.built("parameters and state").state.held_bytes()
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, and the link's latency.
 
         For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
         """
-        return self._built("measured_costs").measurement.costs()
+        return self._building.built("measured_costs").measurement.costs()
 
     def forget_measurements(self) -> None:
         """Drop the durations so far (the first steps are slower)."""
-        self._decided()
-        if self._pipeline is not None:
-            self._pipeline.measurement.forget()
+        self._building.decided()
+        if self._building.pipeline is not None:
+            self._building.pipeline.measurement.forget()
 
     def __repr__(self) -> str:
         model = "stages" if self._model is None else type(self._model).__name__
-        return f"<PipelineModule {model}: {'to be planned' if self._layout is None else repr(self.schedule)}>"
+        return f"<PipelineModule {model}: {'to be planned' if self._building.layout is None else repr(self.schedule)}>"
 
     def __enter__(self) -> PipelineModule:
         """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""
@@ -487,5 +427,5 @@ class PipelineModule:
 
     def close(self) -> None:
         """Wait until all messages are through, and give links back. Call it before the process group is destroyed."""
-        if self._pipeline is not None:
-            self._pipeline.training.close(self._settings.timeout)
+        if self._building.pipeline is not None:
+            self._building.pipeline.training.close(self._settings.timeout)

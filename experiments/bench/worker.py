@@ -256,7 +256,7 @@ def _receive_bytes(workload: Workload, problem: StagesProblem) -> ReceiveBytes:
 
 def _watch_receives(side: OurSide) -> Callable[[], int]:
     """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
-    transport = side.pipe._built("the transport").engine.ranks[0].transport
+    transport = side.pipe._building.built("the transport").engine.ranks[0].transport
     post, peak = transport.post, 0
 
     def watched(*arguments: object) -> None:

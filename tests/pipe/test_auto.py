@@ -100,8 +100,8 @@ def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> No
 def _restricted() -> Plan:
     """The planner's search may be narrowed: here to a pipeline."""
     pipe = make_pipe(num_microbatches=4)
-    assert isinstance(pipe._auto, AutoLayout)
-    plan = pipe._auto.plan((X, Y), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
+    assert isinstance(pipe._building._auto, AutoLayout)
+    plan = pipe._building._auto.plan((X, Y), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
     pipe.close()
     return plan
 

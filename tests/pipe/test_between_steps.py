@@ -34,7 +34,7 @@ class Failing:
 
 
 def under_way(pipe: PipelineModule) -> list[object]:
-    workers = [one.worker for one in pipe._built("the engine").engine.ranks]
+    workers = [one.worker for one in pipe._building.built("the engine").engine.ranks]
     stages = [stage for worker in workers for stage in worker._stages.values()]
     held: list[Any] = [table for worker in workers for table in (worker._inbox, worker._outbox, worker.outputs)]
     return [item for table in (*held, *(stage._live for stage in stages)) for item in table]

@@ -276,7 +276,7 @@ def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(
     if which == "all":
         for name, value in fresh.full_state_dict().items():
             assert torch.equal(pipe.full_state_dict()[name], value), name
-    versions = [one.versions for one in pipe._pipeline.state.update.stages if "table" in one.versions.names]
+    versions = [one.versions for one in pipe._building.pipeline.state.update.stages if "table" in one.versions.names]
     held = [one.own[one.names.index("table")] for one in versions]
     assert len(held) == num_ranks
     assert all(torch.equal(own, held[0]) for own in held)
@@ -335,12 +335,12 @@ def test_learning_rates_reach_every_replica_of_2bw() -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
     before = pipe.full_state_dict()
-    assert pipe._pipeline is not None
+    assert pipe._building.pipeline is not None
     for _ in range(3):
         pipe.train_step(X, Y)
     for name, value in pipe.full_state_dict().items():
         assert torch.equal(value, before[name])
-    one, other, _ = (state.versions for state in pipe._pipeline.state.update.stages)
+    one, other, _ = (state.versions for state in pipe._building.pipeline.state.update.stages)
     assert one is not None
     assert other is not None
     assert all(torch.equal(a, b) for a, b in zip(one.own, other.own, strict=True))

@@ -310,8 +310,8 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
     model, plain = made(MODELS[name]), made(models.Stack)
     pipe = pipeline(model, mesh={"pipe": 1}, num_microbatches=1)
     pipe.build(X, Y)
-    assert pipe._pipeline is not None
-    (stage,) = pipe._pipeline.parts.train.stages
+    assert pipe._building.pipeline is not None
+    (stage,) = pipe._building.pipeline.parts.train.stages
     assert kept(stage.module) == kept(model) < 0.5 * kept(plain)
 
 

@@ -15,7 +15,7 @@ from stagewright.schedules.program import RankProgram
 
 def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = make()
-    engine = pipe._built("the engine").engine
+    engine = pipe._building.built("the engine").engine
     run = engine.run
 
     def with_a_silent_rank(programs: Mapping[int, RankProgram]) -> None:

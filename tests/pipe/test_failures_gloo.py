@@ -494,7 +494,7 @@ def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
     ProcessGroupTransport.post = watched  # type: ignore[method-assign]
     pipe.train_step(x, x)
     ProcessGroupTransport.post = post  # type: ignore[method-assign]
-    transport = pipe._pipeline.engine.ranks[0].transport
+    transport = pipe._building.pipeline.engine.ranks[0].transport
     assert not transport._posted
     pipe.close()
     assert not transport._sent

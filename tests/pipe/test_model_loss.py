@@ -65,7 +65,7 @@ def test_labels_are_the_last_stages_alone() -> None:
     pipe.forward_backward(tokens=WORDS, labels=LABELS)
     taken = [
         {ref.slot for ref in stage.inputs if ref.producer == MODEL_INPUT}
-        for stage in pipe._built("a test").parts.train.stages
+        for stage in pipe._building.built("a test").parts.train.stages
     ]
     assert taken == [{1}, set(), {0}]  # labels, tokens
 

@@ -166,8 +166,8 @@ def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
         pipe.parameters()[0].fill_(0.25)
     pipe.train_step(X, Y)
     pipe.flush()
-    assert pipe._pipeline is not None
-    first, second, _ = (state.versions for state in pipe._pipeline.state.update.stages)
+    assert pipe._building.pipeline is not None
+    first, second, _ = (state.versions for state in pipe._building.pipeline.state.update.stages)
     assert first is not None
     assert second is not None
     for one, other in zip(first.own, second.own, strict=True):

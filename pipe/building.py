@@ -1,0 +1,124 @@
+"""From options to a pipeline: a layout is decided on, and the stages are built for the first batch or an example."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..comm import Guard, World
+from .assembly import Pipeline, assemble
+from .batch.given import Given, check_arguments
+from .layout import Layout
+from .run.engine import check_runnable
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .auto import AutoLayout
+
+
+class Building:
+    """A module's layout and pipeline, as soon as there are any.
+
+    Arguments:
+        model, stages: one of them.
+        verify: whether to keep what `Verifier` needs.
+
+    Attributes:
+        layout: None under schedule="auto" before the first batch.
+        pipeline: None before the stages are built.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        stages: Sequence[nn.Module] | None,
+        *,
+        settings: Settings,
+        world: World,
+        guard: Guard,
+        verify: bool,
+    ) -> None:
+        self._model, self._stages = model, stages
+        self._settings = settings
+        self._world = world
+        self._guard = guard
+        self._verifies = verify
+        self._auto: AutoLayout | None = None
+        self.layout: Layout | None = None
+        self.pipeline: Pipeline | None = None
+
+    def start(self, layout: Layout, example: Given | None) -> None:
+        """Take a layout; with example inputs build the stages."""
+        check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
+        self.layout = layout
+        if example is not None:
+            replica, num_replicas = layout.place.replica
+            check_arguments(example.arguments, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
+            self._assemble(layout, example)
+
+    def plan_first(self, *, num_ranks: int, num_microbatches: int | None) -> None:
+        """Let the first batch decide on the layout: schedule="auto"."""
+        from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
+
+        assert self._model is not None
+        self._auto = AutoLayout(
+            self._model, self._world, self._settings, num_ranks=num_ranks, num_microbatches=num_microbatches
+        )
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This process's data replica, and of how many."""
+        return (0, 1) if self.layout is None else self.layout.place.replica
+
+    def decided_for(self, given: Given) -> Layout:
+        """The layout; under schedule="auto" the first batch decides on it."""
+        if self.layout is None:
+            assert self._auto is not None
+            self.start(self._auto.decide(given), None)
+            assert self.layout is not None
+        return self.layout
+
+    def built_for(self, given: Given) -> Pipeline:
+        """The pipeline; the first batch builds the stages, unless there were example inputs."""
+        return self._assemble(self.decided_for(given), given) if self.pipeline is None else self.pipeline
+
+    def decided(self) -> Layout:
+        """The layout; ValueError where the first batch has yet to decide on it."""
+        if self.layout is None:
+            raise ValueError('schedule="auto" is not decided yet: expected a first train_step, whose batch is profiled')
+        return self.layout
+
+    def built(self, what: str) -> Pipeline:
+        """The pipeline; ValueError where the stages are not built yet.
+
+        Arguments:
+            what: needs it.
+        """
+        self.decided()
+        if self.pipeline is None:
+            raise ValueError(
+                f"{what}: the stages are not built yet. Expected PipelineModule(..., example_inputs=(batch,)), "
+                f"or a first train_step"
+            )
+        return self.pipeline
+
+    def _assemble(self, layout: Layout, given: Given) -> Pipeline:
+        run_on = self._settings.device
+        check_arguments(given.arguments, 1)  # training asks for more
+        with self._guard.together():
+            self.pipeline = assemble(
+                given.arguments.map(lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)),
+                model=self._model,
+                stages=self._stages,
+                layout=layout,
+                settings=self._settings,
+                guard=self._guard,
+                verify=self._verifies,
+            )
+        if self._world.distributed and self.pipeline.parts.is_traced:
+            gc.collect()  # traced graphs, in reference cycles, hold the weights of other ranks' stages
+        return self.pipeline
