@@ -42,6 +42,7 @@ BETWEEN = {
     "u": models.UShaped,
     "encoder and decoder": models.EncoderDecoder,
     "cache": models.WithACache,
+    "objects in a cache": models.WithNestedObjects,
     "in place": models.InPlaceBetween,
     "buffers": models.Averaging,
 }

@@ -133,8 +133,9 @@ class _Writer:
         for region, group in groupby(calls, key=lambda call: call.region):
             some = list(group)
             done += len(some)
-            for call in some:
-                lines += ["    " + line for line in self._new_states(call)]
+            if region is not None:  # what runs again in the backward finds the same objects
+                for call in some:
+                    lines += ["    " + line for line in self._new_states(call)]
             body = list(self._calls(some))
             if region is not None:
                 body = self._region(region, some, body, taken_behind[done])
@@ -181,6 +182,7 @@ class _Writer:
         return found
 
     def _call(self, call: UnitCall | GlueCall) -> Iterator[str]:
+        yield from self._new_states(call)  # here at the earliest: objects hold what calls have made
         number = self._number_of.get(id(call))
         if number is not None:
             yield f"enter({number})"
