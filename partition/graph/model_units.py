@@ -44,6 +44,8 @@ def model_units(
     try:
         return RecordedUnits(model, example, device=run_on, enter_unit=enter_unit)
     except RecordingError as error:
+        if not error.is_in_graph:
+            raise
         reason = str(error)
     name = type(model).__name__
     try:

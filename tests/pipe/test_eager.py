@@ -14,6 +14,7 @@ from support import eager_models as models
 from support.pool import Pool
 from torch import Tensor, nn
 
+from stagewright.partition.graph.model_units import TracedModelWarning
 from stagewright.pipe import PipelineModule
 
 WIDTH = models.WIDTH
@@ -43,6 +44,8 @@ BETWEEN = {
     "encoder and decoder": models.EncoderDecoder,
     "cache": models.WithACache,
     "objects in a cache": models.WithNestedObjects,
+    "counts in an object": models.CountsInAnObject,
+    "makes a tensor once": models.MakesOnce,
     "in place": models.InPlaceBetween,
     "buffers": models.Averaging,
 }
@@ -357,3 +360,18 @@ def test_two_processes(gloo: Pool, name: str) -> None:
     one, other = gloo.run(_train_over_processes, ranks=2, args=(name,))
     assert one == other
     assert one[:STEPS] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("make", [models.CountsBetween, models.SetsBetween])
+def test_attributes_set_between_modules_are_read_as_they_were_set(make: Callable[[], nn.Module]) -> None:
+    model, twin = made(make), made(make)
+    with pytest.warns(TracedModelWarning, match="attribute '(number|depth)' of a"):
+        pipe = pipeline(model)
+    assert [pipe.train_step(X, Y).loss for _ in range(STEPS)] == pytest.approx(plain_steps(twin), abs=1e-12)
+
+
+def test_a_tensor_that_one_forward_leaves_for_the_next_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="attribute 'before' of the model brings a tensor from one forward to the next"
+    ):
+        pipeline(made(models.Carries))

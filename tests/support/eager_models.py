@@ -405,6 +405,93 @@ class WithNestedObjects(Stack):
         return self.head(x)
 
 
+class Steps:
+    """An object in which blocks count themselves."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class CountedBlock(Block):
+    def forward(self, x: Tensor, steps: Steps) -> Tensor:  # type: ignore[override]
+        steps.number += 1
+        return super().forward(x) * steps.number
+
+
+class CountsInAnObject(Stack):
+    """What a block reads in an object, the one before it has written there."""
+
+    def __init__(self) -> None:
+        super().__init__(CountedBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = Steps()
+        for block in self.blocks:
+            x = block(x, steps)
+        return self.head(x) * steps.number
+
+
+class CountsBetween(Stack):
+    """The same written by the code between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadingBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = Steps()
+        for block in self.blocks:
+            x = block(x, steps)
+            steps.number += 1
+        return self.head(x)
+
+
+class ReadingBlock(Block):
+    depth = 1
+
+    def forward(self, x: Tensor, steps: Steps | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (self.depth + (steps.number if steps else 0))
+
+
+class SetsBetween(Stack):
+    """Attributes of blocks, set by the code between them."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadingBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            block.depth = index  # type: ignore[assignment]
+            x = block(x)
+        return self.head(x)
+
+
+class Carries(Stack):
+    """A tensor of one forward that the next one reads; and one that it makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((x.shape[-1],), 2.0, dtype=x.dtype)
+        y = super().forward(x * self.scale)
+        return self.keep(y)
+
+    def keep(self, y: Tensor) -> Tensor:
+        if self.before is not None:
+            y = y + self.before
+        self.before = y.detach().mean()
+        return y
+
+
+class MakesOnce(Carries):
+    def keep(self, y: Tensor) -> Tensor:
+        self.last = y.detach()
+        return y
+
+
 class InPlaceBetween(Stack):
     """Values, parts of them and an input, changed in place between the blocks."""
 

@@ -23,6 +23,7 @@ from ..modes import uncompiled
 from ..source_line import first_line, line_now, module_at, users_line
 from ..stand_ins import stand_ins
 from ..untouched import untouched
+from .attributes import Attributes
 from .calls import DRAWS, Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
 from .decisions import READS, calls_behind, samples_of
 from .intercept import listening
@@ -45,11 +46,17 @@ class RecordingError(ValueError):
 
     Arguments:
         inside: path of the module that was opened and whose code does it.
+        is_in_graph: whether a traced graph would do it.
     """
 
-    def __init__(self, message: str, *, inside: str) -> None:
+    def __init__(self, message: str, *, inside: str, is_in_graph: bool = True) -> None:
         super().__init__(message)
         self.inside = inside
+        self.is_in_graph = is_in_graph
+
+
+class _CarriedError(RefusedError):
+    """Raised where the user's code does what no graph shows either."""
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
@@ -85,7 +92,8 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
             inside = recorder.inside
             reason = str(error) if isinstance(error, RefusedError) else first_line(error)
             line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
-            raise RecordingError(f"{reason}{line}", inside=inside) from error
+            is_in_graph = not isinstance(error, _CarriedError)
+            raise RecordingError(f"{reason}{line}", inside=inside, is_in_graph=is_in_graph) from error
 
 
 class _Recorder:
@@ -99,7 +107,14 @@ class _Recorder:
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: _plain_attributes(module) for path, module in roles.opened.items()}
-        self._values = Values(model, what=self._what)
+        self._attributes = Attributes(
+            running=lambda: self._running,
+            opened={id(module) for module in roles.opened.values()},
+            inside={id(part) for module in roles.units.values() for part in module.modules()},
+            refuse=_refuse,
+            join=lambda first, second, why: self._together.append((first, second, why)),
+        )
+        self._values = Values(model, what=self._what, on_object=self._attributes.watch)
         self._around = Modes.now()
         self._hooks_around = _saved_tensor_hooks()
         self._calls: list[UnitCall | GlueCall] = []
@@ -115,6 +130,7 @@ class _Recorder:
         self._owner: dict[int, int] = {}  # call in which a tensor came to be, by id; _GLUE: outside of units
         self._runs_unit = False
         self._is_busy = False  # looking at tensors itself
+        self._has_ended = False
         self._passed: set[int] = set()  # ids of what it was given
         self._passed_memory: set[object] = set()
         self._drew = False
@@ -130,13 +146,13 @@ class _Recorder:
 
     @property
     def line(self) -> str:
-        """Where the user's code stands: " at file:line, in function"."""
-        return line_now()
+        """Where the user's code stands: " at file:line, in function"; "" behind the forward."""
+        return "" if self._has_ended else line_now()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within: every operation is seen."""
-        with _Operations(self._operation):
+        with _Operations(self._operation), self._attributes.watched(list(self._roles.opened.values())):
             yield
 
     def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -462,14 +478,22 @@ class _Recorder:
     def finish(self, output: object) -> Record:
         """The record, from what the model returned."""
         self._check_drawn()
-        self._is_busy = True
+        self._is_busy = self._has_ended = True
         form, tensors = Form.of_output(output)
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         for path, module in self._roles.opened.items():
             changed = [k for k, v in _plain_attributes(module).items() if self._plain[path].get(k, v) != v]
+            carried = [k for k, v in vars(module).items() if self._attributes.carries(module, k) and self._follows(v)]
+            self._stack.append(path)  # an inner module that does this can run whole
+            if carried:
+                raise _CarriedError(
+                    f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next: "
+                    f"expected a buffer (register_buffer), which stages keep"
+                )
             if changed:
                 raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
+            self._stack.pop()
         return Record(
             num_inputs=self._values.made_by.count(-1),
             calls=tuple(self._calls),
@@ -479,6 +503,22 @@ class _Recorder:
             together=(*self._together, *self._around_writes()),
             opened=tuple(self._roles.opened.values()),
         )
+
+    def _follows(self, value: object) -> bool:
+        """Whether a tensor in it follows from inputs, parameters or units, unlike a mask that is made once."""
+        tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        todo = [number for x in tensors if (number := self._values.number_of(x)) is not None]
+        while todo:
+            made_by = self._values.made_by[todo.pop()]
+            call = self._calls[made_by] if made_by >= 0 else None
+            if call is None or isinstance(call, UnitCall):
+                return True
+            for each in call.templates():
+                if isinstance(each, Slot) and each.table == "_parameters":
+                    return True
+                if isinstance(each, Ref):
+                    todo.append(each.number)
+        return False
 
     def _around_writes(self) -> Iterator[tuple[int, int, str]]:
         """Calls that take a buffer which the code between the units writes to: one stage makes them all."""
@@ -502,6 +542,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._tell(func, args, kwargs or {})
+
+
+def _refuse(reason: str) -> None:
+    raise RefusedError(reason)
 
 
 def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ class Values:
     Arguments:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
         what: a tensor in words, for errors.
+        on_object: told of each object that the forward made, where it is first passed on.
 
     Attributes:
         slots: entries of these tables, by id of what stood there before the forward.
@@ -33,8 +34,10 @@ class Values:
         last_write: memory -> the call that changed it last.
     """
 
-    def __init__(self, model: nn.Module, *, what: Callable[[torch.Tensor], str]) -> None:
-        self._what = what
+    def __init__(
+        self, model: nn.Module, *, what: Callable[[torch.Tensor], str], on_object: Callable[[object], None]
+    ) -> None:
+        self._what, self._on_object = what, on_object
         self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
         self.slots = {
             id(value): Slot(module, table, key)
@@ -112,6 +115,7 @@ class Values:
             items = _items(value, self._leaf)
             self._opened_states.pop()
             self._states[id(value)] = State(len(self._states), type(value), attributes, items)
+            self._on_object(value)
         return self._states[id(value)]
 
 
