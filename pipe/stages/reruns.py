@@ -88,7 +88,8 @@ class _Rerun:
         self._under_way = under_way
         self._seeder = seeder
         self._buffers = MovingBuffers(module)
-        self._in_place = _InPlace()
+        self._in_place: dict[tuple[torch.Size, ...], _InPlace] = {}  # by shapes, which decide on kernels
+        self._now = _InPlace()
         self._options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._without_cache = _no_cache_of_casts if selects else nullcontext
         if selects:
@@ -113,7 +114,7 @@ class _Rerun:
             is_wanted = rule(context, operator, *args, **kwargs) in _KEEPING
         else:
             is_wanted = rule == "selective" and operator in PRODUCTS
-        is_kept = is_wanted and self._in_place.keeps(operator, context)
+        is_kept = is_wanted and self._now.keeps(operator, context)
         return torchs.CheckpointPolicy.MUST_SAVE if is_kept else torchs.CheckpointPolicy.PREFER_RECOMPUTE
 
     def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,7 +122,8 @@ class _Rerun:
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         objects: dict[int, object] = {}
         others = [None if i in tensors else _as_it_is(leaf, objects) for i, leaf in enumerate(leaves)]
-        in_place = self._in_place
+        shapes = tuple(x.shape for x in tensors.values())
+        in_place = self._now = self._in_place.setdefault(shapes, _InPlace())
         in_place.begin(tensors)
         # The inputs of the second run. What the module changes in place is kept from before as a copy.
         kept = [_copy(x) if in_place.changes(i) else x for i, x in tensors.items()]
