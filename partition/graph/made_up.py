@@ -55,12 +55,16 @@ def call_for_shapes(
         return run(*args, **named)
     devices = [x.device for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
     kept = Kept([module], device=devices[0] if devices else torch.device("cpu"))
+    objects = list(_contents((args, named), set()))
     try:
         return run(*args, **named)
     except Exception as error:
         if not _reads_values(error):
             raise
     kept.restore()
+    for held, before in objects:
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(before)
     made_up = _MadeUp()
     with _values_in(module, made_up):
         args, named = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
@@ -73,6 +77,20 @@ def call_for_shapes(
         return value
     # Values decide what runs: what wants no gradient in this run may want one in another.
     return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
+
+
+def _contents(value: object, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """What may change in arguments such as a cache: lists, dicts and attributes, each with a copy of what it holds."""
+    if id(value) in seen or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return
+    seen.add(id(value))
+    if isinstance(value, list | dict):
+        yield value, value.copy()
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _contents(each, seen)
+    if hasattr(value, "__dict__"):
+        yield from _contents(vars(value), seen)
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,9 @@ from support import eager_models as models
 from support.pool import Pool
 from torch import Tensor, nn
 
+from stagewright.partition.graph.forms import Arguments
 from stagewright.partition.graph.model_units import TracedModelWarning
+from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
 from stagewright.pipe import PipelineModule
 
 WIDTH = models.WIDTH
@@ -375,3 +377,43 @@ def test_a_tensor_that_one_forward_leaves_for_the_next_is_refused() -> None:
         ValueError, match="attribute 'before' of the model brings a tensor from one forward to the next"
     ):
         pipeline(made(models.Carries))
+
+
+class Losing(models.Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        y = super().forward(x)
+        return (y,) if labels is None else (F.mse_loss(y, labels), y)
+
+
+def test_a_stage_of_the_loss_alone_has_nothing_to_do_without_labels() -> None:
+    example = Arguments.of((X[:2],), {"labels": Y[:2]})
+    units = RecordedUnits(made(Losing), example, device=X.device, enter_unit=None)
+    cut = units._contiguous([0, len(units.flow.order) - 1])
+    assert cut.evaluation(Arguments.of((X[:2],))).pieces[1].name == "nothing"
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+
+
+class SparseBlock(models.Block):
+    def forward(self, x: Tensor, seen: Seen, index: int) -> Tensor:  # type: ignore[override]
+        assert len(seen.inputs) <= index, "what the first try has left is still there"
+        seen.inputs.append(x)
+        chosen = (x.sum(-1) > 0).nonzero().flatten()
+        return x.index_add(0, chosen, super().forward(x[chosen]))
+
+
+class SparseWithACache(models.Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = Seen()
+        for index, block in enumerate(self.blocks):
+            x = block(x, seen, index)
+        return self.head(x)
+
+
+def test_a_module_that_reads_values_runs_again_with_the_cache_as_it_was() -> None:
+    model = made(lambda: SparseWithACache(SparseBlock))
+    units = RecordedUnits(model, Arguments.of((X[:2],)), device=X.device, enter_unit=None)
+    assert [unit.name for unit in units.units] == [*(f"blocks.{i}" for i in range(4)), "head"]

@@ -350,7 +350,7 @@ class RecordedPiece:
         """See Piece."""
         own = [call for call in self.calls if call in self.flow.position]
         names = [call.name for i in own if isinstance(call := self.flow.record.calls[i], UnitCall)]
-        names = names or [self.flow.name_of(call) for call in own]
+        names = names or [self.flow.name_of(call) for call in own] or ["nothing"]  # without labels, a loss is gone
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
     @property
