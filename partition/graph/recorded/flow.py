@@ -144,7 +144,7 @@ class Flow:
     def numbers(self, stage_of: Mapping[int, int]) -> dict[int, int | None]:
         """Call -> its number for random numbers; None where the call before it in a unit that was opened goes on.
 
-        So a unit draws the same whether it is opened or not, unless a cut stands between two calls in it that draw.
+        So a unit draws the same whether it is opened or not: no cut stands between two calls in it that draw.
         """
         found: dict[int, int | None] = {}
         seen: set[tuple[int, int]] = set()

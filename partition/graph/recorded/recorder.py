@@ -123,7 +123,7 @@ class _Recorder:
         self._together: list[tuple[int, int, str]] = []
         self._enters = 0
         self._whole: int | None = None  # number of the unit that was opened and is under way
-        self._draws = 0  # calls in it that have drawn
+        self._drawing: list[int] = []  # calls in it that have drawn
         self._stack = [""]
         self._regions: list[Region] = []
         self._running: int | None = None  # the call of a unit or function that is under way
@@ -200,7 +200,7 @@ class _Recorder:
         if id(module) not in self._units:
             is_whole = path in self._roles.opened_units and self._whole is None
             if is_whole:
-                self._whole, self._enters, self._draws = self._enters, self._enters + 1, 0
+                self._whole, self._enters, self._drawing = self._enters, self._enters + 1, []
             self._stack.append(path)
             value = call(*args, **kwargs)
             self._stack.pop()
@@ -401,8 +401,11 @@ class _Recorder:
         if self._whole is None:
             number, self._enters = self._enters, self._enters + 1
         else:
-            number = self._whole + (self._draws << DRAWS)
-            self._draws += self._drew
+            number = self._whole + (len(self._drawing) << DRAWS)
+            if self._drew:
+                me = len(self._calls) - 1
+                self._together += [(each, me, "both draw random numbers of one unit") for each in self._drawing[-1:]]
+                self._drawing.append(me)
         return number
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
