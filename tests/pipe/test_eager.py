@@ -417,3 +417,15 @@ def test_a_module_that_reads_values_runs_again_with_the_cache_as_it_was() -> Non
     model = made(lambda: SparseWithACache(SparseBlock))
     units = RecordedUnits(model, Arguments.of((X[:2],)), device=X.device, enter_unit=None)
     assert [unit.name for unit in units.units] == [*(f"blocks.{i}" for i in range(4)), "head"]
+
+
+class AveragesWeights(models.Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.stem.weight.mul_(0.9).add_(self.head.weight, alpha=0.1)
+        return super().forward(x)
+
+
+def test_weights_of_modules_written_between_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="writes to a parameter or buffer of one of them"):
+        pipeline(made(AveragesWeights))

@@ -115,6 +115,9 @@ class _Recorder:
             join=lambda first, second, why: self._together.append((first, second, why)),
         )
         self._values = Values(model, what=self._what, on_object=self._attributes.watch)
+        units = [part for module in roles.units.values() for part in module.modules()]
+        held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
+        self._unit_memory = {memory_of(x) for x in held} - {None}
         self._around = Modes.now()
         self._hooks_around = _saved_tensor_hooks()
         self._calls: list[UnitCall | GlueCall] = []
@@ -417,6 +420,11 @@ class _Recorder:
         if memory is not None and not is_hook:
             if memory in self._values.slot_memory:
                 record.writes = True
+                if memory in self._unit_memory:
+                    raise _CarriedError(
+                        "the code between the modules writes to a parameter or buffer of one of them: expected that "
+                        "module to do it itself, or it to be done between two steps"
+                    )
             for number in self._values.over(memory):
                 if number != before:
                     self._together.append((self._values.made_by[number], me, why))
