@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...partition.plans.plan import Plan
-from ...partition.profiler.memory import peaks
+from ...partition.profiler.live_bytes import LiveBytes
 from ...pipe import StepRecord, StepResult
 from ...schedules import Schedule, simulate
 from ...schedules.wording import count, duration, size
@@ -157,16 +157,19 @@ class _Training:
         """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty."""
         if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
             return self.pipe.train_step(*batch.args, **batch.kwargs)
-        results: list[StepResult] = []
         self.pipe.flush()
         held = self.pipe.held_bytes()
-
-        def watched() -> None:
-            results.append(self.pipe.train_step(*batch.args, **batch.kwargs))
+        if self.pipe.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.pipe.device)
+            result = self.pipe.train_step(*batch.args, **batch.kwargs)
             self.pipe.flush()
-
-        self.record.tensor_bytes = held + peaks([watched], self.pipe.device)[0][0]
-        return results[0]
+            self.record.tensor_bytes = torch.cuda.max_memory_allocated(self.pipe.device)
+            return result
+        with LiveBytes(p.grad for p in self.pipe.parameters() if p.grad is not None) as live:
+            result = self.pipe.train_step(*batch.args, **batch.kwargs)
+            self.pipe.flush()
+        self.record.tensor_bytes = held + live.most
+        return result
 
     def _trace(self, result: StepResult) -> None:
         measured = result.timeline()
