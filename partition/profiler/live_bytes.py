@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Take off what has been let go of."""
-        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:  # type: ignore[no-untyped-call]
             self.level -= self._alive.pop(key)[1]
 
     def _note(self, tensor: torch.Tensor, *, is_new: bool) -> None:
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._alive:  # a weak reference keeps the address from being used again
             return
         size = storage.nbytes()
-        self._alive[key] = StorageWeakRef(storage), size
+        self._alive[key] = StorageWeakRef(storage), size  # type: ignore[no-untyped-call]
         if not is_new:
             return
         self.level += size

@@ -90,7 +90,7 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
 def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(
     command: Callable[..., Done], tmp_path: Path, text: str
 ) -> None:
-    path = write_plan(tmp_path, ("embedding", "blocks.0", "blocks.1", "head"))
+    path = write_plan(tmp_path, ("embedding", "blocks.0", "blocks.1", "blocks.2", "head"))
     done = command("train", *TINY, "--plan", str(path), "--text", text, "--name", "one")
     assert done.status == 2
     assert "the plan is for another model" in done.stderr
