@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,14 +33,21 @@ def is_random(node: fx.Node) -> bool:
 
 
 def bytes_of_value(node: fx.Node) -> float:
-    """Size of its tensor at the example's batch size, 0 where it has none [bytes]."""
+    """Size of its tensor at the example's batch size, 0 where it has none [bytes].
+
+    Raises ValueError for a size that follows from values.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0.0
-    elements = 1
-    for size in value.shape:
-        elements *= size.node.hint if isinstance(size, torch.SymInt) else int(size)
-    return float(elements * value.element_size())
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else int(size) for size in value.shape]
+    if None in sizes:
+        where = (module_paths(node) or ["the model's own forward"])[-1]
+        raise ValueError(
+            f"{node.name!r} (in {where}) makes a tensor whose size follows from values, as x[mask] does: expected "
+            f"sizes that follow from those of the inputs, or this code in a module of its own, which runs as it is"
+        )
+    return float(math.prod(sizes) * value.element_size())
 
 
 def attributes(node: fx.Node) -> list[fx.Node]:

@@ -212,3 +212,25 @@ def test_stages_that_cannot_be(change: dict[str, int | None], message: str) -> N
     given = {name: stage for name, stage in stages.items() if stage is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
         trace(Towers(), torch.randn(2, 4), torch.randn(2, 4)).by_unit(given)
+
+
+class Chosen(nn.Module):
+    """Blocks, and a mean over as many rows as the values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[x.sum(dim=1) > 0].mean()
+
+
+def test_sizes_that_follow_from_values_are_refused_by_name() -> None:
+    """A bug: a TypeError from inside, for models such as ELECTRA's pretraining."""
+    units = trace(Chosen(), torch.randn(4, 3))
+    with pytest.raises(
+        ValueError, match=r"'index\w*' \(in the model's own forward\) makes a tensor whose size follows"
+    ):
+        units.evenly(2)
