@@ -101,7 +101,7 @@ def _restricted() -> Plan:
     """The planner's search may be narrowed: here to a pipeline."""
     pipe = make_pipe(num_microbatches=4)
     assert isinstance(pipe._building._auto, AutoLayout)
-    plan = pipe._building._auto.plan((X, Y), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
+    plan = pipe._building._auto.plan(pipe._given((X, Y), {}), data_sizes=(1,), pipeline_sizes=(2,), schedules=("1f1b",))
     pipe.close()
     return plan
 
