@@ -235,19 +235,22 @@ class Chain(nn.Module):
         self._enter_unit = enter_unit or _ignore
         self._form = form
         self._takes = takes
+        places = tuple(range(form.num_tensors))
+        self._takes_flat = self._arguments(places) == places
 
     def forward(self, *flat: torch.Tensor) -> object:
-        value = self._form.assemble(flat)
-        arguments: tuple[Any, ...] = (value,)
-        if self._takes is _Takes.ARGUMENTS:
-            arguments, _ = value
-        elif self._takes is _Takes.SEVERAL and isinstance(value, tuple | list):
-            arguments = tuple(value)
+        arguments: tuple[Any, ...] = flat if self._takes_flat else self._arguments(flat)
         enter = self._enter_unit
         for number, module in self._numbered:
             enter(number)
             arguments = (module(*arguments),)
         return arguments[0]
+
+    def _arguments(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        value = self._form.assemble(flat)
+        if self._takes is _Takes.ARGUMENTS:
+            return value[0]  # type: ignore[no-any-return]  # a chain has no keywords
+        return tuple(value) if self._takes is _Takes.SEVERAL and isinstance(value, tuple | list) else (value,)
 
 
 def _ignore(number: int) -> None:

@@ -26,6 +26,10 @@ _CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)  # 
 
 _NOTHING: Mapping[str, object] = {}
 
+# Equal forms are one object, which compares at once; as many as a run may need.
+_KNOWN: dict[Form, Form] = {}
+_MOST = 1000
+
 
 class FormError(ValueError):
     """A leaf is neither tensor nor constant.
@@ -61,9 +65,11 @@ class Form:
     spec: pytree.TreeSpec
     constants: Mapping[int, object]
     _key: tuple[object, ...] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)  # asked for with each microbatch
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_key", tuple((i, type(leaf), _exact(leaf)) for i, leaf in self.constants.items()))
+        object.__setattr__(self, "_hash", hash((self.spec, self._key)))
 
     @classmethod
     def of(cls, value: object) -> tuple[Form, Tensors]:
@@ -87,7 +93,10 @@ class Form:
             if not isinstance(leaf, _CONSTANTS):
                 constants[i] = other(spec, i, leaf)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return cls(spec=spec, constants=constants), tensors
+        form = cls(spec=spec, constants=constants)
+        if len(_KNOWN) < _MOST:
+            form = _KNOWN.setdefault(form, form)
+        return form, tensors
 
     @property
     def num_tensors(self) -> int:
@@ -101,8 +110,10 @@ class Form:
 
     def assemble(self, flat: Sequence[Any]) -> Any:
         """The value with these in the places of its tensors."""
-        tensors = iter(flat)
         constants = self.constants
+        if not constants:
+            return flat[0] if self.spec.is_leaf() else pytree.tree_unflatten(list(flat), self.spec)
+        tensors = iter(flat)
         leaves = [constants[i] if i in constants else next(tensors) for i in range(self.spec.num_leaves)]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -114,7 +125,7 @@ class Form:
         return self._key == other._key and self.spec == other.spec
 
     def __hash__(self) -> int:
-        return hash((self.spec, self._key))
+        return self._hash
 
     def __str__(self) -> str:
         """For errors: _ for a tensor."""

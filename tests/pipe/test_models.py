@@ -126,6 +126,26 @@ def test_images(name: str, ranks: int) -> None:
     compare(dict(model.named_buffers()), dict(expected.named_buffers()))
 
 
+def train_on_images(name: str) -> dict[str, torch.Tensor]:
+    case = TORCHVISION[name]
+    pipe = make_pipe(case.make(), ranks=2, loss_fn=F.cross_entropy)
+    pipe.train_step(**case.batch())
+    state = pipe.full_state_dict()
+    pipe.close()
+    return state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_images_over_processes(gloo: Pool, name: str) -> None:
+    case = TORCHVISION[name]
+    expected = case.make()
+    by_microbatch(expected, case.batch())
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for state in gloo.run(train_on_images, ranks=2, args=(name,)):
+        compare(state, expected.state_dict())
+
+
 class Cell:
     """One layer of a memory."""
 
