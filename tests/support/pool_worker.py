@@ -90,6 +90,9 @@ def _run(order: Order, store: Any) -> Any:
             world_size=order.ranks,
             timeout=timedelta(seconds=order.timeout),
         )
+        # A case may end at once: nobody leaves while another one still connects.
+        store.set(f"connected {order.rank}", b"")
+        store.wait([f"connected {rank}" for rank in range(order.ranks)], timedelta(seconds=order.timeout))
     with _warning_filters(order.filters):
         value = function(*args, **kwargs)
     if dist.is_initialized():
