@@ -88,7 +88,8 @@ class PipelineModule:
             known, in order; it must not call what is collective.
 
     BatchNorm normalises each microbatch by itself; under replicas its running statistics see only the microbatches of
-    their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank.
+    their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank. The same is
+    true for other buffers that a forward changes, such as spectral_norm's vectors.
 
     Raises ValueError, on every rank alike, for anything that does not fit together.
     """
