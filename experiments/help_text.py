@@ -30,7 +30,7 @@ def plain_help(options: type[T]) -> type[T]:
 
 
 def _form(kind: Any) -> str:
-    """What a user types for a value of this type."""
+    """Text that a user types for a value of this type."""
     arguments = [each for each in typing.get_args(kind) if each is not type(None)]
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):

@@ -40,7 +40,7 @@ Loss = Callable[[Any, Any], Any] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one `train_step` is given: (inputs..., target), or keywords."""
+    """Arguments of one `train_step`: (inputs..., target), or keywords."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class RankProcess:
             self.process.send_signal(WHERE)
 
     def where(self) -> str:
-        """What the main thread was doing when it was asked, the innermost call first."""
+        """The main thread's stack when it was asked, the innermost call first."""
         with suppress(OSError):
             *_, main = (self.folder / f"{self.number}.stack").read_text().split("most recent call first")
             calls = re.findall(r'File "(.*)", line (\d+) in (.*)', main)[:_FRAMES]

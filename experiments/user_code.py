@@ -52,7 +52,7 @@ def load(option: str, value: str) -> Callable[..., Any]:
 
 
 def call(option: str, value: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the function returns; of `options` it gets those that it takes.
+    """Value of the function; of `options` it gets those that it takes.
 
     Raises ValueError where it asks for more, UserCodeError where it fails.
     """

@@ -162,7 +162,7 @@ class MemoryRules:
 
 
 class _Rank:
-    """What one rank holds, whatever is done about it."""
+    """Bytes that one rank holds, whatever is done about it."""
 
     def __init__(self, sums: StageSums, in_flight: InFlight, place: RankPlace, rules: MemoryRules) -> None:
         self.sums, self.in_flight, self.place, self.rules = sums, in_flight, place, rules
@@ -241,7 +241,7 @@ class _Rank:
         return fitting
 
     def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> Held:
-        """What stands at the rank's peak, messages apart."""
+        """Bytes at the rank's peak, messages apart."""
         rows = {name: self.sums.under(name) for name in set(recompute)}
         stages = range(self.place.position, len(self.sums.weights), self.place.pipeline)
         kept = np.array([rows[name].kept[s] for name, s in zip(recompute, stages, strict=True)])

@@ -38,7 +38,7 @@ class HasState(Protocol):
 
 
 class Answer(NamedTuple):
-    """What a rank has found: a checkpoint's name and place, or why it cannot be loaded."""
+    """A rank's finding: a checkpoint's name and place, or why it cannot be loaded."""
 
     name: str
     place: Path

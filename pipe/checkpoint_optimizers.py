@@ -23,7 +23,7 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 
 
 def optimizer_content(stage: StageOptimizers | None) -> dict[str, Any]:
-    """What a stage's file holds of them.
+    """Content of a stage's file about them.
 
     Raises ValueError for a tensor without a name in the model.
     """

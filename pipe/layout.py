@@ -58,7 +58,7 @@ def choose_layout(
     stages: Sequence[object] | None,
     recompute: RecomputeLike,
 ) -> Callable[[World], Layout] | None:
-    """What makes the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
+    """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
 
     Raises ValueError for options that exclude each other.
     """

@@ -1,4 +1,4 @@
-"""What runs on this process's ranks, stages, engines and readers of batches, made from what all of them share."""
+"""Stages, engines and readers of batches of this process's ranks, made from what all of them share."""
 
 from __future__ import annotations
 

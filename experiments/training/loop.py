@@ -143,7 +143,7 @@ class _Training:
         self.record.seconds = time.perf_counter() - started
 
     def _log(self, bubbles: dict[int, tuple[float, float] | None], progress: Progress) -> None:
-        """What became known of steps."""
+        """Log the steps whose results became known."""
         for told in self.told:
             self.record.losses.append(told.loss)
             self.record.samples += told.num_samples

@@ -1,4 +1,4 @@
-"""What a run trains: a model, its batches, loss and optimizer. The example GPT is one, the user's own another."""
+"""Tasks of a run: a model, its batches, loss and optimizer. The example GPT is one, the user's own another."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def _opened(value: object) -> object:
 
 
 def _exact(constant: object) -> object:
-    """What tells constants of one type apart: -0.0 from 0.0, and nan is nan."""
+    """Key that tells constants of one type apart: -0.0 from 0.0, and nan is nan."""
     return repr(constant) if isinstance(constant, float | complex) else constant
 
 

@@ -42,7 +42,7 @@ def call_for_shapes(
     *,
     call: Callable[..., Any] | None = None,
 ) -> Any:
-    """What `module(*args, **kwargs)` returns; on fake tensors that is a matter of shapes.
+    """Value of `module(*args, **kwargs)`; on fake tensors that is a matter of shapes.
 
     Within a fake mode, with stand-ins in the module, code that reads values runs again, on made-up ones. What it then
     returns, changes in place and assigns as buffers are fakes as well.
@@ -80,7 +80,7 @@ def call_for_shapes(
 
 
 def _contents(value: object, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """What may change in arguments such as a cache: lists, dicts and attributes, each with a copy of what it holds."""
+    """Changeable parts of arguments, such as a cache: lists, dicts and attributes, each with a copy of its content."""
     if id(value) in seen or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
         return
     seen.add(id(value))

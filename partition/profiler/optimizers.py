@@ -15,7 +15,7 @@ Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
 
 @dataclass(frozen=True, slots=True)
 class NamedFactory:
-    """What `named` returns."""
+    """Result of `named`."""
 
     make: Callable[[NamedParameters], Made]
 

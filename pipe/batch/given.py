@@ -238,7 +238,7 @@ def check_like_example(arguments: Arguments, example: Arguments, *, has_target: 
 
 
 def _difference(arguments: Arguments, example: Arguments, *, has_target: bool) -> str:
-    """What distinguishes them, in words."""
+    """Their difference, in words."""
     (args, kwargs), (then_args, then_kwargs) = (each.form.assemble(each.tensors) for each in (arguments, example))
     if len(args) != len(then_args) and not kwargs and not then_kwargs:
         given, then = (" and a target", "then the target") if has_target else ("", "and no target")

@@ -135,7 +135,7 @@ class ModelLoss:
 
 
 def _known_weight(model: nn.Module | None) -> str | None:
-    """What the loss of a model from transformers is a mean over; None where that is not known."""
+    """Items over which the loss of a transformers model is a mean; None where that is not known."""
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
     if not owner.__module__.startswith("transformers."):
         return None

@@ -1,4 +1,4 @@
-"""What `on_step` is told: a record of every training step, once its loss is known."""
+"""Records for `on_step`: one of every training step, once its loss is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage computes again in its backward instead of keeping it: options, and the modules that they mean.
+"""Recomputation in a stage's backward instead of keeping: options, and the modules that they mean.
 
     "none"        nothing
     "full"        the stage: it keeps its inputs only                                    (`stage`)
@@ -35,7 +35,7 @@ RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Rule]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What is computed again.
+    """Choice of what is computed again.
 
     Arguments:
         stages: [S] one of RECOMPUTE, or a policy.
@@ -92,7 +92,7 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedRule:
-    """What a module computes again, and its name for errors."""
+    """A module's own recomputation, and its name for errors."""
 
     name: str
     rule: Rule

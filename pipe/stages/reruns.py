@@ -172,7 +172,7 @@ class _Rerun:
 
 
 class _InPlace:
-    """What a module changes in place, its inputs and results that would be kept, as its first forward shows.
+    """Things that a module changes in place, its inputs and results that would be kept, as its first forward shows.
 
     Until that is over each input counts as changed and no result is kept.
     """

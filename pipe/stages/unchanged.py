@@ -1,4 +1,4 @@
-"""What was fixed when the stages were built: compared before each batch, since nothing else would notice a change.
+"""Things fixed when the stages were built: compared before each batch, since nothing else would notice a change.
 
     any model        parameters and submodules are the same objects; nothing wants a gradient that did not
     a chain          its nn.Sequential, whose children run in its place, has no hooks
@@ -21,7 +21,7 @@ _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(fo
 
 
 class Unchanged:
-    """What must stay as it is.
+    """Record of all that must stay as it is.
 
     Arguments:
         cut: with the weights of other processes already let go.

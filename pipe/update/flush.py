@@ -210,7 +210,7 @@ class FlushUpdate(Update):
                 torch._foreach_copy_(gradients, unflatten(buffer, gradients))
 
     def _option_numbers(self) -> dict[int, int]:
-        """Of all parameters of this process."""
+        """Gradients for all parameters of this process."""
         numbers: dict[int, int] = {}
         for one in self.stages:
             numbers.update(one.optimizers.option_numbers())

@@ -57,7 +57,7 @@ def refuse_sparse_modules(root: nn.Module, shared: Collection[str]) -> None:
 
 
 def clip_factor(*, norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm: NaN for NaN."""
+    """Factor that torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm: NaN for NaN."""
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
@@ -132,7 +132,7 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """What is stored of a gradient, each element once."""
+    """Stored values of a gradient, each element once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

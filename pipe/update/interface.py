@@ -170,7 +170,7 @@ class Update(ABC):
         return []
 
     def waiting(self) -> Sequence[Known]:
-        """What `rest` would return; it stays."""
+        """The results that `rest` would return; they stay."""
         return ()
 
     def set_aside(self) -> Aside:

@@ -46,7 +46,7 @@ class SameOptions:
         self._compare()
 
     def note(self, positions: Sequence[int]) -> list[float]:
-        """What to tell a rank with which these positions are shared: [n + 1]."""
+        """Numbers to tell a rank with which these positions are shared: [n + 1]."""
         known = self._used.get(self._newest, {})
         return [float(self._newest), *(float(known.get(position, 0)) for position in positions)]
 

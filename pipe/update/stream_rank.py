@@ -244,7 +244,7 @@ class StreamRank(RankUpdate):
         return [gradient for weights in self.weights.values() for gradient in weights.gradients(index)]
 
     def _option_numbers(self, stage: int) -> dict[int, int]:
-        """Of the shared parameters of a stage, by position."""
+        """Gradients for the shared parameters of a stage, by position."""
         numbers = self.optimizers[stage].option_numbers()
         places = [(position, one.at) for position, one in enumerate(self._shared) if one.at.stage == stage]
         return {position: numbers.get(id(self._parameter(at)), 0) for position, at in places}

@@ -42,7 +42,7 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was compared, and what it took.
+    """Summary of what was compared, and what it took.
 
     Arguments:
         num_gradients: parameters whose gradients agree.
@@ -248,7 +248,7 @@ class Verifier:
         return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """What this process has of the buffers that are compared."""
+        """This process's part of the buffers that are compared."""
         return {
             name: buffer.detach().clone()
             for name, buffer in self._parts.root.named_buffers()
@@ -256,7 +256,7 @@ class Verifier:
         }
 
     def _gather_moved(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, _Moved]:
-        """Of all processes' buffers those that the batch has changed; a mask may be large, and stays where it is."""
+        """Those of all processes' buffers that the batch has changed; a mask may be large, and stays where it is."""
         own = {name: (x.cpu(), after[name].cpu()) for name, x in before.items() if not torch.equal(x, after[name])}
         found: dict[str, _Moved] = {}
         for moved in self._collectives.gather(own, what="gathering buffers for verify"):

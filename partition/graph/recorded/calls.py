@@ -59,7 +59,7 @@ class Region:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """What both kinds of calls have.
+    """Fields that both kinds of calls have.
 
     Arguments:
         args: a tuple.
@@ -87,7 +87,7 @@ class Call:
     writes: bool = False
 
     def templates(self) -> list[Template]:
-        """Of the arguments, with all in them."""
+        """Templates of the arguments, with all in them."""
         return [*walk(self.args), *walk(self.kwargs)]
 
     def made(self) -> list[int]:

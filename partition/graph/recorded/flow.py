@@ -1,4 +1,4 @@
-"""What needs what in a record: calls that count, calls that each stage makes for itself, and what a cut would cost.
+"""Dependences in a record: calls that count, calls that each stage makes for itself, and what a cut would cost.
 
 tokens, positions = arange(T)  | glue that depends on the model's inputs alone: made wherever it is needed
 h = embedding(tokens)          | position 0
@@ -162,7 +162,7 @@ class Flow:
 
     @cached_property
     def steps(self) -> list[object]:
-        """What is called, in order."""
+        """Units and functions that are called, in order."""
         return [
             each.name if isinstance(each, UnitCall) else each.function
             for each in (self.record.calls[call] for call in self.order)

@@ -233,7 +233,7 @@ def _above(points: Collection[str], flow: Flow) -> set[str]:
 
 
 def _fixed(record: Record, *, training: bool) -> object:
-    """What a record has taken from the modules that it opened: another value makes another record."""
+    """Values that a record has taken from the modules that it opened: another value makes another record."""
     return tuple(
         tuple(
             (key, _shallow(value))

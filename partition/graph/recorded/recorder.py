@@ -307,7 +307,7 @@ class _Recorder:
     # Decisions on what is drawn
 
     def _decided(self, read: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What Python reads of a value that depends on random numbers and constants alone; None of any other value.
+        """Python's reading of a value that depends on random numbers and constants alone; None of any other value.
 
         It must be the same in all samples, and is guarded.
         """

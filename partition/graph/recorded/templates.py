@@ -53,7 +53,7 @@ class Slot:
     key: str
 
     def tensor(self) -> torch.Tensor:
-        """What stands there now."""
+        """The tensor that stands there now."""
         value = getattr(self.module, self.table)[self.key]
         assert isinstance(value, torch.Tensor)
         return value

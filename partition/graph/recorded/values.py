@@ -79,11 +79,11 @@ class Values:
         return self._over.get(memory, ())
 
     def templates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Template, Template]:
-        """Of the arguments of a call; RefusedError for tensors that no stage could have."""
+        """Templates of the arguments of a call; RefusedError for tensors that no stage could have."""
         return make_template(args, self._leaf), make_template(kwargs, self._leaf)
 
     def tensor(self, tensor: torch.Tensor) -> Template:
-        """Of a tensor alone; see `templates`."""
+        """Template of a tensor alone; see `templates`."""
         known = self.number_of(tensor)
         if known is not None:
             if tensor.grad_fn is not self._grad_fn[id(tensor)] and memory_of(tensor) not in self.last_write:
