@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from ..partition.graph.batch_dims import TARGET
-from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples
+from ..pipe.batch.loader import ReplicaLoader, count_samples
+from ..pipe.batch.sampler import ReplicaBatches
 from .own_options import OwnOptions
 from .user_code import UserCodeError, call, load, takes
 
@@ -194,7 +195,9 @@ def seed_all(seed: int) -> None:
 def _made(value: str, function: Callable[..., Any], batch_size: int, *, seed: int) -> Iterable[Any]:
     made = call("data", value, function, batch_size=batch_size)
     if isinstance(made, Dataset) and not isinstance(made, IterableDataset):
-        return ReplicaLoader(made, ReplicaBatches(count_samples(made), batch_size=batch_size, seed=seed))
+        return ReplicaLoader(
+            made, ReplicaBatches(count_samples(made), batch_size=batch_size, seed=seed, remainder="carry")
+        )
     if isinstance(made, Iterable) and not isinstance(made, Tensor | nn.Module | str | dict):
         return made
     raise ValueError(

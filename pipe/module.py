@@ -17,9 +17,10 @@ from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import Costs, Schedule, ScheduleError
 from .batch.given import Given
-from .batch.loader import ReplicaBatches, ReplicaLoader, count_samples
+from .batch.loader import ReplicaLoader, count_samples
 from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
+from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
 from .checkpoint import HasState
 from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
@@ -191,15 +192,24 @@ class PipelineModule:
         self._building.built_for(self._given(inputs_and_target, keywords))
 
     def loader(
-        self, dataset: Dataset[Any], *, batch_size: int, shuffle: bool = True, same_shapes: bool = False, **options: Any
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        remainder: Remainder = "drop",
+        same_shapes: bool = False,
+        **options: Any,
     ) -> ReplicaLoader:
         """Batches for this process: the same on all ranks of a pipeline, a share of its own for each data replica.
 
         Each `for batch in loader` is one epoch, shuffled by the module's seed; `save(..., loader=loader)` keeps its
-        place.
+        place, from which any other batch size and number of replicas may go on: no sample is lost or used twice.
 
         Arguments:
             batch_size: samples of one `train_step` of one data replica.
+            remainder: samples at the end of an epoch that make no whole batch: "drop" leaves them out, "carry" fills
+                the batch with the first ones of the next epoch (each sample is then used exactly once an epoch).
             same_shapes: a promise that all batches have the first one's shapes. Processes whose stages read neither
                 inputs nor target then load one batch only, and pass on its shapes.
             options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
@@ -214,6 +224,7 @@ class PipelineModule:
             num_replicas=num_replicas,
             shuffle=shuffle,
             seed=self._settings.seed,
+            remainder=remainder,
         )
 
         def is_idle() -> bool:

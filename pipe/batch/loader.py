@@ -1,124 +1,22 @@
-"""Which samples a process passes to `train_step`: the same on all ranks of a pipeline, a share of its own per replica.
+"""Batches of a dataset for `train_step`, with a place in the data that a checkpoint keeps.
 
-epoch's order   | 5 2 7 0 | 1 6 3 4 |          drawn from (seed, epoch) alone, so equal on every rank
-batch 0         | 5 2 | 7 0 |                   replica 0 passes 5 2, replica 1 passes 7 0
-batch 1                     | 1 6 | 3 4 |
+Random numbers that a dataset draws for a sample depend on (seed, epoch, sample) alone: the same with workers and
+without, on every rank of a pipeline, and in a run that goes on from a checkpoint with other sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from ..stages.randomness import mix
-
-
-class ReplicaBatches(Sampler[list[int]]):
-    """Sample numbers batch by batch: a `batch_sampler` for `torch.utils.data.DataLoader`.
-
-    Each sample is drawn once per epoch over all replicas (but for an incomplete last batch, which is left out: every
-    replica passes as many batches as the others). Each `iter()` after a whole epoch begins the next one.
-
-    Arguments:
-        num_samples: of the dataset.
-        batch_size: samples that one replica passes to one `train_step`.
-        replica, num_replicas: coordinate and size of the `data` axis; a rank's place along `pipe` does not matter.
-        shuffle: another order in each epoch, drawn from `seed` and the epoch's number.
-
-    Raises ValueError for sizes that make no batch.
-
-    >>> one, two = (ReplicaBatches(8, batch_size=2, replica=q, num_replicas=2, shuffle=False) for q in range(2))
-    >>> list(one), list(two)
-    ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        batch_size: int,
-        replica: int = 0,
-        num_replicas: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        for name, value in (("batch_size", batch_size), ("num_replicas", num_replicas)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
-        if not 0 <= replica < num_replicas:
-            raise ValueError(f"replica={replica} of num_replicas={num_replicas}: expected 0 to {num_replicas - 1}")
-        if num_samples < batch_size * num_replicas:
-            raise ValueError(
-                f"{num_samples} samples for {num_replicas} data replicas of batch_size={batch_size}: expected at "
-                f"least {batch_size * num_replicas}; give a smaller batch_size"
-            )
-        self.epoch = 0
-        self.position = 0  # batches of this epoch that have been passed
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._replica, self._num_replicas = replica, num_replicas
-        self._shuffle, self._seed = shuffle, seed
-
-    def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self._num_samples // (self._batch_size * self._num_replicas)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The rest of the current epoch."""
-        whole = self._batch_size * self._num_replicas
-        order = self._order()
-        for number in range(self.position, len(self)):
-            begin = number * whole + self._replica * self._batch_size
-            yield order[begin : begin + self._batch_size]
-
-    def worker_seed(self) -> int:
-        """For random augmentation from here on: the same along a pipeline, another one for each data replica."""
-        return mix(self._seed, self.epoch, self.position, self._replica) >> 1
-
-    def _order(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._num_samples))
-        generator = torch.Generator().manual_seed(mix(self._seed, self.epoch, 0, 0) >> 1)
-        return cast("list[int]", torch.randperm(self._num_samples, generator=generator).tolist())
-
-    def passed(self) -> None:
-        """One more batch was passed on."""
-        self.position += 1
-        if self.position == len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, position and what they are counted in: enough to go on with the next batch."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self._seed,
-            "global_batch": self._batch_size * self._num_replicas,
-            "num_samples": self._num_samples,
-            "shuffle": self._shuffle,
-        }
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another run stood. Raises ValueError where samples would be lost or seen twice."""
-        own = self.state_dict()
-        if state.keys() != own.keys():
-            raise ValueError(f"the data's state has {sorted(state)}: expected {sorted(own)}, as from state_dict()")
-        for key in ("seed", "global_batch", "num_samples", "shuffle"):
-            if state[key] != own[key]:
-                raise ValueError(
-                    f"the data's state was saved with {key}={state[key]}, and this run has {own[key]}: expected the "
-                    f"same dataset, seed, shuffle=, and batch_size x data replicas"
-                )
-        if not (0 <= state["position"] < len(self) and state["epoch"] >= 0):
-            raise ValueError(
-                f"the data's state has epoch={state['epoch']} and position={state['position']}: expected an epoch of "
-                f"at least 0 and a position from 0 to {len(self) - 1}"
-            )
-        self.epoch, self.position = state["epoch"], state["position"]
+from .sampler import Draw, ReplicaBatches
 
 
 class ReplicaLoader:
@@ -131,8 +29,9 @@ class ReplicaLoader:
             tensors (shapes alone).
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
-    Random numbers that the dataset draws in workers (`num_workers` above 0) are the same on all ranks of a pipeline;
-    without workers it draws from the process's own state, so that ranks must be seeded alike.
+    Python's, numpy's and torch's generators are seeded for each sample, so that augmentation is random and can be
+    repeated (a generator of the dataset's own is not; a dataset with `__getitems__` is seeded once a batch). Without
+    workers the process's own random state is put back behind each batch.
 
     Raises ValueError under `same_shapes` for a batch of other shapes than the first one's.
     """
@@ -151,7 +50,8 @@ class ReplicaLoader:
                 raise ValueError(f"{name}= is the pipeline's to decide: expected options of DataLoader beside it")
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
+        self._name = type(dataset).__name__
+        self._loader: DataLoader[Any] = DataLoader(_Seeded(dataset, batches), batch_sampler=_Draws(batches), **options)
         self._is_idle = is_idle
         self._same_shapes = same_shapes
         self._shapes: Any = None
@@ -162,9 +62,9 @@ class ReplicaLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch; the next `iter()` begins another one."""
-        left = len(self.batches) - self.batches.position
+        left = self.batches.left
         self._workers.manual_seed(self.batches.worker_seed())
-        for batch in () if self._may_rest() else self._loader:
+        for batch in () if self._may_rest() else self._loaded():
             if self._same_shapes:
                 self._check_shapes(batch)
             self.batches.passed()  # before the caller runs it: a state saved after train_step begins behind it
@@ -182,7 +82,21 @@ class ReplicaLoader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there; ValueError where samples would be lost or seen twice."""
-        self.batches.load_state_dict(state)
+        try:
+            self.batches.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{self._name} as the dataset: {error}") from None
+
+    def _loaded(self) -> Iterator[Any]:
+        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
+        loaded = iter(self._loader)
+        while True:
+            with _own_random_state():
+                try:
+                    batch = next(loaded)
+                except StopIteration:
+                    return
+            yield batch
 
     def _may_rest(self) -> bool:
         return self._shapes is not None and self._is_idle()
@@ -198,6 +112,64 @@ class ReplicaLoader:
                     f"a batch with {tuple(leaf.shape)} {leaf.dtype} where the first one had {tuple(known.shape)} "
                     f"{known.dtype}: expected equal shapes, or same_shapes=False (then every rank loads every batch)"
                 )
+
+
+class _Draws(Sampler[list[Draw]]):
+    """What ReplicaBatches draws, with the epoch of each sample."""
+
+    def __init__(self, batches: ReplicaBatches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        return self._batches.draws()
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples are drawn under seeds of their own; all else is that of the dataset within."""
+
+    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches) -> None:
+        self.dataset = dataset
+        self._batches = batches
+
+    def __getitems__(self, draws: Sequence[Draw]) -> Any:
+        within: Any = self.dataset
+        while isinstance(within, Subset):  # which only passes on what the dataset within can
+            within = within.dataset
+        if getattr(within, "__getitems__", None) is not None:
+            seed_generators(self._batches.sample_seed(draws[0]))
+            return self.dataset.__getitems__([draw.number for draw in draws])  # type: ignore[attr-defined]
+        samples = []
+        for draw in draws:
+            seed_generators(self._batches.sample_seed(draw))
+            samples.append(self.dataset[draw.number])
+        return samples
+
+    def __getattr__(self, name: str) -> Any:  # for a worker_init_fn
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that a user's data may draw from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Within, generators may be seeded: this process's state is put back."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def _shape_alone(leaf: Any) -> Any:

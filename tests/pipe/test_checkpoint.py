@@ -98,8 +98,12 @@ def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match=r"'epoch': 1.*nobody takes it.*pipe.load\(folder, loader=loader\)"):
         other.load(tmp_path / "c")
-    with pytest.raises(ValueError, match="global_batch=8, and this run has 4: expected the same dataset"):
-        other.load(tmp_path / "c", loader=other.loader(data, batch_size=4))
+    smaller = other.loader(data, batch_size=4)
+    other.load(tmp_path / "c", loader=smaller)  # in other batches
+    assert smaller.state_dict() == {**again.state_dict(), "epoch": 1, "position": 16}
+    assert len(list(smaller)) == 4
+    with pytest.raises(ValueError, match="shuffle=True, and this run has False: expected the same dataset"):
+        other.load(tmp_path / "c", loader=other.loader(data, batch_size=4, shuffle=False))
     pipe.save(tmp_path / "without")
     with pytest.raises(ValueError, match=r"no place in the data: expected one from pipe.save\(..., loader=\)"):
         other.load(tmp_path / "without", loader=again)

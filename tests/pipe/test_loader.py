@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from support.small import make
 from torch.utils.data import TensorDataset
 
-from stagewright.pipe.batch.loader import ReplicaBatches, ReplicaLoader
+from stagewright.pipe.batch.loader import ReplicaLoader
+from stagewright.pipe.batch.sampler import Draw, Remainder, ReplicaBatches
 
 
 @given(
@@ -48,6 +51,53 @@ def test_each_epoch_draws_each_sample_once_over_the_replicas(
         assert orders[0] != orders[1]
 
 
+Samples = list[torch.Tensor]
+RUN = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 30), st.integers(0, 4))  # B, D, saved after, lost
+
+
+@given(num_samples=st.integers(24, 60), runs=st.lists(RUN, min_size=1, max_size=4), shuffle=st.booleans())
+@pytest.mark.parametrize("remainder", ["drop", "carry"])
+def test_after_any_crash_each_sample_is_used_once_an_epoch_whatever_the_sizes(
+    num_samples: int, runs: list[tuple[int, int, int, int]], shuffle: bool, remainder: Remainder
+) -> None:
+    """Runs of other batch sizes and replicas go on from each other's checkpoints; what came behind one is lost."""
+    used: list[tuple[int, int]] = []  # (epoch, sample), by all replicas
+    state = None
+    for batch_size, num_replicas, saved_after, lost in runs:
+        sizes = {"batch_size": batch_size, "num_replicas": num_replicas, "shuffle": shuffle, "seed": 5}
+        replicas = [
+            ReplicaBatches(num_samples, replica=q, remainder=remainder, **sizes)  # type: ignore[arg-type]
+            for q in range(num_replicas)
+        ]
+        for one in replicas if state is not None else ():
+            one.load_state_dict(state)
+        streams = [_draws(one) for one in replicas]
+        for number in range(saved_after + lost):
+            if number == saved_after:
+                state = replicas[-1].state_dict()
+            batch = [next(stream) for stream in streams]
+            if number < saved_after:
+                used += [tuple(draw) for part in batch for draw in part]
+        if lost == 0:
+            state = replicas[-1].state_dict()
+        assert all(one.state_dict() == replicas[0].state_dict() for one in replicas)
+    assert len(used) == len(set(used))
+    last = max((epoch for epoch, _ in used), default=0)
+    for epoch in range(last):
+        left_out = num_samples - sum(one == epoch for one, _ in used)
+        assert 0 <= left_out < (1 if remainder == "carry" else max(b * d for b, d, *_ in runs))
+    if remainder == "carry":  # cut anywhere, it is the one stream of samples
+        whole = _draws(ReplicaBatches(num_samples, batch_size=1, shuffle=shuffle, seed=5))
+        assert used == [tuple(next(whole)[0]) for _ in used]
+
+
+def _draws(one: ReplicaBatches) -> Iterator[list[Draw]]:
+    while True:
+        for batch in one.draws():
+            one.passed()
+            yield batch
+
+
 def loader(rank_seed: int = 0, **options: object) -> ReplicaLoader:
     samples = torch.arange(24.0).reshape(12, 2)
     torch.manual_seed(rank_seed)  # a rank's own random state must not matter
@@ -82,6 +132,9 @@ def test_a_state_of_other_data_is_refused() -> None:
     state = loader().batches.state_dict()
     with pytest.raises(ValueError, match="saved with num_samples=12, and this run has 13"):
         ReplicaBatches(13, batch_size=3, seed=7).load_state_dict(state)
+    longer = ReplicaLoader(TensorDataset(torch.zeros(13)), ReplicaBatches(13, batch_size=3, seed=7))
+    with pytest.raises(ValueError, match=r"TensorDataset as the dataset: .* num_samples=12, and this run has 13"):
+        longer.load_state_dict(state)
 
 
 def _epochs(one: ReplicaLoader, count: int) -> list[list[torch.Tensor]]:
@@ -116,13 +169,47 @@ def test_another_order_and_a_state_of_something_else_are_refused() -> None:
     state = ReplicaBatches(8, batch_size=2).state_dict()
     with pytest.raises(ValueError, match="saved with shuffle=True, and this run has False"):
         ReplicaBatches(8, batch_size=2, shuffle=False).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"has \['epoch'\]: expected \['epoch', 'global_batch'"):
+    with pytest.raises(ValueError, match=r"has \['epoch'\]: expected \['epoch', 'num_samples', 'position'"):
         ReplicaBatches(8, batch_size=2).load_state_dict({"epoch": 0})
 
 
 class Augmented(torch.utils.data.Dataset[torch.Tensor]):
+    """Each sample is its number, and numbers drawn from every generator."""
+
+    def __len__(self) -> int:
+        return 24
+
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(2)
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.random()], dtype=torch.float64)
+
+
+def test_augmentation_of_a_sample_is_the_same_with_workers_and_after_a_restart_with_other_sizes() -> None:
+    def drawn(state: dict[str, int] | None, *, batch_size: int, num_workers: int, is_subset: bool = False) -> Samples:
+        data = torch.utils.data.Subset(Augmented(), range(24)) if is_subset else Augmented()
+        batches = ReplicaBatches(24, batch_size=batch_size, seed=3)
+        if state is not None:
+            batches.load_state_dict(state)
+        loader = ReplicaLoader(data, batches, num_workers=num_workers, persistent_workers=num_workers > 0)
+        return [sample for _ in range(2) for batch in loader for sample in batch]
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    whole = drawn(None, batch_size=4, num_workers=0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    first, second = torch.stack(whole[:24]), torch.stack(whole[24:])
+    assert torch.equal(first[first[:, 0].argsort(), 0], second[second[:, 0].argsort(), 0])
+    assert not torch.isin(first[:, 1:], second[:, 1:]).any()  # other ones in another epoch
+    one = ReplicaBatches(24, batch_size=4, seed=3)
+    for _ in range(2):
+        one.passed()
+    state = one.state_dict()
+    for again in (
+        drawn(state, batch_size=2, num_workers=2),
+        drawn(state, batch_size=8, num_workers=0),
+        drawn(state, batch_size=8, num_workers=1, is_subset=True),
+    ):
+        assert torch.equal(torch.stack(again), torch.stack(whole[8:]))
 
 
 def test_augmentation_in_workers_is_alike_along_a_pipeline() -> None:
@@ -132,7 +219,7 @@ def test_augmentation_in_workers_is_alike_along_a_pipeline() -> None:
         batches = ReplicaBatches(8, batch_size=2, replica=replica, num_replicas=2)
         found.append(next(iter(ReplicaLoader(Augmented(), batches, num_workers=1))))
     assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert not torch.isin(found[0][:, 1:].clone(), found[2][:, 1:].clone()).any()
 
 
 def test_a_dataset_that_has_no_numbers_is_refused_by_name() -> None:
@@ -146,5 +233,5 @@ def test_a_dataset_that_has_no_numbers_is_refused_by_name() -> None:
 
 def test_a_position_behind_the_epoch_is_refused() -> None:
     one = loader().batches
-    with pytest.raises(ValueError, match="position=77: expected an epoch of at least 0 and a position from 0 to 3"):
+    with pytest.raises(ValueError, match="position=77: expected an epoch of at least 0 and a position from 0 to 11"):
         one.load_state_dict(one.state_dict() | {"position": 77})
