@@ -36,11 +36,14 @@ class Collectives:
         """Make a group of these ranks, if there is none yet."""
         self._make(self._processes(ranks))
 
-    def all_reduce(self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None) -> None:
-        """Sum `tensor` over the ranks, in place."""
+    def all_reduce(
+        self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None, largest: bool = False
+    ) -> None:
+        """Sum `tensor` over the ranks, in place; or take the largest value of each element, which no NaN may be."""
         if self._world.distributed:
             processes = self._everyone if ranks is None else self._processes(ranks)
-            self._run(lambda group: dist.all_reduce(tensor, group=group), processes, what)
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            self._run(lambda group: dist.all_reduce(tensor, op, group=group), processes, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""

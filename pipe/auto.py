@@ -29,7 +29,7 @@ from ..partition.profiler.optimizers import NamedParameters, make_optimizers, na
 from .batch.given import Given, check_arguments
 from .layout import Layout, layout_of_plan
 from .settings import Settings
-from .update.gradients import clip_gradients, squared_norm
+from .update.gradients import clip_gradients, norm_of, norm_part
 
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ def _clip_before(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
     def clip_and_step(*arguments: Any, **options: Any) -> Any:
         gradients = [p.grad for p in parameters]
-        norm = float(squared_norm(gradients, device=parameters[0].device).sqrt())
+        norm = norm_of(norm_part(gradients, device=parameters[0].device))
         clip_gradients(gradients, norm=norm, max_norm=limit)
         return step(*arguments, **options)
 

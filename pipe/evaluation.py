@@ -139,6 +139,7 @@ class Evaluation:
         for rank, local in zip(forwards.ranks, engine.ranks, strict=True):
             rank.enter(batch)
             local.recorder.begin()
+        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
             with evaluating(*forwards.modules), self._guard.together(), self._seeder.call():
                 engine.run(forwards.programs)

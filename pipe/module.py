@@ -297,12 +297,17 @@ class PipelineModule:
         self._is_verified = True
         return found
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
 
-        Collective over the processes.
+        Each element counts once, however many replicas or tied stages hold it. Collective over the processes.
+
+        Arguments:
+            norm_type: p > 0 of the p-norm; math.inf (or "inf"): the largest absolute value.
+            error_if_nonfinite: whether a norm that is infinite or not a number is a RuntimeError, on every rank alike.
         """
-        return self._building.built("clip_grad_norm_").training.clip(max_norm)
+        training = self._building.built("clip_grad_norm_").training
+        return training.clip(max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def flush(self) -> list[StepResult]:
         """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.

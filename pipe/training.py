@@ -5,9 +5,12 @@ step:  read the batch -> begin -> engine.run -> losses known -> gradients ready 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from ..comm import Collectives, Guard
 from ..schedules import Timeline
@@ -19,6 +22,7 @@ from .measure.steps import StepReports
 from .run.engine import Engine
 from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
+from .update.gradients import check_norm_type
 from .update.interface import Known, Programs, Update
 
 
@@ -78,17 +82,25 @@ class Training:
 
     def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
-        self._update.refuse_accumulation()
+        self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given) as programs:
             self._engine.run(programs)
         return self._result(self._update.accumulated())
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
         """See PipelineModule.clip_grad_norm_."""
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
+        norm_type = check_norm_type(norm_type)
+        self._update.refuse_users_gradients("clip_grad_norm_", instead="PipelineModule(..., max_grad_norm=...)")
         with self._guard.together():
-            return self._update.clip(max_norm)
+            norm = self._update.clip(max_norm, norm_type=norm_type, only_finite=error_if_nonfinite)
+        if error_if_nonfinite and not math.isfinite(norm):  # on every rank alike: the pipeline goes on
+            raise RuntimeError(
+                f"the gradient norm of order {norm_type:g} over all stages is {norm}, and error_if_nonfinite=True: "
+                f"nothing was clipped"
+            )
+        return norm
 
     def flush(self) -> list[StepResult]:
         """See PipelineModule.flush."""
@@ -139,6 +151,7 @@ class Training:
     def _under_way(self) -> Iterator[None]:
         """Around the engine: an error loses what runs."""
         try:
+            torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
             with self._guard.together(), self._seeder.call():
                 yield
             self._update.losses_known()

@@ -166,8 +166,8 @@ class TrainingWorker(Worker):
         batch = self._updates.batches[number]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
-            with batch.autocast.again():  # a drain runs behind the context of train_step
-                if op is Op.F:
+            if op is Op.F:
+                with batch.autocast.again():  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         batch.stages[k][s],
@@ -176,15 +176,17 @@ class TrainingWorker(Worker):
                         batch.targets[k],
                         version=self._updates.version(s, index),
                     )
-                    if loss is not None:
-                        self._updates.note_loss(index, loss)
-                    else:
-                        self._hand_on(s, index, outputs, batch.specs[k][s])
+                if loss is not None:
+                    self._updates.note_loss(index, loss)
                 else:
-                    assert op is Op.B, f"{action} got past the check of the schedule"
-                    gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
-                    by_input = self._stages[s].backward(index, gradients, group=index // batch.group_size)
-                    self._hand_back(s, index, by_input)
+                    self._hand_on(s, index, outputs, batch.specs[k][s])
+            else:
+                assert op is Op.B, f"{action} got past the check of the schedule"
+                gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
+                group = index // batch.group_size
+                with batch.autocast.off():
+                    by_input = self._stages[s].backward(index, gradients, group=group, autocast=batch.autocast)
+                self._hand_back(s, index, by_input)
         finally:
             self._seeder.end()
 

@@ -21,6 +21,11 @@ class Autocast(NamedTuple):
         """The one that is in force."""
         return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
+    def off(self) -> AbstractContextManager[None]:
+        """Within: none is in force. Backwards run so: operations have the types of the forward's results already, and
+        float32 islands in a forward must not be cast behind it."""
+        return self._replace(dtype=None).again()
+
     def again(self) -> AbstractContextManager[None]:
         """Within: it is in force."""
         if Autocast.now(self.kind) == self:

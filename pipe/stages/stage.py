@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import StageModule
+from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
@@ -136,12 +137,13 @@ class Stage:
         return outputs, loss
 
     def backward(
-        self, key: int, gradients: Sequence[torch.Tensor | None], *, group: int = 0
+        self, key: int, gradients: Sequence[torch.Tensor | None], *, autocast: Autocast, group: int = 0
     ) -> list[torch.Tensor | None]:
         """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
 
         Arguments:
             gradients: by output slot (None: none comes); on a stage with a loss, its one weight.
+            autocast: that of the forward, for what runs again.
             group: the update group, where there are several.
 
         Returns the gradient of each input that wants one, by slot (None for the others).
@@ -150,7 +152,7 @@ class Stage:
         if self._weights is not None:
             self._weights.begin_backward(live.version, group)
         try:
-            outputs = live.outputs if live.outputs is not None else self._recomputed(live)
+            outputs = live.outputs if live.outputs is not None else self._recomputed(live, autocast)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
             if len(pairs) < sum(o.requires_grad for o in outputs):
                 self._refuse_new_gradients(outputs, gradients)
@@ -177,9 +179,9 @@ class Stage:
         """Forget all microbatches in flight (after an error)."""
         self._live.clear()
 
-    def _recomputed(self, live: _Live) -> Tensors:
+    def _recomputed(self, live: _Live, autocast: Autocast) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
-        with torch.enable_grad(), no_checkpoints_inside(), self._buffers.put_back(live.buffers):
+        with torch.enable_grad(), autocast.again(), no_checkpoints_inside(), self._buffers.put_back(live.buffers):
             outputs, _ = self._with_loss(live.module.run(live.leaves), live.target)
         return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +20,10 @@ from .gradients import (
     FlatGradients,
     clip_gradients,
     flatten,
+    norm_of,
+    norm_part,
     refuse_sparse_modules,
     scale_gradients,
-    squared_norm,
     unflatten,
 )
 from .interface import Known, Programs, StageState, Update, UpdateParts
@@ -171,12 +173,14 @@ class FlushUpdate(Update):
         assert self._known is not None
         return self._known
 
-    def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
-        total = squared_norm([p.grad for p in self._counted], device=self._device)
-        self._collectives.all_reduce(total, what="summing the gradient norm")
-        norm = float(total.sqrt())
-        clip_gradients([p.grad for p in self._parameters], norm=norm, max_norm=max_norm)
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip."""
+        part = norm_part([p.grad for p in self._counted], norm_type=norm_type, device=self._device)
+        largest = math.isinf(norm_type)
+        self._collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
+        norm = norm_of(part, norm_type=norm_type)
+        if math.isfinite(norm) or not only_finite:
+            clip_gradients([p.grad for p in self._parameters], norm=norm, max_norm=max_norm)
         return norm
 
     def timeline(self, records: Sequence[RankRecord]) -> Timeline:

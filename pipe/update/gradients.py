@@ -5,6 +5,7 @@ Both updates use these: a flush all-reduces flat buckets, a stream sends them as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -23,13 +24,41 @@ def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> 
         torch._foreach_mul_(present, factor)
 
 
-def squared_norm(gradients: Iterable[torch.Tensor | None], *, device: torch.device) -> torch.Tensor:
-    """Sum of squares of all gradients, float64 scalar on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def norm_part(
+    gradients: Iterable[torch.Tensor | None], *, norm_type: float = 2.0, device: torch.device
+) -> torch.Tensor:
+    """[2] float64 on `device`: what these gradients add to a norm, and whether one of them is not a number.
+
+    The first is the sum of |x|^p over all elements x, or their maximum where p is infinite: those of several ranks are
+    added up, or their maximum is taken (a NaN would be lost in that, so that it counts as infinite there).
+    """
     present = [_values(gradient) for gradient in gradients if gradient is not None]
-    for norm in torch._foreach_norm(present) if present else ():
-        total += norm.to(torch.float64).square()
-    return total
+    norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(present, norm_type)] if present else []
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    is_nan = torch.zeros((), dtype=torch.bool, device=device)
+    for norm in norms:
+        if math.isinf(norm_type):
+            is_nan = is_nan | norm.isnan()
+            total = torch.maximum(total, norm.nan_to_num(nan=math.inf, posinf=math.inf))
+        else:
+            total += norm.pow(norm_type)
+    return torch.stack([total, is_nan.to(torch.float64)])
+
+
+def norm_of(part: torch.Tensor, *, norm_type: float = 2.0) -> float:
+    """The norm from the parts of all ranks together."""
+    total, is_nan = part.tolist()
+    if math.isinf(norm_type):
+        return math.nan if is_nan else float(total)
+    return math.sqrt(total) if norm_type == 2.0 else float(total ** (1.0 / norm_type))
+
+
+def check_norm_type(norm_type: object) -> float:
+    """`norm_type` of torch.nn.utils.clip_grad_norm_ as a number; ValueError for anything but p > 0 or "inf"."""
+    value = math.inf if norm_type == "inf" else norm_type
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"norm_type={norm_type!r}: expected a number above 0 (2.0 by default), or math.inf")
+    return float(value)
 
 
 def refuse_sparse(names: Sequence[str], gradients: Grads) -> None:

@@ -147,8 +147,8 @@ class Update(ABC):
 
     # Gradients without an update
 
-    def refuse_accumulation(self) -> None:
-        """ValueError unless gradients may be left to the user."""
+    def refuse_users_gradients(self, what: str, *, instead: str) -> None:
+        """ValueError unless gradients may be left to the user, as `what` needs it."""
         return
 
     @abstractmethod
@@ -156,8 +156,12 @@ class Update(ABC):
         """Result of the batch whose gradients are ready and left to the user."""
 
     @abstractmethod
-    def clip(self, max_norm: float) -> float:
-        """Clip the gradients that the user has; returns the global norm before. Collective over the processes."""
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
+        """Clip the gradients that the user has; returns the global norm before. Collective over the processes.
+
+        Arguments:
+            only_finite: with a norm that is not finite, gradients are left as they are.
+        """
 
     # Draining
 

@@ -80,17 +80,20 @@ class StreamUpdate(Update):
         for rank in self._ranks.values():
             rank.drop()
 
-    def refuse_accumulation(self) -> None:
+    def refuse_users_gradients(self, what: str, *, instead: str) -> None:
         """Gradients are used up within the program."""
-        raise ValueError(self._why_not("forward_backward", "train_step, which updates too"))
+        raise ValueError(
+            f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
+            f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
+        )
 
     def accumulated(self) -> Known:
         """Never asked."""
         raise AssertionError("no gradients are left to the user")
 
-    def clip(self, max_norm: float) -> float:
-        """The program clips."""
-        raise ValueError(self._why_not("clip_grad_norm_", "PipelineModule(..., max_grad_norm=...)"))
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
+        """Never asked: the program clips."""
+        raise AssertionError("no gradients are left to the user")
 
     def drain(self) -> Programs | None:
         """The rest of the program of the batches under way."""
@@ -184,9 +187,3 @@ class StreamUpdate(Update):
                 f"the batches in the pipeline were lost with {self._lost}; the stages stand at different updates. "
                 f"Expected load(folder) of a checkpoint, or a new PipelineModule"
             )
-
-    def _why_not(self, what: str, instead: str) -> str:
-        return (
-            f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
-            f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
-        )

@@ -22,7 +22,7 @@ from ...schedules.lowering.stream import Stream
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
 from ..stages.weights import WeightVersions
-from .gradients import FlatGradients, clip_gradients, scale_gradients, squared_norm
+from .gradients import FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
@@ -50,7 +50,7 @@ class _Group:
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
     added: set[int] = field(default_factory=set)  # positions of shared gradients that are whole
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # squared, by rank
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
     clipped: bool = False
     updates: int = 0
@@ -124,7 +124,7 @@ class StreamRank(RankUpdate):
             case MessageKind.SUM:
                 return self._flat[message.src if message.dst == self._rank else message.dst].specs()
             case _:
-                return [TensorSpec((), (), torch.float64, False)]
+                return [TensorSpec((2,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
@@ -137,7 +137,7 @@ class StreamRank(RankUpdate):
             case MessageKind.NORM:
                 group.norms[message.src] = tensors[0]
             case _:
-                group.norm = float(tensors[0].sqrt())
+                group.norm = norm_of(tensors[0])
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
@@ -152,7 +152,7 @@ class StreamRank(RankUpdate):
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
-                return (torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(),)
+                return (self._whole_norm(group),)
 
     # Work
 
@@ -201,9 +201,12 @@ class StreamRank(RankUpdate):
         group = self._group(index)
         self._add_shared(index)
         counted = [self._gradient(at, index) for at in self._counted]
-        group.norms[self._rank] = squared_norm(counted, device=self._device)
+        group.norms[self._rank] = norm_part(counted, device=self._device)
         if self._rank == 0:
-            group.norm = float(torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum().sqrt())
+            group.norm = norm_of(self._whole_norm(group))
+
+    def _whole_norm(self, group: _Group) -> torch.Tensor:
+        return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)
 
     def _batch_loss(self, batch: int) -> float:
         """Mean over the batch, all of whose groups are known."""

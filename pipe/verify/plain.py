@@ -14,6 +14,7 @@ from torch import nn
 from ...partition.graph.forms import Arguments, Form, Tensors
 from ...partition.graph.units import Entering
 from ...partition.graph.untouched import untouched
+from ..stages.autocast import Autocast
 from ..stages.loss import with_loss
 from ..stages.randomness import Seeder
 from ..stages.stage import LossValue
@@ -153,7 +154,8 @@ class PlainModule:
                         loss, count = loss_of(output, share.target)
                         scaled = loss if count is not None else loss * (share.samples / samples)
                         if scaled.requires_grad:
-                            torch.autograd.backward(scaled)
+                            with Autocast.now(seeder.device.type).off():
+                                torch.autograd.backward(scaled)
                 finally:
                     seeder.end()
                 counts += 1.0 if count is None else float(count)
