@@ -32,6 +32,11 @@ class Collectives:
         self._everyone = tuple(range(self._world.size))
         self._make(self._everyone)
 
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self._world.rank
+
     def subgroup(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks, if there is none yet."""
         self._make(self._processes(ranks))

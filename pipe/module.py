@@ -22,7 +22,8 @@ from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
-from .checkpoint import HasState
+from .checkpoint.persist import SaveResult
+from .checkpoint.snapshot import HasState
 from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
 from .model_options import (
@@ -340,14 +341,19 @@ class PipelineModule:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
         self._building.built("parameters and state").state.load_state_dict(state)
 
-    def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
+    def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> SaveResult:
         """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.
+
+        A disk that is full on any rank is told in a warning and in the result, alike on all ranks: those before are as
+        they were, and the run can go on.
 
         Arguments:
             folder: several checkpoints follow one another in it; the one before the newest is kept.
             loader: from `pipe.loader`, or any other with state_dict() and load_state_dict(): its place is saved, too.
+
+        Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
-        self._building.built("parameters and state").state.save(folder, loader)
+        return self._building.built("parameters and state").state.save(folder, loader)
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..comm import Collectives, Guard
-from . import checkpoint
-from .checkpoint_files import OwnCheckpoints
+from .checkpoint.files import OwnCheckpoints
+from .checkpoint.load import Answer, load, refuse_differing
+from .checkpoint.persist import Processes, SaveResult, persist
+from .checkpoint.snapshot import HasState, Snapshot, take_snapshot
 from .stages.ownership import Ownership
 from .training import Training
 from .update.interface import StageState, Update
@@ -51,27 +54,40 @@ class State:
         self.ownership.load_state_dict(state)
         self.update.take_state(state)
 
-    def save(self, folder: str | os.PathLike[str], loader: checkpoint.HasState | None) -> None:
+    def snapshot(self, loader: HasState | None) -> Snapshot:
+        """State of this process between two steps, as references; `to_host` copies. A stream is drained before."""
+        self.training.drain()
+        return take_snapshot(
+            step=self.training.num_steps,
+            ownership=self.ownership,
+            stages=self._first(),
+            written_stages=self.written_stages,
+            schedule=self.update.schedule,
+            loader=None if loader is None else loader.state_dict(),
+        )
+
+    def persist(
+        self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
+    ) -> SaveResult:
+        """Bring a snapshot to the disk; beside training with `processes` of its own. Collective over the processes."""
+        return persist(folder, snapshot, processes=processes or self.collectives, own=self.own_checkpoints)
+
+    def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
         """See PipelineModule.save."""
         self.training.drain()
         with self.guard.together():
-            checkpoint.save(
-                folder,
-                step=self.training.num_steps,
-                ownership=self.ownership,
-                stages=self._first(),
-                written_stages=self.written_stages,
-                schedule=self.update.schedule,
-                collectives=self.collectives,
-                loader=None if loader is None else loader.state_dict(),
-                own=self.own_checkpoints,
-            )
+            result = self.persist(folder, self.snapshot(loader))
+        if result.is_mistake:
+            raise ValueError(result.problem)
+        if result.problem and self.collectives.rank == 0:
+            warnings.warn(result.problem, stacklevel=3)
+        return result
 
-    def load(self, folder: str | os.PathLike[str], loader: checkpoint.HasState | None) -> None:
+    def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
         """See PipelineModule.load."""
         if not self.update.is_lost:
             self.training.drain()
-        self.training.num_steps = checkpoint.load(
+        self.training.num_steps = load(
             folder,
             ownership=self.ownership,
             stages=self.update.stages,
@@ -83,12 +99,12 @@ class State:
         )
         self.update.restart()
 
-    def _agree(self, answer: checkpoint.Answer) -> None:
+    def _agree(self, answer: Answer) -> None:
         """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
         with self.guard.together():
             answers = self.collectives.gather(answer, what=f"loading the checkpoint {answer.place}")
         if len(answers) > 1:
-            checkpoint.refuse_differing(answers)
+            refuse_differing(answers)
 
     def held_bytes(self) -> int:
         """See PipelineModule.held_bytes."""

@@ -3,6 +3,7 @@
     folder/                   of pipe.save(folder) and pipe.load(folder)
       latest                  name of the newest whole checkpoint
       step-8-3f9c21ab/        a checkpoint; the one before it is kept, too, and any of another run
+      step-9-70d2b1aa.partial one that is being written, or never was completed
         checkpoint.json       version, its name, step, and size and SHA-256 of each stage's file
         stage-0.pt ...        a file a stage, which says whose it is
 
@@ -20,7 +21,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ import torch
 
 _VERSION = 3
 _LATEST = "latest"
+_PARTIAL = ".partial"
 _MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
 
@@ -55,13 +57,25 @@ def new_name(step: int) -> str:
     return f"step-{step}-{secrets.token_hex(4)}"
 
 
+def begin(folder: Path, name: str) -> None:
+    """Make the folder in which the checkpoint `name` is written. Raises ValueError where `folder` is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: expected a folder, an existing or a new one, to save checkpoints in")
+    _partial(folder, name).mkdir(parents=True)
+
+
+def is_begun(folder: Path, name: str) -> bool:
+    """Whether this process sees the folder that `begin` has made, on whichever process."""
+    return _partial(folder, name).is_dir()
+
+
 def write_stage(folder: Path, name: str, stage: int, content: Mapping[str, Any]) -> StageFile:
     """Write a stage's file of the checkpoint `name`."""
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    with _flushed(_stage_path(folder / name, stage)) as file:
+    place = _partial(folder, name)
+    with _flushed(_stage_path(place, stage)) as file:
         hashed = _HashedFile(file)
         torch.save({"of": [name, stage], **content}, hashed)  # type: ignore[arg-type]  # it needs write and flush alone
-    _flush_folder(folder / name)
+    _flush_folder(place)
     return StageFile(num_bytes=hashed.num_bytes, sha256=hashed.digest.hexdigest())
 
 
@@ -83,15 +97,15 @@ class OwnCheckpoints:
 
     def adopt(self, place: Path) -> None:
         """Go on from the checkpoint `place`: all that are beside it are this run's from now on."""
-        names = [each.name for each in place.parent.iterdir() if _NAME.fullmatch(each.name)]
+        names = {each.name.removesuffix(_PARTIAL) for each in place.parent.iterdir()}
         latest = _latest(place.parent)
-        for name in sorted(names, key=lambda name: (name == latest, _step_of(name))):
+        for name in sorted(filter(_NAME.fullmatch, names), key=lambda name: (name == latest, _step_of(name))):
             self._names.pop(name, None)
             self._names[name] = None
 
     def older(self, folder: Path, name: str) -> list[str]:
         """Those in `folder` that `name` replaces: all but the last whole one."""
-        others = [each for each in self._names if each != name and (folder / each).is_dir()]
+        others = [each for each in self._names if each != name and _exists(folder, each)]
         whole = [each for each in others if (folder / each / _MANIFEST).exists()]
         return [each for each in others if each not in whole[-1:]]
 
@@ -99,25 +113,41 @@ class OwnCheckpoints:
 def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> None:
     """Write the manifest, make this checkpoint the latest, and remove the run's own ones but the one before it.
 
-    All stages' files must be written. A warning tells where another run has saved into the folder.
+    All stages' files must be written. A warning tells where another run has saved into the folder. After an OSError the
+    latest checkpoint is the one before, and nothing is left of this one.
     """
+    partial, place = _partial(folder, manifest.name), folder / manifest.name
     before = _latest(folder)
+    try:
+        _write_text(partial / _MANIFEST, json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1))
+        _flush_folder(partial)
+        partial.replace(place)
+        _flush_folder(folder)  # before `latest` names it
+        pointer = folder / f"{_LATEST}{_PARTIAL}"
+        _write_text(pointer, manifest.name)
+        pointer.replace(folder / _LATEST)
+    except OSError:
+        discard(folder, manifest.name)
+        raise
+    _flush_folder(folder)
     if before is not None and before not in own:
         warnings.warn(
             f"{folder / before} was saved by another run, or by this one before it was started again without "
             f"pipe.load: it stays, but the latest checkpoint in {folder} is now {manifest.name}. Expected a folder for "
             f"each run",
-            stacklevel=5,
+            stacklevel=8,
         )
-    _write_text(folder / manifest.name / _MANIFEST, json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1))
-    _flush_folder(folder / manifest.name)
-    pointer = folder / f"{_LATEST}.partial"
-    _write_text(pointer, manifest.name)
-    pointer.replace(folder / _LATEST)
-    _flush_folder(folder)
     for name in own.older(folder, manifest.name):
-        (folder / name / _MANIFEST).unlink(missing_ok=True)  # without it nobody takes what is left for a checkpoint
-        shutil.rmtree(folder / name, ignore_errors=True)
+        discard(folder, name)
+
+
+def discard(folder: Path, name: str) -> None:
+    """Remove a checkpoint, whole or not, as far as that can be done."""
+    with suppress(OSError):
+        (folder / name / _MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
+    for place in (folder / name, _partial(folder, name)):
+        if place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def read(folder: Path) -> tuple[Path, Manifest, list[dict[str, Any]]]:
@@ -206,6 +236,14 @@ class _HashedFile:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def _exists(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or _partial(folder, name).is_dir()
+
+
+def _partial(folder: Path, name: str) -> Path:
+    return folder / f"{name}{_PARTIAL}"
 
 
 def _stage_path(place: Path, stage: int) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .update.optimizers import StageOptimizers
+from ..update.optimizers import StageOptimizers
 
 # Entries of the state of torch's schedulers with a figure a parameter group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
