@@ -18,8 +18,11 @@ T = TypeVar("T")
 class Collectives:
     """All-reduce, broadcast and gather over all processes, or over some of them. Alone, they do nothing.
 
-    Ranks are those of the schedule. Making it is collective: it makes a group of its own, so that its time-out is
-    the run's. So is `subgroup`. `groups` makes those of the links, too.
+    Ranks are those of the schedule: what is done over ranks is done in each plane, that is among the processes of one
+    tensor coordinate. What is done over the tensor group is done among the processes of this rank.
+
+    Making it is collective: it makes groups of its own, so that their time-out is the run's. So is `subgroup`. `groups`
+    makes those of the links, too.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
@@ -27,10 +30,17 @@ class Collectives:
         self._world = place.world
         self._device = device
         self._timeout = timeout
-        self.groups = Groups(self._world, device=device, timeout=timeout)
+        self.groups = Groups(place, device=device, timeout=timeout)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = tuple(range(self._world.size))
-        self._make(self._everyone)
+        planes, tensor_groups = place.planes(), place.mesh.groups("tensor")
+        self._plane = _own(self._world.rank, planes)
+        self.tensor_members = _own(self._world.rank, tensor_groups)
+        self._make(self._everyone, *planes, *(tensor_groups if len(self.tensor_members) > 1 else ()))
+
+    def name_of(self, process: int) -> str:
+        """A process for people."""
+        return self._place.name_of(process)
 
     @property
     def rank(self) -> int:
@@ -38,13 +48,14 @@ class Collectives:
         return self._world.rank
 
     def subgroup(self, ranks: Sequence[int]) -> None:
-        """Make a group of these ranks, if there is none yet."""
-        self._make(self._processes(ranks))
+        """Make a group of these ranks in each plane, if there is none yet."""
+        self._make(*self._place.planes(ranks))
 
     def all_reduce(
         self, tensor: torch.Tensor, *, what: str, ranks: Sequence[int] | None = None, largest: bool = False
     ) -> None:
-        """Sum `tensor` over the ranks, in place; or take the largest value of each element, which no NaN may be."""
+        """Sum `tensor` in place, over the ranks or over all processes; or take the largest value of each element, which
+        no NaN may be."""
         if self._world.distributed:
             processes = self._everyone if ranks is None else self._processes(ranks)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -54,24 +65,49 @@ class Collectives:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
         if not self._world.distributed:
             return tensor
-        owner = self._place.process_of(source)
-        mine = self._world.rank == owner
-        buffer = (
-            tensor.to(self._device).contiguous()
-            if mine
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        )
-        wire = buffer.reshape(-1).view(torch.uint8)  # backends know few types
-        self._run(lambda group: dist.broadcast(wire, src=owner, group=group), self._everyone, what)
-        return buffer
+        return self._broadcast(tensor, self._place.process_of(source), self._plane, what)
 
     def gather(self, mine: T, *, what: str) -> list[T]:
         """[size] what every process gives, on every process."""
-        if not self._world.distributed:
-            return [mine]
-        everyone: list[T] = [mine] * self._world.size
-        self._run(lambda group: dist.all_gather_object(everyone, mine, group=group), self._everyone, what)
-        return everyone
+        return self._gather(mine, self._everyone, what)
+
+    def gather_ranks(self, mine: T, *, what: str) -> list[T]:
+        """[R] by rank, what the first process of its tensor group gives, on every process. One rank a process."""
+        everyone = self.gather(mine, what=what)
+        return [everyone[process] for process in self._place.planes()[0]]
+
+    @property
+    def is_first_member(self) -> bool:
+        """Whether this process is the first of its tensor group: it speaks for what all of them hold."""
+        return self._world.rank == self.tensor_members[0]
+
+    # Over the tensor group, whose members make the same calls in the same order
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The processes that run this rank together; there must be several."""
+        return self._groups[self.tensor_members]
+
+    def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
+        """Sum `tensor` over the tensor group, in place."""
+        if len(self.tensor_members) > 1:
+            self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
+
+    def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """[T] `tensor` of every member of the tensor group, all of one shape and type."""
+        if len(self.tensor_members) == 1:
+            return [tensor]
+        mine = tensor.contiguous()
+        found = [torch.empty_like(mine) for _ in self.tensor_members]
+        into, wire = [_bytes(each) for each in found], _bytes(mine)
+        self._run(lambda group: dist.all_gather(into, wire, group=group), self.tensor_members, what)
+        return found
+
+    def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""
+        if len(self.tensor_members) == 1:
+            return tensor
+        return self._broadcast(tensor, self.tensor_members[0], self.tensor_members, what)
 
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
@@ -85,12 +121,40 @@ class Collectives:
         self.groups.close()
 
     def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._place.process_of(rank) for rank in ranks)
+        return tuple(sorted(self._place.process_of(rank) for rank in ranks))
 
-    def _make(self, processes: tuple[int, ...]) -> None:
-        if self._world.distributed and processes not in self._groups:
-            (self._groups[processes],) = self.groups.make(processes)
+    def _make(self, *wanted: Sequence[int]) -> None:
+        if not self._world.distributed:
+            return
+        missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
+        self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
+        buffer = (
+            tensor.to(self._device).contiguous()
+            if self._world.rank == source
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        )
+        wire = _bytes(buffer)
+        self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
+        return buffer
+
+    def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
+        if not self._world.distributed:
+            return [mine]
+        everyone: list[T] = [mine] * len(processes)
+        self._run(lambda group: dist.all_gather_object(everyone, mine, group=group), processes, what)
+        return everyone
 
     def _run(self, collective: Callable[[dist.ProcessGroup], object], processes: tuple[int, ...], what: str) -> None:
         group = self._groups[processes]
-        as_one(lambda: collective(group), what=what, world=self._world, ranks=processes, timeout=self._timeout)
+        as_one(lambda: collective(group), what=what, place=self._place, processes=processes, timeout=self._timeout)
+
+
+def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return next(tuple(sorted(group)) for group in groups if process in group)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory: backends know few types."""
+    return tensor.reshape(-1).view(torch.uint8)

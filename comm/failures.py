@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from .errors import PipelineError, PipelineTimeout
-from .mesh import World
+from .mesh import MeshPlace, World
 
 T = TypeVar("T")
 
@@ -72,6 +72,7 @@ class FailureBoard:
         self._rank = rank
         self._size = size
         self._name = f"failure/{store.add(f'failure/boards of rank {rank}', 1)}"
+        self.place = MeshPlace.line(World(rank=rank, size=size))  # until the mesh is known: for names alone
 
     def write(self, error: BaseException) -> None:
         """Write this rank's error down. Never raises: the store may be gone."""
@@ -93,7 +94,7 @@ class FailureBoard:
                 )
                 break
             reports |= found
-            cause, settled = find_cause(self._rank, reports)
+            cause, settled = find_cause(self._rank, reports, self.place)
             if settled or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL)
@@ -125,6 +126,11 @@ class Guard:
         self._let_go: list[Callable[[], None]] = []
         self._end: str | None = None
         self.closed = False
+
+    def stands_at(self, place: MeshPlace) -> None:
+        """The mesh is known: reports name processes by their places on it."""
+        if self._board is not None:
+            self._board.place = place
 
     def on_failure(self, let_go: Callable[[], None]) -> None:
         """Register a call after which nobody waits for this rank any longer."""
@@ -200,12 +206,17 @@ def _tell_uncaught(
         guard.fail(error)
 
 
-def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:
-    """Follow who waited for whom, from `rank` on.
+def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> Verdict:
+    """Follow who waited for whom, from process `rank` on.
+
+    Arguments:
+        place: names the processes; None: ranks.
 
     >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")}).cause
     'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'
     """
+    if place is None:
+        place = MeshPlace.line(World(rank=rank, size=max((rank, *reports)) + 1))
     came_from: dict[int, int] = {rank: rank}
     order = [rank]
     silent: list[int] = []
@@ -214,37 +225,38 @@ def find_cause(rank: int, reports: Mapping[int, Account]) -> Verdict:
         if report is None:
             silent.append(one)
         elif not report.peers:
-            return Verdict(f"rank {one} failed: {report.text}", True)
+            return Verdict(f"{place.name_of(one)} failed: {report.text}", True)
         else:
             fresh = [peer for peer in report.peers if peer not in came_from]
             came_from.update(dict.fromkeys(fresh, one))
             order += fresh
     if silent:
-        return Verdict("; ".join(_silence(one, came_from[one], rank, reports) for one in silent), False)
+        return Verdict("; ".join(_silence(one, came_from[one], rank, reports, place) for one in silent), False)
     others = [one for one in order if one != rank]
     impatient = [one for one in others if reports[one].gave_up]
     if impatient and not reports[rank].gave_up:
-        return Verdict(f"rank {impatient[0]} gave up: {reports[impatient[0]].text}", True)
+        return Verdict(f"{place.name_of(impatient[0])} gave up: {reports[impatient[0]].text}", True)
     stories = "; ".join(reports[one].text for one in others)
     broken = [(a, b) for a in order for b in reports[a].peers if a < b and a in reports[b].peers]
     if broken and not any(reports[one].gave_up for one in order):
-        links = ", ".join(f"{a}-{b}" for a, b in broken)
+        ranks = ", ".join(f"{a}-{b}" for a, b in broken)
+        links = f"the ranks {ranks}" if place.mesh.is_line else "; ".join(map(place.names_of, broken))
         return Verdict(
-            f"the connection between the ranks {links} broke while both ends were alive: look at the network between "
+            f"the connection between {links} broke while both ends were alive: look at the network between "
             f"their hosts (interface, firewall, address) ({stories})",
             True,
         )
     return Verdict(
-        f"the ranks {', '.join(map(str, order))} waited for each other: did all of them make the same calls, with "
+        f"{place.names_of(order)} waited for each other: did all of them make the same calls, with "
         f"batches of the same size, and does the network between them let all messages through? ({stories})",
         True,
     )
 
 
-def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account]) -> str:
+def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account], place: MeshPlace) -> str:
     fate = "it is stalled, or still busy" if reports[waiting].gave_up else "it died"
     story = f" ({reports[waiting].text})" if waiting != rank else ""
-    return f"rank {silent}, which rank {waiting} waited for, reports nothing: {fate}{story}"
+    return f"{place.name_of(silent)}, which {place.name_of(waiting)} waited for, reports nothing: {fate}{story}"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

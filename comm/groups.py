@@ -97,19 +97,19 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def as_one(run: Callable[[], T], *, what: str, world: World, ranks: Sequence[int], timeout: float) -> T:
-    """A collective call, or PipelineTimeout or PeerLost that says what it was for and which ranks make it."""
+def as_one(run: Callable[[], T], *, what: str, place: MeshPlace, processes: Sequence[int], timeout: float) -> T:
+    """A collective call, or PipelineTimeout or PeerLost that says what it was for and which processes make it."""
     started = time.monotonic()
     try:
         return run()
     except RuntimeError as error:
         waited = time.monotonic() - started
         story = (
-            f"rank {world.rank}: {what}, together with the ranks {', '.join(map(str, ranks))}, failed after "
+            f"{place.name_of(place.world.rank)}: {what}, together with {place.names_of(processes)}, failed after "
             f"{waited:.1f} s ({short_reason(error)}): did all of them make this call?"
         )
         kind = PipelineTimeout if waited >= timeout else PeerLost
-        raise kind(story, peers=[rank for rank in ranks if rank != world.rank]) from error
+        raise kind(story, peers=[one for one in processes if one != place.world.rank]) from error
 
 
 class Groups:
@@ -119,8 +119,9 @@ class Groups:
     come is known by name. A group holds threads and descriptors until `close`.
     """
 
-    def __init__(self, world: World, *, device: torch.device, timeout: float) -> None:
-        self.world = world
+    def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float) -> None:
+        self.world = world = place.world
+        self._mesh = place
         self.device = device
         self._timeout = timeout
         self._made: list[dist.ProcessGroup] = []
@@ -197,15 +198,18 @@ class Groups:
 
     def _lost(self, behind: Sequence[int], fate: str, *, until: float, why: str = "") -> PipelineError:
         late = time.monotonic() > until - 0.1 * self._timeout
+        me, others = self._mesh.name_of(self.world.rank), self._mesh.names_of(behind)
+        limit = f" within {self._timeout:g} s" if late else ""
         story = (
-            f"rank {self.world.rank}: making the links of a PipelineModule: the ranks {', '.join(map(str, behind))} "
-            f"{fate}{f' within {self._timeout:g} s' if late else ''}{why}: did all of them make this call?"
+            f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
 def link_lanes(links: Iterable[Link], place: MeshPlace, groups: Groups) -> dict[Link, Lanes]:
     """The groups of each directed link that this process is part of. Collective: all processes give the same links.
+
+    Each plane of the mesh has links of its own between its processes.
 
     gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,
     a thread that is preempted inside a gloo call holds the pair's lock, and gloo's own thread spins on it for a
@@ -222,9 +226,8 @@ def link_lanes(links: Iterable[Link], place: MeshPlace, groups: Groups) -> dict[
                 peer = ends[1] if me == ends[0] else ends[0]
                 lanes[sender, receiver] = Lanes(up if sender < receiver else down, peer, peer)
         return lanes
-    ordered = sorted(links)
-    pairs = [sorted((place.process_of(sender), place.process_of(receiver))) for sender, receiver in ordered]
-    for link, pair, group in zip(ordered, pairs, groups.make(*pairs), strict=True):
+    ordered = [(link, sorted(pair)) for link in sorted(links) for pair in place.planes(link)]
+    for (link, pair), group in zip(ordered, groups.make(*(pair for _, pair in ordered)), strict=True):
         if me in pair:
             peer = pair[1] if me == pair[0] else pair[0]
             lanes[link] = Lanes((group,), pair.index(peer), peer)

@@ -12,7 +12,7 @@ of its replicas. The processes of a tensor group run the same rank; in one proce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -69,6 +69,11 @@ class Mesh:
     def num_ranks(self) -> int:
         """R of the schedule over all replicas."""
         return self.pipe * self.data
+
+    @property
+    def is_line(self) -> bool:
+        """Whether ranks are processes: no tensor axis, and replicas in a row."""
+        return self.tensor == 1 and all(self.rank_of(process) == process for process in range(self.num_processes))
 
     def coordinates(self, process: int) -> Coordinates:
         """Where a process stands."""
@@ -135,60 +140,114 @@ class MeshPlace:
         """(number, count) of the data replica whose batch this process passes; the one batch in one process."""
         return (self._coordinates.data, self.mesh.data) if self.world.distributed else (0, 1)
 
-    def process_of(self, rank: int) -> int:
-        """The process that a process like this one (of the same tensor coordinate) meets as rank `rank`."""
+    @property
+    def tensor(self) -> tuple[int, int]:
+        """(number, count) in the tensor group of this process; (0, 1) in one process."""
+        return (self._coordinates.tensor, self.mesh.tensor) if self.world.distributed else (0, 1)
+
+    def process_of(self, rank: int, *, tensor: int | None = None) -> int:
+        """The process that runs rank `rank` in a plane.
+
+        Arguments:
+            tensor: coordinate of the plane; None: that of this process, whose messages stay in it.
+        """
         if not self.world.distributed:
             return 0
         pipe, data = divmod(rank, self.mesh.data)
-        return self.mesh.process_at(Coordinates(pipe, data, self._coordinates.tensor))
+        return self.mesh.process_at(Coordinates(pipe, data, self._coordinates.tensor if tensor is None else tensor))
+
+    def planes(self, ranks: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+        """[T] the processes of these ranks (None: of all), by tensor coordinate.
+
+        >>> MeshPlace(world=World(rank=0, size=4), mesh=Mesh(pipe=2, tensor=2)).planes()
+        [(0, 2), (1, 3)]
+        """
+        some = range(self.mesh.num_ranks) if ranks is None else ranks
+        return [tuple(self.process_of(rank, tensor=t) for rank in some) for t in range(self.mesh.tensor)]
+
+    def name_of(self, process: int) -> str:
+        """A process for people: its rank, and more where that is not all.
+
+        >>> MeshPlace(world=World(rank=0, size=4), mesh=Mesh(pipe=2, tensor=2)).name_of(3)
+        'process 3 (rank 1, tensor 1)'
+        """
+        if self.mesh.is_line:
+            return f"rank {process}"
+        also = f", tensor {self.mesh.coordinates(process).tensor}" if self.mesh.tensor > 1 else ""
+        return f"process {process} (rank {self.mesh.rank_of(process)}{also})"
+
+    def names_of(self, processes: Sequence[int]) -> str:
+        """Several processes for people."""
+        if self.mesh.is_line:
+            return f"the ranks {', '.join(map(str, processes))}"
+        return ", ".join(map(self.name_of, processes))
 
     @property
     def _coordinates(self) -> Coordinates:
         return self.mesh.coordinates(self.world.rank)
 
 
-def read_mesh(mesh: Mapping[str, int] | None, world: World, *, wanted: int | None) -> Mesh:
+def read_mesh(
+    mesh: Mapping[str, int] | None, world: World, *, wanted: int | None, order: Sequence[str] | None = None
+) -> Mesh:
     """The mesh that was given, or one pipeline over the world.
 
     Arguments:
         mesh: sizes by axis; the axes left out are 1, and pipe is what the processes leave.
         wanted: P of a schedule that was given whole.
+        order: the axes, the slowest first; None: pipe, data, tensor.
 
-    Raises ValueError for an unknown axis, a tensor axis above 1, and sizes that do not match the processes.
+    Raises ValueError for an unknown axis, a tensor axis above 1 in one process, and sizes that do not match the
+    processes.
     """
     if mesh is not None and not isinstance(mesh, Mapping):
         raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {world.size}}}')
+    axes = _read_order(order)
     sizes = dict(mesh or {})
     for axis, size in sizes.items():
         if axis not in AXES:
             raise ValueError(f"mesh axis {axis!r}: expected one of {', '.join(AXES)}")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"mesh axis {axis!r} has size {size!r}: expected a whole number, at least 1")
-        if axis == "tensor" and size > 1:
-            raise ValueError(
-                f"mesh axis {axis!r} has size {size}: tensor parallel groups are not there yet; "
-                f'expected 1, as in mesh={{"pipe": {sizes.get("pipe", world.size)}}}'
-            )
-    data = sizes.get("data", 1)
-    if "pipe" not in sizes and wanted is None and world.size % data:
+    data, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
+    others = {axis: size for axis, size in (("data", data), ("tensor", tensor)) if size > 1}
+    if tensor > 1 and not world.distributed:
+        count = sizes.get("pipe", wanted or 1) * data * tensor
         raise ValueError(
-            f'mesh={{"data": {data}}} on {world.size} processes: expected a size that divides {world.size}'
+            f'mesh={_shown(sizes)} in one process: the members of a tensor group are processes. Expected "tensor": 1, '
+            f"or {count} processes (torchrun --nproc-per-node {count})"
         )
-    found = Mesh(pipe=sizes.get("pipe", wanted or world.size // data), data=data)
+    if "pipe" not in sizes and wanted is None and world.size % (data * tensor):
+        raise ValueError(
+            f"mesh={_shown(others)} on {world.size} processes: expected "
+            f"{'a size that divides' if len(others) == 1 else 'sizes whose product divides'} {world.size}"
+        )
+    found = Mesh(pipe=sizes.get("pipe", wanted or world.size // (data * tensor)), data=data, tensor=tensor, order=axes)
     if wanted is not None and found.pipe != wanted:
         raise ValueError(
             f'mesh={{"pipe": {found.pipe}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
         )
     if world.distributed and found.num_processes != world.size:
-        also = f', "data": {data}' if data > 1 and world.size % data == 0 else ""
-        asks, fix = (
-            ("mesh", f'mesh={{"pipe": {world.size // data if also else world.size}{also}}}')
-            if wanted is None
-            else ("schedule", "a schedule of as many")
-        )
-        count = found.num_processes
+        also = others if world.size % (data * tensor) == 0 else {}
+        fitting = {"pipe": world.size // (data * tensor) if also else world.size, **also}
+        asks, fix = ("mesh", f"mesh={_shown(fitting)}") if wanted is None else ("schedule", "a schedule of as many")
+        count, what = found.num_processes, "processes" if tensor > 1 else "ranks"
         raise ValueError(
-            f"the {asks} asks for {count} ranks and the process group has {world.size}: expected {fix}, or "
+            f"the {asks} asks for {count} {what} and the process group has {world.size}: expected {fix}, or "
             f"start {count} processes (torchrun --nproc-per-node {count})"
         )
     return found
+
+
+def _read_order(order: Sequence[str] | None) -> tuple[str, ...]:
+    if order is None:
+        return AXES
+    if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
+        raise ValueError(
+            f"mesh_order={order!r}: expected the axes, each once, the slowest first, as in mesh_order={AXES!r}"
+        )
+    return tuple(order)
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{axis}": {size}' for axis, size in sizes.items()) + "}"

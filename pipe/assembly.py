@@ -98,7 +98,7 @@ def assemble(
     example = arguments.cut(schedule.num_microbatches // num_replicas)[0]
     microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, runs_again=layout.recompute.runs_again)
     root = nn.ModuleList(stages) if model is None else model
-    judge = place.process_of(schedule.owners[-1][0])
+    judge = place.process_of(schedule.owners[-1][0], tensor=0)
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
     parts = cut_model(
         model,
@@ -224,7 +224,9 @@ def assemble(
             training=training,
             collectives=collectives,
             guard=guard,
-            written_stages=[s for s, ranks in enumerate(schedule.owners) if ranks[0] in place.local_ranks],
+            written_stages=[
+                s for s, ranks in enumerate(schedule.owners) if ranks[0] in place.local_ranks and place.tensor[0] == 0
+            ],
             device=device,
         ),
         measurement=Measurement(

@@ -55,6 +55,7 @@ class Building:
         """Take a layout; with example inputs build the stages."""
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
         self.layout = layout
+        self._guard.stands_at(layout.place)
         if example is not None:
             replica, num_replicas = layout.place.replica
             check_arguments(example.arguments, len(range(replica, layout.schedule.num_microbatches, num_replicas)))

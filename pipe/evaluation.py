@@ -12,6 +12,7 @@ from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments, Form
 from ..partition.graph.modes import evaluating
 from ..schedules import Schedule
+from .batch.agreement import check_same_batch
 from .batch.batches import join_outputs
 from .batch.given import Given, check_arguments
 from .batch.model_loss import ModelLoss
@@ -134,6 +135,7 @@ class Evaluation:
         batch = forwards.reader.read(given, step=self._training.num_steps)
         with self._guard.together():
             self._unchanged.check(training=False)
+            check_same_batch(batch, self._collectives, device=self._device)
         self._training.drain()
         engine = forwards.engine
         for rank, local in zip(forwards.ranks, engine.ranks, strict=True):

@@ -57,6 +57,7 @@ def choose_layout(
     split_points: Sequence[str] | None,
     stages: Sequence[object] | None,
     recompute: RecomputeLike,
+    mesh_order: Sequence[str] | None = None,
 ) -> Callable[[World], Layout] | None:
     """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
 
@@ -66,14 +67,21 @@ def choose_layout(
     decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
     decided |= {"recompute": None if recompute == "none" else recompute}
     if plan is not None:
-        refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes})
+        refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes, "mesh_order": mesh_order})
         return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
     if schedule == AUTO:
-        refuse_beside('schedule="auto"', decided)
+        tensor = (sizes or {}).get("tensor", 1)
+        refuse_beside('schedule="auto"', {**decided, "mesh_order": mesh_order})
+        if tensor != 1:
+            raise ValueError(
+                f'mesh={{"tensor": {tensor}}} beside schedule="auto", which measures whole modules: expected '
+                f'"tensor": 1, or a schedule by name'
+            )
         return None
     return layout_of_options(
         DEFAULT_SCHEDULE if schedule is None else schedule,
         mesh=sizes,
+        mesh_order=mesh_order,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
         split_points=split_points,
@@ -126,6 +134,7 @@ def layout_of_options(
     schedule: ScheduleLike,
     *,
     mesh: Mapping[str, int] | None,
+    mesh_order: Sequence[str] | None,
     num_microbatches: int | None,
     num_chunks: int | None,
     split_points: Sequence[str] | None,
@@ -141,7 +150,7 @@ def layout_of_options(
         canonical_name(str(schedule))
 
     def make(world: World) -> Layout:
-        axes = read_mesh(mesh, world, wanted=None if whole is None else whole.num_ranks)
+        axes = read_mesh(mesh, world, wanted=None if whole is None else whole.num_ranks, order=mesh_order)
         one = _build_schedule(
             str(schedule), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
         )

@@ -73,9 +73,11 @@ class PipelineModule:
         example_inputs: one local batch: a tuple, or a dict of keywords; without it, the first call builds the stages.
         batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
             None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
-        mesh: {"pipe": P, "data": D}; by default "auto": a pipeline over all processes (alone: over 1). With D > 1
-            each of D replicas passes a batch of its own, and gradients and losses are those of all of them together;
-            ranks in a row are replicas of a stage. In one process the one batch is shared out.
+        mesh: {"pipe": P, "data": D, "tensor": T}; by default "auto": a pipeline over all processes (alone: over 1).
+            With D > 1 each of D replicas passes a batch of its own, and gradients and losses are those of all of them
+            together; ranks in a row are replicas of a stage. In one process the one batch is shared out. With T > 1
+            each rank is run by a tensor group of T processes, which pass the same batch (docs/parallel.md).
+        mesh_order: of the axes as process numbers grow, the slowest first: ("pipe", "data", "tensor") by default.
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
@@ -112,6 +114,7 @@ class PipelineModule:
         example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
         batch_dims: Mapping[str | int, int | None] | None = None,
         mesh: Mapping[str, int] | str | None = None,
+        mesh_order: Sequence[str] | None = None,
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: RecomputeLike = "none",
@@ -144,6 +147,7 @@ class PipelineModule:
             schedule=schedule,
             plan=plan,
             mesh=mesh,
+            mesh_order=mesh_order,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             split_points=split_points,
@@ -158,7 +162,7 @@ class PipelineModule:
         if make_layout is not None:
             self._building.start(make_layout(self.world), example)
         else:
-            num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_ranks
+            num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_processes
             self._building.plan_first(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:

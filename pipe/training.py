@@ -14,6 +14,7 @@ import torch
 
 from ..comm import Collectives, Guard
 from ..schedules import Timeline
+from .batch.agreement import check_same_batch
 from .batch.given import Given
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult
@@ -138,6 +139,7 @@ class Training:
         self._num_samples = batch.num_samples
         with self._guard.together():
             self._unchanged.check(training=True)
+            check_same_batch(batch, self._collectives, device=self._seeder.device)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()

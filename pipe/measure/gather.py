@@ -20,7 +20,7 @@ def gather_records(
         return assemble(records)
     # Hosts differ in their monotonic clocks; between hosts the wall clock must do.
     mine = (socket.gethostname(), time.time() - time.perf_counter(), records[0])
-    everyone = collectives.gather(mine, what="gathering the timeline")
+    everyone = collectives.gather_ranks(mine, what="gathering the timeline")
     host, anchor, _ = everyone[0]
     return assemble([replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone])
 

@@ -105,7 +105,7 @@ class Ownership:
         return full
 
     def spread_from_first_owners(self, collectives: Collectives) -> None:
-        """Give all ranks that hold a tensor what the first of them has. Collective over the processes."""
+        """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""
         for name, tensor in self._tensors().items():
             ranks = sorted({rank for s in self.stages[name] for rank in self._owners[s]})
             if len(ranks) > 1:
@@ -113,6 +113,8 @@ class Ownership:
                 value = collectives.broadcast(tensor.detach(), ranks[0], what=what)
                 if self.is_local(name):
                     tensor.data.copy_(value)
+            if self.is_local(name):
+                tensor.data.copy_(collectives.tensor_first(tensor.detach(), what=f"spreading {name!r}"))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict; see `check_state_dict`."""

@@ -101,7 +101,8 @@ class FlushUpdate(Update):
         self._max_grad_norm = parts.max_grad_norm
         self._device = parts.device
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
-        self._counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
+        counts = parts.collectives.is_first_member  # what a tensor group holds in common
+        self._counted = [p for p in ownership.counted_parameters(local) if counts and p.requires_grad]
         self._before: list[torch.Tensor | None] = []
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0

@@ -274,7 +274,7 @@ class Verifier:
         for name, parameter in self._parts.root.named_parameters():
             gathered[name] = None
             if name in present:
-                source = self._place.process_of(self._schedule.owners[self._ownership.stages[name][0]][0])
+                source = self._schedule.owners[self._ownership.stages[name][0]][0]
                 mine = own.get(name)
                 tensor = parameter.detach() if mine is None else mine
                 tensor = tensor.to_dense() if tensor.is_sparse else tensor

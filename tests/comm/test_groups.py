@@ -64,7 +64,26 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
             r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many, or start 3",
         ),
         ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
-        ({"tensor": 2}, FOUR, None, r"mesh axis 'tensor' has size 2: tensor parallel .* expected 1"),
+        (
+            {"pipe": 2, "tensor": 2},
+            ALONE,
+            None,
+            r'mesh=\{"pipe": 2, "tensor": 2\} in one process: .* processes. Expected "tensor": 1, or 4 processes '
+            r"\(torchrun --nproc-per-node 4\)",
+        ),
+        ({"tensor": 3}, FOUR, None, r'mesh=\{"tensor": 3\} on 4 processes: expected a size that divides 4'),
+        (
+            {"data": 2, "tensor": 4},
+            FOUR,
+            None,
+            r'mesh=\{"data": 2, "tensor": 4\} on 4 processes: expected sizes whose product divides 4',
+        ),
+        (
+            {"pipe": 4, "tensor": 2},
+            FOUR,
+            None,
+            r'asks for 8 processes .* has 4: expected mesh=\{"pipe": 2, "tensor": 2\}, or start 8 processes',
+        ),
         ({"data": 3}, FOUR, None, r'mesh=\{"data": 3\} on 4 processes: expected a size that divides 4'),
         ({"pipe": 4, "data": 2}, FOUR, None, r'asks for 8 ranks .* has 4: expected mesh=\{"pipe": 2, "data": 2\}'),
         ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
@@ -75,6 +94,12 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
 def test_a_mesh_that_does_not_fit(mesh: Any, world: World, wanted: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_mesh(mesh, world, wanted=wanted)
+
+
+@pytest.mark.parametrize("order", ["tensor", ("pipe", "data"), ("pipe", "data", "data"), 3])
+def test_an_order_of_axes_that_is_none(order: Any) -> None:
+    with pytest.raises(ValueError, match=r"mesh_order=.*: expected the axes, each once, the slowest first"):
+        read_mesh({"pipe": 4}, FOUR, wanted=None, order=order)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +246,7 @@ def not_all_come(stopped_after: float | None) -> tuple[str, str, float]:
     dist.all_gather_object(processes, os.getpid())
     store = dist.distributed_c10d._get_default_store()
     guard = Guard(FailureBoard(store, rank=world.rank, size=3))
-    groups = Groups(world, device=CPU, timeout=2.0)
+    groups = Groups(MeshPlace.line(world), device=CPU, timeout=2.0)
     if world.rank == 2:
         if stopped_after is None:
             time.sleep(30.0)

@@ -1,0 +1,121 @@
+"""Tensor groups on a mesh: planes, orders of axes, one batch in a group. No module is divided here.
+
+Each process of a group computes the same; what a group adds up or gathers must count once, whatever process a rank is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule
+
+WIDTH = 6
+MESH = {"pipe": 2, "tensor": 2}
+USUAL = ("pipe", "data", "tensor")
+ODD = ("tensor", "data", "pipe")
+
+
+def make_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]).double()
+
+
+def make_batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "mesh": MESH,
+        "num_microbatches": 4,
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "max_grad_norm": 0.05,
+        "timeout": 30.0,
+    }
+    return PipelineModule(model, **(settings | options))
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Three steps, a timeline and a state; the model of each process has other weights than the first one's."""
+    with make_pipe(make_model(dist.get_rank()), verify=True, **options) as pipe:
+        results = [pipe.train_step(*make_batch(step)) for step in range(3)]
+        timeline = results[-1].timeline()
+        results += pipe.flush()
+        known = {one.loss_step: one for one in results if one.loss is not None}
+        state = pipe.full_state_dict()
+        output = pipe.predict(make_batch(7)[0])
+        return {
+            "losses": [known[step].loss for step in range(3)],
+            "norms": [known[step].grad_norm for step in range(3)],
+            "state": state,
+            "rank": pipe._building.decided().place.local_ranks[0],
+            "stages": [{span.what.stage for span in rank.compute} for rank in timeline.ranks],
+            "output": output,
+        }
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("schedule", "order"), [("1f1b", USUAL), ("1f1b", ODD), ("2bw", ODD)], ids=["1f1b", "1f1b-odd", "2bw-odd"]
+)
+def test_groups_that_hold_the_same_count_once(gloo: Pool, schedule: str, order: tuple[str, ...]) -> None:
+    """The weights of a stage are those of its first process, as they are without a tensor axis."""
+    answers = gloo.run(train, ranks=4, args=({"schedule": schedule, "mesh_order": order},))
+    firsts = [0, 2] if order == USUAL else [0, 1]  # of rank 0 and of rank 1
+    model = make_model(firsts[0])
+    for name, value in make_model(firsts[1]).state_dict().items():
+        if int(name.split(".")[0]) > 1:
+            model.state_dict()[name].copy_(value)
+    alone = make_pipe(model, schedule=schedule, mesh={"pipe": 2})
+    results = [*(alone.train_step(*make_batch(step)) for step in range(3)), *alone.flush()]
+    known = {one.loss_step: one for one in results if one.loss is not None}
+    wanted = alone.full_state_dict()
+    for answer in answers:
+        assert answer["losses"] == [known[step].loss for step in range(3)]
+        assert answer["norms"] == pytest.approx([known[step].grad_norm for step in range(3)], rel=1e-12)
+        assert all(torch.equal(answer["state"][name], value) for name, value in wanted.items())
+        assert answer["stages"] == [{0}, {1}]
+        assert (answer["output"] is None) == (answer["rank"] == 0)
+        if answer["rank"] == 1:
+            assert torch.equal(answer["output"], alone.predict(make_batch(7)[0]))
+    assert sorted(answer["rank"] for answer in answers) == [0, 0, 1, 1]
+
+
+def pass_other_inputs() -> str:
+    """The second member of the second rank's group passes another batch."""
+    pipe = make_pipe(make_model(0), example_inputs=make_batch(0)[:1])
+    with pytest.raises((ValueError, PipelineError), match="passed other inputs") as told:
+        pipe.train_step(*make_batch(int(dist.get_rank() == 3)))
+    return str(told.value)
+
+
+@pytest.mark.gloo
+def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
+    told = gloo.run(pass_other_inputs, ranks=4)
+    for member in (2, 3):
+        assert (
+            "process 3 (rank 1, tensor 1) passed other inputs to step 0 than process 2 (rank 1, tensor 0)"
+            in (told[member])
+        )
+
+
+def test_in_one_process_there_is_no_tensor_axis() -> None:
+    with pytest.raises(ValueError, match=r"in one process: the members of a tensor group are processes"):
+        make_pipe(make_model(0))
+    with pytest.raises(ValueError, match=r'beside schedule="auto"'):
+        make_pipe(make_model(0), schedule="auto")
+    with pytest.raises(ValueError, match=r"mesh_order=\('pipe',\): expected the axes"):
+        make_pipe(make_model(0), mesh={"pipe": 2}, mesh_order=("pipe",))
+    assert math.isfinite(make_pipe(make_model(0), mesh={"pipe": 2}).train_step(*make_batch(0)).loss or math.nan)
