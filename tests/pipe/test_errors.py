@@ -67,7 +67,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"num_stages=6 for a model of 5 units .*: expected 1 to 5; take fewer ranks or chunks",
     ),
     "mesh": ({"mesh": "automatic"}, r'mesh=\'automatic\': expected "auto", or sizes by axis'),
-    "tensor axis": ({"mesh": {"pipe": 2, "tensor": 4}}, r"mesh axis 'tensor' has size 4: .* expected 1"),
+    "tensor axis": (
+        {"mesh": {"pipe": 2, "tensor": 4}},
+        r"in one process: the members of a tensor group are processes. Expected .tensor.: 1, or 8 processes",
+    ),
     "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
     "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
     "split point of a sequential": (
