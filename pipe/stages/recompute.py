@@ -11,11 +11,9 @@ Patterns of module names say the same of single modules, with "full", "selective
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import nn
 
 from ...partition.graph.units import StageModule
 from ...partition.stage_cost import RECOMPUTE
+from ..patterns import match
 from .calls import Calls
 
 # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs) -> CheckpointPolicy, or whether to keep
@@ -169,20 +168,7 @@ class RecomputedModules:
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:
     """Modules by name."""
-    named = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
-    parts = pattern.split(".")
-    found = {
-        name: module
-        for name, module in named.items()
-        if len(split := name.split(".")) == len(parts) and all(map(fnmatchcase, split, parts))
-    }
-    if not found:
-        usual = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in named)
-        near = difflib.get_close_matches(pattern, usual, n=3, cutoff=0.3) or list(usual)[:3]
-        raise ValueError(
-            f"recompute={{{pattern!r}: ...}} matches no module: expected names of the model, where '*' stands for one "
-            f"part between dots, such as {', '.join(map(repr, near))}"
-        )
+    found = match(pattern, root, option=f"recompute={{{pattern!r}: ...}}")
     for name, module in found.items():
         if type(module).forward is nn.Module.forward:
             raise ValueError(

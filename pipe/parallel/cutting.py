@@ -1,0 +1,153 @@
+"""Cutting a model for a tensor group: styles applied to the user's modules, and what each process then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from .share import Share
+from .style import Style, StyleError, cut_module, style_of, uncut
+from .tensor_group import TensorGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCut:
+    """A model of which this process holds a part.
+
+    Arguments:
+        shares: of parameters that are divided, by name; all others are whole.
+    """
+
+    model: nn.Module
+    shares: Mapping[str, Share]
+
+    def undo(self) -> None:
+        """Give the modules back their classes and attributes; the parameters stay as they are."""
+        for module in self.model.modules():
+            uncut(module)
+
+
+def cut_by_styles(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], group: TensorGroup, *, mesh: DeviceMesh | None = None
+) -> TensorCut:
+    """Divide the parameters of a model, which all members hold whole and equal, and the work of its forward.
+
+    Parameters stay the same objects and become plain local tensors; under a style of torch's, or of the user's, the
+    forward sees them as DTensors.
+
+    Arguments:
+        mesh: of the group; needed for styles that are not ours.
+
+    Raises StyleError, before anything is changed, for what a style of ours refuses.
+    """
+    for name, style in styles.items():
+        if isinstance(style, Style):
+            style.check(name, model.get_submodule(name), group.count)
+    shares: dict[str, Share] = {}
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        own = style.cut(name, module, group) if isinstance(style, Style) else _foreign(name, module, style, group, mesh)
+        shares.update({f"{name}.{key}" if name else key: share for key, share in own.items()})
+    return TensorCut(model=model, shares=shares)
+
+
+class AsDTensors(Style):
+    """A module under a style of torch's: its forward sees DTensors, made of the local tensors at each call."""
+
+    def __init__(self, style: ParallelStyle, made: Mapping[str, DTensor]) -> None:
+        super().__init__()
+        self._style = style
+        self._specs = {
+            name: (each.device_mesh, each.placements, each.shape, each.stride()) for name, each in made.items()
+        }
+
+    def describe(self) -> str:
+        """Torch's name."""
+        return type(self._style).__name__
+
+    def check(self, name: str, module: nn.Module, count: int) -> None:
+        """For a module that torch's style has been applied to."""
+
+    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+        """None more: the parameters are local ones already."""
+        return {}
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        """The plain forward with DTensors, which stand before the parameters of their names."""
+        for name, (mesh, placements, shape, stride) in self._specs.items():
+            local = module._parameters[name]
+            assert local is not None
+            module.__dict__[name] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        try:
+            return plain.forward(module, *args, **kwargs)
+        finally:
+            for name in self._specs:
+                module.__dict__.pop(name, None)
+
+
+def _foreign(
+    name: str, module: nn.Module, style: ParallelStyle, group: TensorGroup, mesh: DeviceMesh | None
+) -> dict[str, Share]:
+    """Apply a style that is not ours; then plain local tensors on the user's Parameters, and shares."""
+    if mesh is None:
+        raise StyleError(
+            f"module {name!r} has the style {type(style).__name__}, which needs the processes of its group: expected "
+            f"'column', 'row', 'sequence' or a style of stagewright's here"
+        )
+    before = dict(module.named_parameters())
+    full = {key: parameter.detach().clone() for key, parameter in before.items()}
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    shares = {}
+    for key in before:
+        after = module.get_parameter(key)
+        local = after._local_tensor if isinstance(after, DTensor) else after.data
+        share = _share(f"{name}.{key}", full[key], after, local, group)
+        if not share.is_whole:
+            shares[key] = share
+    for inner_name, inner in module.named_modules():
+        made = {key: each for key, each in inner._parameters.items() if isinstance(each, DTensor)}
+        for key, each in inner._parameters.items():
+            if each is not None:
+                original = before[f"{inner_name}.{key}" if inner_name else key]
+                original.data = (each._local_tensor if isinstance(each, DTensor) else each.data).contiguous()
+                inner._parameters[key] = original
+        if made:
+            cut_module(inner, AsDTensors(style, made), group)
+    if style_of(module) is None:
+        cut_module(module, AsDTensors(style, {}), group)
+    return shares
+
+
+def _share(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tensor, group: TensorGroup) -> Share:
+    """What a process holds after a style that does not say so."""
+    share = Share.whole(tuple(full.shape))
+    if isinstance(after, DTensor):
+        for placement in after.placements:
+            if type(placement) is Shard:
+                share = share.divided(placement.dim, index=group.index, count=group.count)
+            elif not isinstance(placement, Replicate):
+                raise StyleError(f"parameter {name!r} becomes {placement}: expected Shard(dim) or Replicate()")
+    elif local.shape != full.shape:
+        dims = (
+            [dim for dim, size in enumerate(full.shape) if size != local.shape[dim]]
+            if full.dim() == local.dim()
+            else []
+        )
+        for dim in dims[:1]:
+            share = share.divided(dim, index=group.index, count=group.count)
+    if share.local != tuple(local.shape) or not torch.equal(share.take(full), local):
+        raise StyleError(
+            f"parameter {name!r} of shape {tuple(full.shape)} becomes one of {tuple(local.shape)} that is not its part "
+            f"{group.index} of {group.count} along a dimension: expected a style that makes DTensors of parameters, or "
+            f"one of stagewright's"
+        )
+    return share

@@ -1,0 +1,132 @@
+"""The base of styles: a module whose parameters are divided, and whose forward is that of one member of a tensor group.
+
+The module gets a class derived from its class (its hooks, names and copies stay), until `uncut`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .share import Share
+from .tensor_group import TensorGroup
+
+_RECORD = "_tensor_parallel"  # attribute of a module that is cut: _Cut
+
+
+class StyleError(ValueError):
+    """A module that cannot be cut as a style says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a module is cut, and what it was before."""
+
+    group: TensorGroup
+    style: Style
+    before: type[nn.Module]
+    attributes: Mapping[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Cut:
+        return self  # copies of a module belong to the same group
+
+
+class Style(ParallelStyle):
+    """Base class of styles that leave plain local tensors.
+
+    Arguments:
+        of `cut` and `check`: the module's name, for errors.
+    """
+
+    @abstractmethod
+    def check(self, name: str, module: nn.Module, count: int) -> None:
+        """StyleError for a module that `count` members cannot hold so."""
+
+    @abstractmethod
+    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
+        """What a member holds of each of the module's own parameters that is cut, by name; of an uncut module."""
+
+    def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
+        """The module's attributes while it is cut, where they change."""
+        return {}
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the cut module, `plain` being its class before."""
+        return plain.forward(module, *args, **kwargs)
+
+    def describe(self) -> str:
+        """The style in a word or two, for tables."""
+        return type(self).__name__.lower()
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
+    def cut(self, name: str, module: nn.Module, group: TensorGroup) -> dict[str, Share]:
+        """Divide the module's parameters and make its forward that of one member; shares by parameter name.
+
+        Raises StyleError for a module that is cut already, and for what `check` refuses.
+        """
+        if _RECORD in module.__dict__:
+            raise StyleError(f"module {name!r} is cut already: expected one style for it")
+        self.check(name, module, group.count)
+        found = self.shares(module, index=group.index, count=group.count)
+        for key, share in found.items():
+            parameter = module.get_parameter(key)
+            parameter.data = share.take(parameter.data)
+        cut_module(module, self, group)
+        return found
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.cut(type(module).__name__, module, TensorGroup.of_mesh(device_mesh))
+        return module
+
+
+@cache
+def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """A class derived from a module's whose forward is that of its style."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cut: _Cut = self.__dict__[_RECORD]
+        return cut.style.forward(self, cut.before, cut.group, *args, **kwargs)
+
+    return type(
+        plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    )
+
+
+def cut_module(module: nn.Module, style: Style, group: TensorGroup) -> None:
+    """Give a module the forward and the attributes of a style; its parameters are local ones already."""
+    changed = style.attributes(module, group.count)
+    before = {key: module.__dict__[key] for key in changed}
+    module.__dict__.update(changed)
+    module.__dict__[_RECORD] = _Cut(group, style, type(module), before)
+    module.__class__ = _cut_class(type(module))  # type: ignore[arg-type]
+
+
+def uncut(module: nn.Module) -> None:
+    """Give a module back its class and attributes; its parameters stay as they are."""
+    cut: _Cut | None = module.__dict__.pop(_RECORD, None)
+    if cut is not None:
+        module.__class__ = cut.before
+        module.__dict__.update(cut.attributes)
+
+
+def style_of(module: nn.Module) -> Style | None:
+    """The style that a module is cut by; None where it is whole."""
+    cut: _Cut | None = module.__dict__.get(_RECORD)
+    return None if cut is None else cut.style
+
+
+def not_divided(name: str, what: str, size: int, count: int, least: int) -> str:
+    """The sentence for a size that the members do not divide."""
+    return (
+        f"module {name!r} has {size} {what}, over {count} tensor ranks: expected a multiple of {least}, such as "
+        f"{max(1, round(size / least)) * least}, or another size of the tensor axis"
+    )

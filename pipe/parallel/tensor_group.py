@@ -1,0 +1,155 @@
+"""Tensor groups: the processes that hold one weight together, and what travels between them, with its gradient.
+
+    enter    the same tensor everywhere -> the same                  backward: the sum of all gradients
+    leave    one summand each           -> their sum everywhere      backward: the gradient as it is
+    gather   one part each along `dim`  -> all parts, everywhere     backward: the own part of the gradient
+    split    the same tensor everywhere -> the own part along `dim`  backward: all parts of the gradient
+
+Whatever is cut stands between one of the first or last kind and one of the two in the middle: Megatron's f and g
+(Shoeybi et al. 2019, section 3) are `enter` and `leave`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class TensorGroup:
+    """Member `index` of `count` processes. Tensors on fake or meta devices travel nowhere, whatever the group.
+
+    Arguments:
+        process_group: None: nobody else is there (the profiler measures one member alone).
+        on_bytes: told the size of each tensor that travels [bytes], and what becomes of it: "sum" or "gather".
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        index: int,
+        count: int,
+        on_bytes: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.count = count
+        self._group = process_group
+        self._on_bytes = on_bytes
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
+        """The group of a mesh with one axis. Raises ValueError for more axes."""
+        if mesh.ndim != 1:
+            raise ValueError(f"a mesh of {mesh.ndim} axes: expected the one of the tensor groups, as in mesh['tensor']")
+        return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all members; a new tensor."""
+        if self._on_bytes is not None:
+            self._on_bytes("sum", x.numel() * x.element_size())
+        if not self._travels(x):
+            return x.clone()
+        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self._name))
+
+    def all(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensors of all members, put together along `dim`."""
+        if self._on_bytes is not None:
+            self._on_bytes("gather", x.numel() * x.element_size() * self.count)
+        if not self._travels(x):
+            return torch.cat([x] * self.count, dim)
+        parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.count, self._name))
+        return torch.cat(parts.chunk(self.count), dim)
+
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This member's part along `dim`. Raises ValueError for a size that the members do not divide."""
+        if x.shape[dim] % self.count:
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} over {self.count} tensor ranks: expected dimension {dim} to be a "
+                f"multiple of {self.count}"
+            )
+        return x.chunk(self.count, dim)[self.index].contiguous()
+
+    @property
+    def _name(self) -> str:
+        assert self._group is not None
+        return self._group.group_name
+
+    def _travels(self, x: torch.Tensor) -> bool:
+        return self._group is not None and self.count > 1 and not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return done
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum(gradients[0]), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.all(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.group.own(gradients[0], ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.own(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.group.all(gradients[0], ctx.dim), None, None
+
+
+def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """`x`, which each member holds; in the backward the sum of what it contributed to on each."""
+    found: torch.Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The sum of the members' `x`."""
+    found: torch.Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
+    """The members' parts put together, for computations that all members do alike."""
+    found: torch.Tensor = _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return found
+
+
+def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
+    """The own part of what each member holds."""
+    found: torch.Tensor = _Split.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,276 @@
+"""The option `tensor_parallel=`: which module is cut how.
+
+{"blocks.*.up": "column", "blocks.*.down": "row"}     patterns of module names; a word, or a style
+"auto"                                                the model's own plan, or what is recognised
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..patterns import match
+from .attention import Heads
+from .published import published_plans, styles_of_plan
+from .recognise import HEADS, Recogniser, Region
+from .style import Style, StyleError, not_divided
+from .styles import Column, Local, Row, Sequence, sizes_of
+
+AUTO = "auto"
+TensorParallelLike = str | Mapping[str, str | ParallelStyle]
+
+_WORDS = ("column", "row", "sequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStyles:
+    """Styles of a model's modules.
+
+    Arguments:
+        count: members of a tensor group.
+        styles: by module name, in the model's order; empty: nothing is cut.
+        whole: why, by name, for modules that "auto" knows and leaves whole.
+    """
+
+    count: int
+    styles: Mapping[str, ParallelStyle]
+    whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def table(self, model: nn.Module) -> str:
+        """Which modules are cut how, and which are not, for people; of the model before it is cut.
+
+        Equal layers share a row. Modules without weights of their own that stay whole are left out.
+        """
+        rows: dict[tuple[str, str], list[int]] = {}
+        for name, module in model.named_modules():
+            style = self.styles.get(name)
+            own = sum(p.numel() for p in module.parameters(recurse=isinstance(style, Heads)))
+            inside = name.rpartition(".")[0]
+            if isinstance(self.styles.get(inside), Heads) or (style is None and not own):
+                continue
+            how = self.whole.get(name, "whole") if style is None else describe(style)
+            usual = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            rows.setdefault((usual or "(the model)", how), []).append(own)
+        lines = [("module", "how", "modules", "parameters each")]
+        for (name, how), sizes in rows.items():
+            each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "various"
+            lines.append((name, how, str(len(sizes)), each))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for name, how, number, each in lines:
+            text.append(f"{name:<{widths[0]}}  {how:<{widths[1]}}  {number:>{widths[2]}}  {each:>{widths[3]}}")
+        return "\n".join(text)
+
+
+def describe(style: ParallelStyle) -> str:
+    """A style in a word or two."""
+    return style.describe() if isinstance(style, Style) else type(style).__name__
+
+
+def read_tensor_parallel(option: TensorParallelLike | None, model: nn.Module, *, count: int) -> TensorStyles:
+    """Styles for the modules of a model that is not cut yet; None cuts nothing.
+
+    Arguments:
+        count: members of a tensor group.
+
+    Raises ValueError for a word or a pattern that means nothing, for two styles of one module, for a module that
+    cannot be cut so, and for a size that the members do not divide: each by name.
+    """
+    if option is None or count == 1:
+        return TensorStyles(count=count, styles={})
+    if isinstance(option, str):
+        if option != AUTO:
+            raise ValueError(f"tensor_parallel={option!r}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
+        return _automatic(model, count)
+    if not isinstance(option, Mapping):
+        raise ValueError(f"tensor_parallel={option!r:.60}: expected {AUTO!r}, or {{'blocks.*.up': 'column', ...}}")
+    return TensorStyles(count=count, styles=_in_order(model, _by_patterns(option, model, count)))
+
+
+def _automatic(model: nn.Module, count: int) -> TensorStyles:
+    recogniser = Recogniser(count)
+    styles: dict[str, ParallelStyle] = {}
+    whole: dict[str, str] = {}
+    planned: list[str] = []
+    for where, base, plan in published_plans(model):
+        planned.append(where)
+        own = {_join(where, name): style for name, style in styles_of_plan(where, base, plan).items()}
+        _check_all(own, model, count)
+        styles.update(own)
+    shared = _shared_parameters(model)
+    for name, module in model.named_modules():
+        if any(not base or name == base or name.startswith(f"{base}.") for base in planned):
+            continue
+        region = recogniser.region(module)
+        if region is None:
+            continue
+        own = {_join(name, below): style for below, style in region.styles.items()}
+        tied = next((each for each in own if _holds(model.get_submodule(each), own[each], shared)), None)
+        if tied is not None:
+            whole[tied] = "whole: its weight is another module's too"
+            continue
+        try:
+            _check_all(own, model, count)
+        except StyleError:
+            if any(isinstance(style, Heads | Local) for style in own.values()):
+                raise
+            whole.update(dict.fromkeys(own, f"whole: {count} do not divide it"))
+            continue
+        styles.update(own)
+    if not any(not isinstance(style, Local) for style in styles.values()):
+        raise StyleError(
+            "tensor_parallel='auto' recognises nothing in this model that can be cut: expected attention or two Linear "
+            "layers with an activation between them, or patterns as in tensor_parallel={'blocks.*.up': 'column', "
+            "'blocks.*.down': 'row'}"
+        )
+    return TensorStyles(count=count, styles=_in_order(model, styles), whole=whole)
+
+
+def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
+    recogniser, words = Recogniser(count), _words(option, model)
+    styles: dict[str, ParallelStyle] = {}
+    for name, word in words.items():
+        parent, _, child = name.rpartition(".")
+        if isinstance(word, ParallelStyle):
+            styles[name] = word
+        elif word == "sequence":
+            styles[name] = Sequence()
+        elif isinstance(model.get_submodule(name), nn.MultiheadAttention):
+            raise StyleError(f"module {name!r} is a MultiheadAttention: expected Heads(), or 'auto', for {word!r}")
+        else:
+            above = model.get_submodule(parent)
+            region = recogniser.region(above)
+            known = None if region is None else region.styles.get(child)
+            if region is None or known is None:
+                _refuse_unknown_heads(name, above, parent)
+                styles[name] = Column() if word == "column" else Row()
+            else:
+                styles.update(_of_region(name, word, parent, region, words))
+    _check_all(styles, model, count)
+    for name, word in words.items():
+        if word == "column" and not isinstance(model.get_submodule(name), nn.Embedding):
+            _refuse_alone(name, model, styles)
+    _refuse_half_tied(model, styles)
+    return styles
+
+
+def _words(option: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[str, str | ParallelStyle]:
+    """By module name what the patterns say."""
+    words: dict[str, str | ParallelStyle] = {}
+    said: dict[nn.Module, tuple[str, str]] = {}
+    for pattern, word in option.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"tensor_parallel={{{pattern!r}: ...}}: expected names of modules, as in 'blocks.*.up'")
+        if word not in _WORDS and not isinstance(word, ParallelStyle):
+            raise ValueError(
+                f"tensor_parallel={{{pattern!r}: {word!r}}}: expected {', '.join(map(repr, _WORDS))}, or a "
+                f"ParallelStyle"
+            )
+        for name, module in match(pattern, model, option=f"tensor_parallel={{{pattern!r}: ...}}").items():
+            first, before = said.setdefault(module, (name, pattern))
+            if before != pattern:
+                raise StyleError(
+                    f"tensor_parallel= has {before!r} and {pattern!r} for module {name!r}: expected one pattern for "
+                    f"each module"
+                )
+            words[first] = word
+    return words
+
+
+def _of_region(
+    name: str, word: str, parent: str, region: Region, words: Mapping[str, object]
+) -> dict[str, ParallelStyle]:
+    """A child's style as its region has it, and the module's own."""
+    child = name.rpartition(".")[2]
+    known = region.styles[child]
+    wanted = "column" if isinstance(known, Column) else "row"
+    if word != wanted:
+        raise StyleError(
+            f"module {name!r} cannot be cut by {word!r}: expected {wanted!r}, as {parent!r} computes with it"
+        )
+    missing = [_join(parent, each) for each in region.styles if each and _join(parent, each) not in words]
+    if missing and "" in region.styles:
+        raise StyleError(
+            f"module {name!r} is cut and {missing[0]!r} is not: expected {parent!r} with all of "
+            f"{', '.join(each for each in region.styles if each)}"
+        )
+    return {name: known} | ({parent: region.styles[""]} if "" in region.styles else {})
+
+
+def _refuse_unknown_heads(name: str, parent: nn.Module, where: str) -> None:
+    numbers = sorted(key for key in HEADS if isinstance(parent.__dict__.get(key), int))
+    if numbers:
+        raise StyleError(
+            f"module {name!r} belongs to {where!r} ({type(parent).__name__}), which has {numbers[0]}="
+            f"{parent.__dict__[numbers[0]]} and is not recognised: expected styles that say how its heads are divided, "
+            f"as in {{{where!r}: Local({numbers[0]!r}), {name!r}: Column(blocks=3)}} for a fused projection"
+        )
+
+
+def _refuse_alone(name: str, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    parent = name.rpartition(".")[0]
+    beside = [_join(parent, child) for child, _ in model.get_submodule(parent).named_children()]
+    style = styles.get(name)
+    if (
+        isinstance(style, Column)
+        and not style.gather_output
+        and not any(
+            isinstance(styles.get(each), Row) or not isinstance(styles.get(each), Style | None) for each in beside
+        )
+    ):
+        raise StyleError(
+            f"module {name!r} is cut by 'column' and no module beside it by 'row', so that each process would go on "
+            f"with its part alone: expected 'row' for the module that takes its outputs, or Column(gather_output=True)"
+        )
+
+
+def _check_all(styles: Mapping[str, ParallelStyle], model: nn.Module, count: int) -> None:
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if not isinstance(style, Style):
+            continue
+        style.check(name, module, count)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        width = parent.__dict__.get("head_dim")
+        sizes = sizes_of(module)
+        if isinstance(style, Column) and not style.gather_output and isinstance(width, int) and sizes is not None:
+            heads = sizes[1] // (width * style.blocks)
+            if sizes[1] % (width * style.blocks) == 0 and heads % count:
+                raise StyleError(not_divided(name, f"heads of {width}", heads, count, count))
+
+
+def _refuse_half_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    shared = _shared_parameters(model)
+    for name, style in styles.items():
+        other = _holds(model.get_submodule(name), style, shared)
+        if other is not None:
+            raise StyleError(
+                f"module {name!r} is cut and its weight {' and '.join(map(repr, other))} is one tensor in two places: "
+                f"expected modules whose weights are their own, or untied weights"
+            )
+
+
+def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Names of parameters that have several, by id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {at: each for at, each in names.items() if len(each) > 1}
+
+
+def _holds(module: nn.Module, style: ParallelStyle, shared: Mapping[int, list[str]]) -> list[str] | None:
+    """Names of a parameter that the style divides and that stands in several places."""
+    own = style.shares(module, index=0, count=1) if isinstance(style, Style) else dict(module.named_parameters())
+    return next((shared[id(p)] for key in own if id(p := module.get_parameter(key)) in shared), None)
+
+
+def _in_order(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    return {name: styles[name] for name, _ in model.named_modules() if name in styles}
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent and name else parent or name

@@ -1,0 +1,388 @@
+"""Models cut for a tensor group compute what the plain model computes, forwards and backwards."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from stagewright.experiments.training.gpt import GPT, GPTConfig
+from stagewright.pipe.parallel.attention import Heads
+from stagewright.pipe.parallel.cutting import cut_by_styles
+from stagewright.pipe.parallel.styles import Column
+from stagewright.pipe.parallel.tensor_group import TensorGroup
+from stagewright.pipe.parallel.tensor_option import TensorParallelLike, read_tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its arguments and how it is cut.
+
+    Arguments:
+        num_cut: parameters that are divided.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    option: TensorParallelLike = "auto"
+    num_cut: int
+
+
+def tokens(*shape: int, most: int = 32) -> Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(3))
+
+
+def numbers(*shape: int, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, tied=True))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=24, n_layer=2, n_head=4)
+    return GPT2LMHeadModel(config)
+
+
+def llama(**sizes: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    wanted = {"num_attention_heads": 4, "num_key_value_heads": 2} | sizes
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, **wanted)
+    )
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            experts_implementation="eager",  # the default's kernel takes no float64
+        )
+    )
+
+
+def qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=6,
+        )
+    )
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def decoder() -> nn.Module:
+    layer = nn.TransformerDecoderLayer(24, 4, 40, dropout=0.0, activation="gelu", norm_first=True, bias=False)
+    return nn.TransformerDecoder(layer, 1)
+
+
+class Attention(nn.Module):
+    """Grouped queries, a gate beside them, and weights: as people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.size = 4, 2, 24
+        self.q, self.k, self.v = nn.Linear(24, 24), nn.Linear(24, 12), nn.Linear(24, 12)
+        self.gate, self.back = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, self.n_heads, 6).transpose(1, 2)
+        k, v = (f(x).view(b, t, self.n_kv_heads, 6).transpose(1, 2) for f in (self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.back(out.transpose(1, 2).reshape(b, t, self.size) * self.gate(x).sigmoid())
+
+
+class Words(nn.Module):
+    """An embedding and a head cut by vocabulary, norms cut by positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(33, 24, padding_idx=20)
+        self.places = nn.Embedding(8, 24)
+        self.norm = nn.LayerNorm(24)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.head = nn.Linear(24, 34)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1]))
+        hidden = hidden + self.attention(self.norm(hidden))
+        return self.head(hidden + self.down(F.gelu(self.up(hidden))))
+
+
+WORDS: TensorParallelLike = {
+    "words": "row",
+    "places": "column",
+    "norm": "sequence",
+    "attention.[qkv]": "column",
+    "attention.gate": "column",
+    "attention.back": "row",
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+    "head": Column(gather_output=True),
+}
+
+CASES = {
+    "gpt": Case(make=gpt, inputs=lambda: {"tokens": tokens(3, 8)}, num_cut=2 * 6),
+    "gpt2": Case(make=gpt2, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 6),
+    "llama": Case(make=llama, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 7),
+    "mixtral": Case(make=mixtral, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=6),
+    "qwen": Case(make=qwen, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=7),
+    "encoder": Case(
+        make=encoder,
+        inputs=lambda: {
+            "src": numbers(3, 5, 24),
+            "src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [4], [2]]),
+        },
+        num_cut=2 * 6,
+    ),
+    "decoder": Case(
+        make=decoder,
+        inputs=lambda: {
+            "tgt": numbers(5, 3, 24),
+            "memory": numbers(7, 3, 24, seed=5),
+            "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+            "tgt_is_causal": True,
+        },
+        num_cut=6,
+    ),
+    "words": Case(make=Words, inputs=lambda: {"x": tokens(3, 8)}, option=WORDS, num_cut=2 + 9 + 3 + 2),
+}
+TRANSFORMERS = ("gpt2", "llama", "mixtral", "qwen")
+
+
+def made(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    model = case.make().double().train()
+    if "GPT2" in type(model).__name__:
+        model.eval()  # its dropout draws other numbers for other sizes
+    return model
+
+
+def output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    found = model(**inputs)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def outcome(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Output, and gradients of parameters and floating inputs."""
+    given = {key: inputs[key].clone().requires_grad_() for key in ("src", "tgt", "memory") if key in inputs}
+    out = output(model, inputs | given)
+    (out * numbers(*out.shape, seed=6)).sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters()} | {
+        key: x.grad for key, x in given.items()
+    }
+
+
+def departures(name: str) -> tuple[int, dict[str, float]]:
+    """How many parameters are cut, and how far each figure is from the plain model's, relative."""
+    case = CASES[name]
+    plain, model = made(case), made(case)
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = case.inputs()
+    expected, gradients = outcome(plain, inputs)
+    own = {key: id(p) for key, p in model.named_parameters()}
+    styles = read_tensor_parallel(case.option, model, count=2)
+    cut = cut_by_styles(model, styles.styles, TensorGroup.of_mesh(mesh), mesh=mesh)
+    assert {key: id(p) for key, p in model.named_parameters()} == own
+    model = copy.deepcopy(model)
+    found, ours = outcome(model, inputs)
+    apart = {"output": far(found, expected)}
+    for key, grad in gradients.items():
+        if grad is None:
+            assert ours[key] is None, key
+            continue
+        share = cut.shares.get(key)
+        apart[key] = far(ours[key], grad if share is None else share.take(grad))
+    with torch.no_grad():  # torch's short cut in evaluation reads all weights at once, as whole ones
+        evaluated = output(model.eval(), inputs)
+        torch.backends.mha.set_fastpath_enabled(False)
+        apart["evaluation"] = far(evaluated, output(plain.eval(), inputs))
+        torch.backends.mha.set_fastpath_enabled(True)
+    return len(cut.shares), apart
+
+
+def far(found: Tensor | None, expected: Tensor) -> float:
+    assert found is not None
+    assert found.shape == expected.shape
+    assert type(found.detach()) in (Tensor, nn.Parameter)
+    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:
+    if name in TRANSFORMERS:
+        pytest.importorskip("transformers")
+    for num_cut, apart in gloo.run(departures, ranks=2, args=(name,)):
+        assert num_cut == CASES[name].num_cut
+        allowed = 1e-6 if name in ("llama", "mixtral", "qwen") else 1e-12  # their norms are taken in float32
+        assert {key: value for key, value in apart.items() if not value <= allowed} == {}
+
+
+def read(option: Any, model: nn.Module, count: int = 2) -> list[str]:
+    return list(read_tensor_parallel(option, model, count=count).styles)
+
+
+class Mixed(nn.Module):
+    """Modules that one may try to cut, and attention that nobody recognises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.batch = nn.LayerNorm(24), nn.Conv2d(3, 3, 3), nn.BatchNorm1d(24)
+        self.up, self.down, self.odd = nn.Linear(24, 40), nn.Linear(40, 24), nn.Linear(24, 9)
+        self.multihead = nn.MultiheadAttention(24, 3)
+        self.strange = Strange()
+
+
+class Strange(nn.Module):
+    """Heads in an order of its own: [head, q | k | v]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("option", "story"),
+    [
+        ("autom", "tensor_parallel='autom': expected 'auto', or"),
+        (["up"], "tensor_parallel=['up']: expected 'auto', or"),
+        ({"upp": "column"}, "{'upp': ...} matches no module: .* such as 'up'"),
+        ({"up": "columns"}, "{'up': 'columns'}: expected 'column', 'row', 'sequence', or a ParallelStyle"),
+        ({"up": "column", "u*": "row"}, "has 'up' and 'u*' for module 'up': expected one pattern"),
+        ({"norm": "column"}, "module 'norm' (LayerNorm) cannot be cut by 'column': expected a torch.nn.Linear"),
+        ({"batch": "sequence"}, "module 'batch' (BatchNorm1d) cannot be cut by 'sequence': expected a module that"),
+        ({"strange": "sequence"}, "module 'strange' (Strange) cannot be cut by 'sequence'"),
+        ({"odd": "column"}, "module 'odd' has 9 outputs, over 2 tensor ranks: expected a multiple of 2, such as 8"),
+        ({"up": "column"}, "module 'up' is cut by 'column' and no module beside it by 'row'"),
+        ({"multihead": "column"}, "module 'multihead' is a MultiheadAttention: expected Heads()"),
+        ({"multihead": Heads()}, "module 'multihead' has 3 heads, over 2 tensor ranks: expected a multiple of 2"),
+        ({"strange.qkv": "column"}, "'strange' (Strange), which has heads=4 and is not recognised"),
+    ],
+)
+def test_refused_by_name(option: Any, story: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(story).replace(re.escape(" .* "), " .* ")):
+        read(option, Mixed())
+
+
+def test_attention_is_cut_whole_or_not() -> None:
+    """Heads decide: a fused projection is divided block by block, beside the one that takes it."""
+    model = gpt()
+    words = {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
+    assert [str(style) for style in read_tensor_parallel(words, model, count=2).styles.values()] == [
+        "<local heads/t>",
+        "<column x3>",
+        "<row>",
+    ] * 2
+    with pytest.raises(ValueError, match=r"'blocks.0.attention.qkv' is cut and 'blocks.0.attention.out' is not"):
+        read({"blocks.*.attention.qkv": "column", "blocks.*.down": "row"}, model)
+    with pytest.raises(ValueError, match=r"'blocks.0.attention.out' cannot be cut by 'column': expected 'row'"):
+        read({"blocks.*.attention.*": "column"}, model)
+    with pytest.raises(ValueError, match=r"'blocks.0.attention' has 4 heads, over 3 tensor ranks"):
+        read("auto", model, 3)
+    with pytest.raises(ValueError, match=r"'embedding.tokens' is cut and .*'head.linear.weight' is one tensor"):
+        read({"embedding.tokens": "row"}, model)
+
+
+def test_recognised_by_what_it_computes() -> None:
+    """What looks alike is not taken for it: weights or x inside the body, outputs that go elsewhere, no elementwise."""
+
+    class Looks(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind, self.scale = kind, nn.Parameter(torch.rand(1))
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.up(x).relu()
+            if self.kind == "softmax":
+                inner = inner.softmax(-1)
+            if self.kind == "scale":
+                inner = inner * self.scale
+            if self.kind == "input":
+                inner = inner * x.mean()
+            return self.down(inner) + (inner.mean() if self.kind == "elsewhere" else 0.0)
+
+    for kind in ("softmax", "scale", "input", "elsewhere"):
+        with pytest.raises(ValueError, match="recognises nothing"):
+            read("auto", Looks(kind))
+    assert read("auto", nn.Sequential(Looks("plain"), Looks("softmax"))) == ["0.up", "0.down"]
+
+
+def test_a_plan_of_the_model() -> None:
+    """Grouped heads that do not divide, and words that are not known, are refused by name."""
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.k_proj' has 2 heads of 6, over 4 tensor ranks"):
+        read("auto", llama(), 4)
+    model = llama()
+    model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "diagonal"}
+    with pytest.raises(
+        ValueError, match=r"base_model_tp_plan\['layers.\*.mlp.up_proj'\] = 'diagonal': expected one of"
+    ):
+        read("auto", model)
+
+
+def test_the_table_tells_what_stays_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8))
+    assert read_tensor_parallel("auto", model, count=2).table(model).splitlines() == [
+        "module  how     modules  parameters each",
+        "*       column        1               72",
+        "*       row           1               72",
+        "*       whole         1               16",
+    ]
+
+
+def test_undone() -> None:
+    """Classes and attributes are the user's again; the parameters were the same objects all along."""
+    model = encoder()
+    kinds = [type(module) for module in model.modules()]
+    parameters = list(model.parameters())
+    cut = cut_by_styles(model, read_tensor_parallel("auto", model, count=2).styles, TensorGroup(None, index=1, count=2))
+    assert [type(module) for module in model.modules()] != kinds
+    assert model.layers[0].self_attn.num_heads == 2
+    assert model.layers[0].linear1.out_features == 20
+    cut.undo()
+    assert [type(module) for module in model.modules()] == kinds
+    assert model.layers[0].self_attn.num_heads == 4
+    assert model.layers[0].linear1.out_features == 40
+    assert model.layers[0].activation_relu_or_gelu == 1
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
