@@ -109,6 +109,55 @@ class Collectives:
             return tensor
         return self._broadcast(tensor, self.tensor_members[0], self.tensor_members, what)
 
+    def exchange(
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[int], *, what: str, ranks: Sequence[int]
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin to send each of these ranks a part of its own; the answer waits, and returns what each of them sent.
+
+        Reduce-scatter and all-gather of parts of any sizes are made of it: gloo has no reduce-scatter but an
+        all-reduce (twice the bytes), and neither takes unequal parts. What is to be sent is copied at once.
+
+        Arguments:
+            parts: by rank, of one type; this rank's own is ignored.
+            sizes: by rank, elements of what it sends here; this rank's own is ignored.
+        """
+        processes = self._processes(ranks)
+        own = self._world.rank
+        order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
+        kind = parts[0].dtype
+        outgoing = [parts[i].reshape(-1) if processes[i] != own else parts[i].new_empty(0) for i in order]
+        incoming = [sizes[i] if processes[i] != own else 0 for i in order]
+        wire = torch.cat(outgoing).view(torch.uint8)  # backends know few types
+        received = torch.empty(sum(incoming), dtype=kind, device=self._device)
+        width = received.element_size()
+        work: dist.Work | None = None
+
+        def begin(group: dist.ProcessGroup) -> None:
+            nonlocal work
+            work = dist.all_to_all_single(
+                received.view(torch.uint8),
+                wire,
+                [width * size for size in incoming],
+                [width * part.numel() for part in outgoing],
+                group=group,
+                async_op=True,
+            )
+
+        self._run(begin, processes, what)
+
+        def wait() -> list[torch.Tensor]:
+            assert work is not None
+            self._run(lambda group: work.wait(), processes, what)
+            by_place = dict(zip(order, torch.split(received, incoming), strict=True))
+            return [by_place[i] for i in range(len(ranks))]
+
+        return wait
+
+    def by_rank(self, mine: T, *, what: str) -> dict[int, T]:
+        """What the process of each rank gives, on every process; alone, its own for every rank."""
+        given = self.gather(mine, what=what)
+        return {rank: given[self._place.process_of(rank)] for rank in range(self._place.mesh.num_ranks)}
+
     def abort(self) -> None:
         """After an error: let nobody wait for this rank any longer."""
         for processes, group in self._groups.items():

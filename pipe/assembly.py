@@ -36,6 +36,7 @@ from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .measure.steps import StepReports
 from .modes import EvaluationModes, links_of, wire
+from .parallel.sharding import Sharding
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
@@ -130,7 +131,7 @@ def assemble(
     clock = clock_for(device)
     window = _OVERLAPPING if schedule.num_batches > 1 else 1
     recorders = {rank: Recorder(clock, window=window) for rank in place.local_ranks}
-    execution = _execution(train.schedule, ownership, collectives, settings)
+    execution = _execution(train.schedule, ownership, collectives, settings, layout.sharding)
     evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
     links = links_of([*execution.programs, *evaluation_programs])
     transports = _make_transports(links, place, collectives, device=device, timeout=settings.timeout)
@@ -145,6 +146,7 @@ def assemble(
             optimizer=settings.optimizer,
             scheduler=settings.lr_scheduler,
             max_grad_norm=settings.max_grad_norm,
+            sharding=layout.sharding,
             device=device,
         )
     )
@@ -270,12 +272,14 @@ def _kind_of_loss(settings: Settings) -> str:
 
 
 def _execution(
-    schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings
+    schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings, sharding: Sharding
 ) -> FlushExecution | StreamExecution:
     """Flush or stream: decided here and asked nowhere else."""
     if schedule.is_asynchronous:
         return make_stream_execution(schedule, ownership, max_grad_norm=settings.max_grad_norm)
-    return make_flush_execution(schedule, ownership, collectives, has_loss=settings.loss_fn is not None)
+    return make_flush_execution(
+        schedule, ownership, collectives, sharding=sharding, has_loss=settings.loss_fn is not None
+    )
 
 
 def _make_transports(

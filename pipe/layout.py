@@ -19,6 +19,7 @@ from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
 from .model_options import refuse_beside
+from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 AUTO = "auto"
@@ -37,6 +38,7 @@ class Layout:
         split_points: of the user; None: even weights, or the plan's nodes.
         plan: where it came from, if from one.
         recompute: what is computed again in the backward.
+        sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
     """
 
@@ -44,6 +46,7 @@ class Layout:
     split_points: Sequence[str] | None
     plan: Plan | None
     recompute: Recompute
+    sharding: Sharding
     place: MeshPlace
 
 
@@ -57,6 +60,7 @@ def choose_layout(
     split_points: Sequence[str] | None,
     stages: Sequence[object] | None,
     recompute: RecomputeLike,
+    data_parallel: str,
     mesh_order: Sequence[str] | None = None,
 ) -> Callable[[World], Layout] | None:
     """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
@@ -65,7 +69,9 @@ def choose_layout(
     """
     sizes = mesh_sizes(mesh)
     decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
+    check_data_parallel(data_parallel)
     decided |= {"recompute": None if recompute == "none" else recompute}
+    decided |= {"data_parallel": None if data_parallel == "replicate" else data_parallel}
     if plan is not None:
         refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes, "mesh_order": mesh_order})
         return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
@@ -86,6 +92,7 @@ def choose_layout(
         num_chunks=num_chunks,
         split_points=split_points,
         recompute=recompute,
+        data_parallel=data_parallel,
     )
 
 
@@ -107,13 +114,6 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{world.size} (stagewright plan --cluster ...), or start {plan.num_devices} processes "
             f"(torchrun --nproc-per-node {plan.num_devices})"
         )
-    sharded = [number for number, stage in enumerate(plan.stages) if stage.optimizer_shards > 1]
-    if sharded:
-        raise ValueError(
-            f"the plan divides the optimizer state of stage {sharded[0]} over "
-            f"{plan.stages[sharded[0]].optimizer_shards} ranks: expected optimizer_shards=1; sharded optimizers are "
-            f"planned, but not yet run"
-        )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
     if idle and schedule.is_asynchronous:
@@ -126,6 +126,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         split_points=None,
         plan=plan,
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
+        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages]),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
     )
 
@@ -139,6 +140,7 @@ def layout_of_options(
     num_chunks: int | None,
     split_points: Sequence[str] | None,
     recompute: RecomputeLike,
+    data_parallel: str,
 ) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
@@ -154,11 +156,13 @@ def layout_of_options(
         one = _build_schedule(
             str(schedule), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
         )
+        replicated = replicate(one, axes.data)
         return Layout(
-            schedule=replicate(one, axes.data),
+            schedule=replicated,
             split_points=split_points,
             plan=None,
             recompute=read_recompute(recompute, one.num_stages),
+            sharding=sharding_of(data_parallel, replicated),
             place=MeshPlace(world=world, mesh=axes),
         )
 

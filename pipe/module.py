@@ -83,6 +83,9 @@ class PipelineModule:
         recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
             inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the results of its matrix
             products are kept, too); or one a stage; or for single modules, {"blocks.*": "full", "head": "selective"}.
+        data_parallel: what the ranks that hold a stage (its replicas) divide among themselves: "replicate" nothing;
+            "zero1" the optimizer's state and the sums of gradients; "fsdp" the weights, too, which are gathered for
+            each batch (docs/sharding.md). Replicas in one process share their Parameters: nothing is divided there.
         verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
             stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
@@ -118,6 +121,7 @@ class PipelineModule:
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: RecomputeLike = "none",
+        data_parallel: str = "replicate",
         verify: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -153,6 +157,7 @@ class PipelineModule:
             split_points=split_points,
             stages=stages,
             recompute=recompute,
+            data_parallel=data_parallel,
         )
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)

@@ -74,6 +74,7 @@ class State:
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
         """See PipelineModule.save."""
+        self._refuse_divided()
         self.training.drain()
         with self.guard.together():
             result = self.persist(folder, self.snapshot(loader))
@@ -85,6 +86,7 @@ class State:
 
     def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
         """See PipelineModule.load."""
+        self._refuse_divided()
         if not self.update.is_lost:
             self.training.drain()
         self.training.num_steps = load(
@@ -116,6 +118,14 @@ class State:
         dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())
+
+    def _refuse_divided(self) -> None:
+        divided = next((one.stage for one in self.update.stages if one.optimizers.parts), None)
+        if divided is not None:
+            raise ValueError(
+                f"the optimizer's state of stage {divided} is divided over its ranks, which checkpoints do not join "
+                f"yet: expected data_parallel='replicate', or full_state_dict() and load_state_dict() for weights alone"
+            )
 
     def _first(self) -> dict[int, StageState]:
         """By stage, that of its first local rank: the others are equal."""

@@ -61,6 +61,10 @@ class Ownership:
             and min(s for s in self.stages[name] if s in self._local) == stage
         ]
 
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a tensor, ascending."""
+        return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
+
     def counted_parameters(self, ranks: Collection[int]) -> list[nn.Parameter]:
         """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone."""
         return [
@@ -77,7 +81,7 @@ class Ownership:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
         found = []
         for name, parameter in self._root.named_parameters():
-            ranks = tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
+            ranks = self.holders(name)
             if len(ranks) > 1 and parameter.requires_grad:
                 found.append((name, ranks))
         return found
@@ -107,7 +111,7 @@ class Ownership:
     def spread_from_first_owners(self, collectives: Collectives) -> None:
         """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""
         for name, tensor in self._tensors().items():
-            ranks = sorted({rank for s in self.stages[name] for rank in self._owners[s]})
+            ranks = self.holders(name)
             if len(ranks) > 1:
                 what = f"spreading {name!r} from rank {ranks[0]}"
                 value = collectives.broadcast(tensor.detach(), ranks[0], what=what)

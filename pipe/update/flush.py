@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ...comm import Collectives
 from ...schedules import Action, Op, Schedule, Timeline, check_lowered, lower
@@ -15,7 +16,9 @@ from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_timeline
+from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
+from .dividing import NOTHING_DIVIDED, divide_stages
 from .gradients import (
     FlatGradients,
     clip_gradients,
@@ -28,6 +31,7 @@ from .gradients import (
 )
 from .interface import Known, Programs, StageState, Update, UpdateParts
 from .optimizers import differing_options
+from .parts import DividedSum, together
 from .rank_update import RankUpdate
 
 _SUMMING = "summing shared gradients (replicas, tied weights)"
@@ -46,11 +50,14 @@ class FlushExecution:
 
 
 def make_flush_execution(
-    schedule: Schedule, ownership: Ownership, collectives: Collectives, *, has_loss: bool
+    schedule: Schedule, ownership: Ownership, collectives: Collectives, *, sharding: Sharding, has_loss: bool
 ) -> FlushExecution:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
     for _, holders in ownership.tied():
         collectives.subgroup(holders)
+    for stage, count in enumerate(sharding.shards):
+        if count > 1:
+            collectives.subgroup(schedule.owners[stage])
     return FlushExecution(schedule=schedule, programs=batch_programs(schedule, has_loss=has_loss))
 
 
@@ -62,10 +69,11 @@ def batch_programs(schedule: Schedule, *, has_loss: bool) -> Sequence[RankProgra
 
 
 class _Shared(NamedTuple):
-    """Gradients that are summed over ranks."""
+    """Gradients that are summed over ranks, each of which needs all of the sums, or parts alone."""
 
     ranks: tuple[int, ...]
     gradients: FlatGradients
+    divided: DividedSum | None
 
 
 class FlushUpdate(Update):
@@ -89,6 +97,11 @@ class FlushUpdate(Update):
             for s in sorted(first)
             if parts.optimizer is not None
         ]
+        divided = (
+            divide_stages(local[0], schedule, parts, optimizers)
+            if parts.sharding.is_any and len(local) < schedule.num_ranks
+            else NOTHING_DIVIDED
+        )
         super().__init__(
             schedule,
             {rank: RankUpdate(rank, schedule) for rank in local},
@@ -101,9 +114,13 @@ class FlushUpdate(Update):
         self._max_grad_norm = parts.max_grad_norm
         self._device = parts.device
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
+        self._divided = divided
+        self._is_divided = [id(p) in {id(part.whole) for part in divided.parts.values()} for p in self._parameters]
         counts = parts.collectives.is_first_member  # what a tensor group holds in common
         self._counted = [p for p in ownership.counted_parameters(local) if counts and p.requires_grad]
+        self._counted_parts = divided.counted(ownership, local[0]) if counts else []
         self._before: list[torch.Tensor | None] = []
+        self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
@@ -112,10 +129,19 @@ class FlushUpdate(Update):
         for name, holders in ownership.tied():
             if not set(holders).isdisjoint(local) and not set(holders) <= set(local):
                 by_holders.setdefault(holders, []).append(name)
-        self._shared = [
-            _Shared(holders, FlatGradients([(name, named[name]) for name in names]))
-            for holders, names in by_holders.items()
-        ]
+        self._shared = []
+        for holders, names in by_holders.items():
+            own = [name for name in names if name in divided.parts]
+            others = [name for name in names if name not in divided.parts]
+            self._shared += [
+                _Shared(
+                    holders,
+                    FlatGradients([(name, named[name]) for name in some]),
+                    divided.sum_of(local[0], holders, some, parts.collectives) if some is own else None,
+                )
+                for some in (own, others)
+                if some
+            ]
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -137,23 +163,22 @@ class FlushUpdate(Update):
         """Scale the batch's gradients, sum what several ranks hold, and add what was there before."""
         scale_gradients([p.grad for p in self._parameters], self._scale)
         numbers = self._option_numbers() if self._shared else {}
+        self._present = set()
         for shared in self._shared:
             self._sum(shared, numbers)
-        for parameter, grad in zip(self._parameters, self._before, strict=True):
-            if grad is None:
-                continue
-            if parameter.grad is not None:
-                grad += parameter.grad
-            parameter.grad = grad
-        self._before = []
+        for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
+            if grad is not None and not is_divided:
+                parameter.grad = _sum(grad, parameter.grad)
 
     def step(self) -> Known:
         """Clip, and step every optimizer."""
-        known, norm = self.accumulated(), None
+        assert self._known is not None
+        known, norm = self._known, None
+        self._add_before_to_parts()
         if self._max_grad_norm is not None:
             recorder = next(iter(self._recorders.values()))
             start = recorder.clock.stamp()
-            norm = self.clip(self._max_grad_norm)
+            norm = self._clip(self._max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
         for rank, optimizers in self._steppers:
             recorder = self._recorders[rank]
@@ -161,6 +186,7 @@ class FlushUpdate(Update):
                 start = recorder.clock.stamp()
                 optimizer.step(known.loss)
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
+        together([stage.begin_gather() for stage in self._divided.stages])()
         return known._replace(grad_norm=norm)
 
     def abandon(self, error: BaseException) -> None:
@@ -170,19 +196,54 @@ class FlushUpdate(Update):
         self._before = []
 
     def accumulated(self) -> Known:
-        """The batch that ran last."""
+        """The batch that ran last; its gradients are whole on every rank, those of divided parameters too."""
         assert self._known is not None
+        for stage in self._divided.stages:
+            stage.gather_gradients(self._present)
+        for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
+            if grad is not None and is_divided:
+                parameter.grad = _sum(grad, parameter.grad)
+        self._before = []
         return self._known
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip."""
-        part = norm_part([p.grad for p in self._counted], norm_type=norm_type, device=self._device)
+        return self._clip_all(self._counted, self._parameters, max_norm, norm_type=norm_type, only_finite=only_finite)
+
+    def _clip(self, max_norm: float) -> float:
+        """The same in front of the updates, where of divided parameters each rank has the gradients of its parts."""
+        divided = {id(part.whole) for part in self._divided.parts.values()}
+        counted = [p for p in self._counted if id(p) not in divided]
+        changed = [p for p in self._parameters if id(p) not in divided]
+        counted += [part.parameter for part in self._counted_parts]
+        changed += [part.parameter for part in self._divided.parts.values()]
+        return self._clip_all(counted, changed, max_norm, norm_type=2.0, only_finite=False)
+
+    def _clip_all(
+        self,
+        counted: Sequence[nn.Parameter],
+        changed: Sequence[nn.Parameter],
+        max_norm: float,
+        *,
+        norm_type: float,
+        only_finite: bool,
+    ) -> float:
+        part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self._device)
         largest = math.isinf(norm_type)
         self._collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
         norm = norm_of(part, norm_type=norm_type)
         if math.isfinite(norm) or not only_finite:
-            clip_gradients([p.grad for p in self._parameters], norm=norm, max_norm=max_norm)
+            clip_gradients([p.grad for p in changed], norm=norm, max_norm=max_norm)
         return norm
+
+    def _add_before_to_parts(self) -> None:
+        """Of divided parameters, what was there before the batch."""
+        before = {id(p): grad for p, grad in zip(self._parameters, self._before, strict=True) if grad is not None}
+        for part in self._divided.parts.values():
+            grad = before.get(id(part.whole))
+            if grad is not None and not part.is_empty:
+                part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
+        self._before = []
 
     def timeline(self, records: Sequence[RankRecord]) -> Timeline:
         """One batch."""
@@ -190,7 +251,7 @@ class FlushUpdate(Update):
 
     def _sum(self, shared: _Shared, options: Mapping[int, int]) -> None:
         """All-reduce bucket by bucket; a rank to which nothing came gives zeros."""
-        ranks, flat = shared
+        ranks, flat, divided = shared
         parameters = flat.parameters
         numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
         flags = torch.cat([flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
@@ -200,6 +261,10 @@ class FlushUpdate(Update):
         if differing:  # the same on all ranks, so that none goes on alone
             raise ValueError(differing_options([flat.names[position] for position in differing], ranks))
         present = present.tolist()
+        if divided is not None:
+            self._present |= {name for name, count in zip(flat.names, present, strict=True) if count}
+            divided.begin(present, what=_SUMMING)()
+            return
         for bucket in flat.buckets:
             gradients = []
             for parameter in (parameters[i] for i in bucket if present[i]):
@@ -227,3 +292,8 @@ class FlushUpdate(Update):
         if known is None or known.numel() < size:
             known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return known[:size]
+
+
+def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """What was there, in place, with what was added."""
+    return before if added is None else before.add_(added)

@@ -110,7 +110,7 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.names = tuple(name for name, _ in parameters)
         self.parameters = tuple(parameter for _, parameter in parameters)
-        self.buckets = tuple(_buckets(self.parameters))
+        self.buckets = tuple(buckets_of(self.parameters))
 
     def flags(self, gradients: Grads) -> torch.Tensor:
         """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""
@@ -165,7 +165,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _buckets(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+def buckets_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Positions by bucket: of each type in order."""
     by_type: dict[torch.dtype, list[int]] = {}
     for position, parameter in enumerate(parameters):

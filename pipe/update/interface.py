@@ -28,6 +28,7 @@ from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, Recorder
+from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
@@ -67,6 +68,7 @@ class UpdateParts:
     Arguments:
         recorders: by local rank.
         optimizer: None: gradients are left to the user.
+        sharding: what the ranks that hold a stage divide among themselves.
     """
 
     model: CutModel
@@ -76,6 +78,7 @@ class UpdateParts:
     optimizer: OptimizerFactory | None
     scheduler: SchedulerFactory | None
     max_grad_norm: float | None
+    sharding: Sharding
     device: torch.device
 
     def make_optimizers(

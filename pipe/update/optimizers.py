@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+from ..parallel.share import Share
+from .parts import Part
+from .separable import separable
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -30,8 +34,11 @@ class StageOptimizers:
     Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
 
     Attributes:
-        optimizers: in the order in which they were returned.
+        optimizers: in the order in which they were returned. They are made of whole parameters, whose groups may
+            depend on shapes and names, and hold parts of them where `divide` says so.
         schedulers: of each optimizer; empty without `scheduler`.
+        names: by id of a parameter, and of a part that stands in its place.
+        parts: by name.
     """
 
     def __init__(
@@ -49,10 +56,55 @@ class StageOptimizers:
         self.names = {id(parameter): name for name, parameter in parameters}
         self._parameters = [parameter for _, parameter in parameters]
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
+        self.parts: Mapping[str, Part] = {}
+        self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model, may_hold_others)
         self._refuse_twice(where)
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
+
+    def whole_names(self) -> set[str]:
+        """Names of the parameters that may not be cut, since their optimizer treats each as a whole.
+
+        Raises ValueError for an optimizer that may not even be given some of its parameters alone.
+        """
+        return {
+            self.names[id(parameter)]
+            for optimizer in self.optimizers
+            if separable(optimizer) == "parameters"
+            for parameter in _parameters(optimizer)
+            if id(parameter) in self.names
+        }
+
+    def divide(self, parts: Mapping[str, Part]) -> None:
+        """From now on hold these parts in the places of their parameters; none where a part is empty."""
+        self.parts = parts
+        self.names |= {id(part.parameter): name for name, part in parts.items()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                kept: list[tuple[int, nn.Parameter]] = []
+                for position, parameter in enumerate(group["params"]):
+                    part = parts.get(self.names.get(id(parameter), ""))
+                    if part is None:
+                        kept.append((position, parameter))
+                        continue
+                    self._away.append((optimizer, group, part.whole))
+                    state = optimizer.state.pop(parameter, None)
+                    if not part.is_empty:
+                        kept.append((position, part.parameter))
+                        if state is not None:
+                            optimizer.state[part.parameter] = part.state_of(state)
+                group["params"] = [parameter for _, parameter in kept]
+                if "param_names" in group:
+                    group["param_names"] = [group["param_names"][position] for position, _ in kept]
+
+    def share(self, name: str, of: Share) -> Share:
+        """What the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
+
+        Arguments:
+            of: what this rank has of the parameter in training.
+        """
+        return self.parts[name].share(of) if name in self.parts else of
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
@@ -69,8 +121,8 @@ class StageOptimizers:
 
     def unheld(self) -> list[str]:
         """Names of the parameters that none of them updates."""
-        held = {id(parameter) for parameter in self._held()}
-        return [name for key, name in self.names.items() if key not in held]
+        held = {self.names.get(id(parameter)) for parameter in self._held()}
+        return [name for name in dict.fromkeys(self.names.values()) if name not in held]
 
     def tensors(self) -> list[torch.Tensor]:
         """The optimizers' state."""
@@ -82,9 +134,9 @@ class StageOptimizers:
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-                number = zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+                number = _option_number(optimizer, group)
                 numbers.update((id(parameter), number) for parameter in group["params"])
+        numbers.update((id(whole), _option_number(optimizer, group)) for optimizer, group, whole in self._away)
         return numbers
 
     def step(self, loss: float | None) -> None:
@@ -108,11 +160,14 @@ class StageOptimizers:
             optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
+        for part in self.parts.values():
+            part.parameter.grad = None
         torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
 
     def _held(self) -> Iterator[nn.Parameter]:
         for optimizer in self.optimizers:
             yield from _parameters(optimizer)
+        yield from (whole for _, _, whole in self._away)
 
     def _refuse_others(self, where: str, model: Collection[int], may_hold_others: bool) -> None:
         for parameter in self._held():
@@ -179,6 +234,11 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
             f"nothing, or the loss alone as ReduceLROnPlateau does"
         )
     return made
+
+
+def _option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
+    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
 
 
 def _shown_option(key: str, value: object) -> str:

@@ -1,0 +1,201 @@
+"""Parts of a stage's parameters on one rank: the optimizer holds a part where others hold the rest of the parameter.
+
+gradients   [all of them] --exchange--> sum of this part                     (a reduce-scatter)
+optimizer   steps the part
+weights     the part --exchange--> [all of them] on every rank               (an all-gather)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm import Collectives
+from ..parallel.division import Division
+from ..parallel.share import Share
+from .gradients import buckets_of, flatten, unflatten
+
+
+class Part:
+    """This rank's part of a parameter.
+
+    Attributes:
+        whole: the model's own Parameter.
+        parameter: what the optimizer holds in its place: a view of it while `whole` is there.
+    """
+
+    def __init__(self, name: str, whole: nn.Parameter, division: Division, rank: int) -> None:
+        self.name = name
+        self.whole = whole
+        self.division = division
+        self._rank = rank
+        self.parameter = nn.Parameter(division.view(whole.data, rank), requires_grad=whole.requires_grad)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether other ranks have all of it."""
+        return self.parameter.numel() == 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor like the parameter, as a view."""
+        return self.division.view(tensor, self._rank)
+
+    def share(self, of: Share) -> Share:
+        """The part, of what this rank would hold alone."""
+        return self.division.share(self._rank, of)
+
+    def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of the whole parameter, for this part."""
+        return {
+            key: self.of(value).clone()
+            if isinstance(value, torch.Tensor) and value.shape == self.whole.shape
+            else value
+            for key, value in state.items()
+        }
+
+
+class StageParts:
+    """The parts of one stage's parameters on one rank.
+
+    Arguments:
+        parts: by name, in the same order on all ranks of the stage.
+    """
+
+    def __init__(self, stage: int, rank: int, parts: Mapping[str, Part], collectives: Collectives) -> None:
+        self.stage = stage
+        self.parts = parts
+        self._rank = rank
+        self._collectives = collectives
+        self._all = list(parts.values())
+        self._ranks = self._all[0].division.ranks if self._all else ()
+
+    def follow(self) -> None:
+        """The parts are views of the whole parameters, wherever these are now."""
+        for part in self._all:
+            part.parameter.data = part.of(part.whole.data)
+
+    def begin_gather(self) -> Callable[[], None]:
+        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters."""
+        pairs = [(part.parameter.data, part.whole.data) for part in self._all]
+        return self._begin(self._all, pairs, what="gathering updated weights")
+
+    def gather_gradients(self, names: Collection[str]) -> None:
+        """The gradients of these parameters become whole, on the parameters."""
+        parts = [part for part in self._all if part.name in names]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for part in parts:
+            full = torch.empty_like(part.whole)
+            own = part.of(full)
+            if part.parameter.grad is not None:
+                own.copy_(part.parameter.grad)
+            pairs.append((own, full))
+        self._begin(parts, pairs, what="gathering gradients")()
+        for part, (_, full) in zip(parts, pairs, strict=True):
+            part.whole.grad, part.parameter.grad = full, None
+
+    def _begin(
+        self, parts: Sequence[Part], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, what: str
+    ) -> Callable[[], None]:
+        """An all-gather; of each part, this rank's tensor and the full one, which gets those of the others."""
+        return together(
+            [
+                self._begin_bucket([parts[i] for i in bucket], [pairs[i] for i in bucket], what)
+                for bucket in buckets_of([part.whole for part in parts])
+            ]
+        )
+
+    def _begin_bucket(
+        self, parts: Sequence[Part], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: str
+    ) -> Callable[[], None]:
+        views = [
+            [part.division.view(full, rank) for part, (_, full) in zip(parts, pairs, strict=True)]
+            for rank in self._ranks
+        ]
+        wait = self._collectives.exchange(
+            [flatten([own for own, _ in pairs])] * len(self._ranks),
+            [sum(view.numel() for view in there) for there in views],
+            what=what,
+            ranks=self._ranks,
+        )
+
+        def finish() -> None:
+            for rank, there, received in zip(self._ranks, views, wait(), strict=True):
+                if rank != self._rank:
+                    torch._foreach_copy_(there, unflatten(received, there))
+
+        return finish
+
+
+class DividedSum:
+    """Sums of gradients that several ranks hold, each of which needs a part alone: a reduce-scatter.
+
+    Arguments:
+        ranks: that hold the parameters, ascending.
+        divisions: by rank, of these parameters by name.
+        parts: this rank's, in the same order on all ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        divisions: Mapping[int, Mapping[str, Division]],
+        parts: Sequence[Part],
+        collectives: Collectives,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.parts = tuple(parts)
+        self._rank = rank
+        self._collectives = collectives
+        self._divisions = [[divisions[each][part.name] for part in parts] for each in ranks]
+        self._buckets = buckets_of([part.whole for part in parts])
+
+    def begin(self, present: Sequence[float], *, what: str) -> Callable[[], None]:
+        """Begin; the answer waits, and leaves the sums with the parts.
+
+        Arguments:
+            present: by parameter, not 0 where any rank has a gradient; a rank to which none came gives zeros.
+        """
+        return together([self._begin([i for i in bucket if present[i]], what) for bucket in self._buckets])
+
+    def _begin(self, bucket: Sequence[int], what: str) -> Callable[[], None]:
+        if not bucket:
+            return lambda: None
+        parts = [self.parts[i] for i in bucket]
+        grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in parts]
+        for part in parts:
+            part.whole.grad = None
+        own = [part.of(grad) for part, grad in zip(parts, grads, strict=True)]
+        wait = self._collectives.exchange(
+            [
+                flatten([there[i].view(grad, rank) for i, grad in zip(bucket, grads, strict=True)])
+                for rank, there in zip(self.ranks, self._divisions, strict=True)
+            ],
+            [sum(part.numel() for part in own)] * len(self.ranks),
+            what=what,
+            ranks=self.ranks,
+        )
+
+        def finish() -> None:
+            total: torch.Tensor | None = None
+            for rank, received in zip(self.ranks, wait(), strict=True):  # in their order: the same bits each time
+                flat = flatten(own) if rank == self._rank else received
+                total = flat if total is None else total.add_(flat)
+            assert total is not None
+            for part, gradient in zip(parts, unflatten(total, own), strict=True):
+                part.parameter.grad = None if part.is_empty else gradient
+
+        return finish
+
+
+def together(waits: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Wait for all of them."""
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait

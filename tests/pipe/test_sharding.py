@@ -1,0 +1,188 @@
+"""data_parallel="zero1" and "fsdp", and plans with optimizer_shards, against one plain process in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright import named
+from stagewright.pipe import PipelineModule
+
+WIDTH, VOCABULARY, STEPS = 6, 7, 4
+
+
+class Model(nn.Module):
+    """Embedding tied to the head over the stages, odd sizes, a frozen layer, a parameter without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)) for _ in range(4)]
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(self.norm(x) * self.scale)
+        return out
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return Model().double()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch_of(step: int, replica: int, sizes: list[list[int]]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    size = sizes[step % len(sizes)][replica]
+    return (
+        torch.randint(VOCABULARY, (size, 4), generator=generator),
+        torch.randint(VOCABULARY, (size, 4), generator=generator),
+    )
+
+
+@named
+def adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Groups by shape and by name, as people make them."""
+    matrices = [p for name, p in parameters if p.dim() > 1 and not name.startswith("embedding")]
+    vectors = [p for name, p in parameters if p.dim() <= 1]
+    tied = [p for name, p in parameters if name.startswith("embedding")]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": tied, "lr": 3e-3},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def two(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer | None]:
+    """An optimizer for whole matrices and one for the rest."""
+    matrices, others = [[p for p in parameters if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
+    return [
+        torch.optim.Adafactor(matrices, lr=0.05) if matrices else None,
+        torch.optim.AdamW(others, lr=1e-2) if others else None,
+    ]
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "two": two}
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def state_bytes(pipe: PipelineModule) -> int:
+    states = [state for optimizer in pipe.optimizers for state in optimizer.state.values()]
+    return sum(x.untyped_storage().nbytes() for state in states for x in state.values() if x.dim())
+
+
+def trained(data: int, optimizer: str, sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """A rank: a few steps, one of them of two accumulated batches."""
+    replica = torch.distributed.get_rank() % data
+    pipe = PipelineModule(
+        make_model(),
+        loss_fn=loss_fn,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_scheduler=halved,
+        timeout=30.0,
+        **options,
+    )
+    losses = []
+    is_flush = True
+    for step in range(STEPS):
+        batch = batch_of(step, replica, sizes)
+        pipe.build(*batch)
+        is_flush = not pipe.schedule.is_asynchronous
+        losses.append((pipe.forward_backward if step == 1 and is_flush else pipe.train_step)(*batch))
+        if step == 1:
+            gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    losses += pipe.flush()
+    found = {
+        "losses": {r.loss_step: r.loss for r in losses if r.loss is not None},
+        "gradients": gradients,
+        "norms": [r.grad_norm for r in losses],
+        "state": pipe.full_state_dict(),
+        "state_bytes": state_bytes(pipe),
+        "held": pipe.held_bytes(),
+        "eval": pipe.eval_step(*batch).loss,
+    }
+    pipe.close()
+    return found
+
+
+def alone(data: int, optimizer: str, sizes: list[list[int]], max_norm: float | None) -> dict[str, Any]:
+    """The same in one process, each batch whole; a stage's optimizer changes nothing, since none looks at others."""
+    model = make_model()
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    make = OPTIMIZERS[optimizer]
+    made: Any = make(trainable) if optimizer == "adamw" else make([p for _, p in trainable])
+    optimizers = [one for one in (made if isinstance(made, list) else [made]) if one is not None]
+    schedulers = [halved(one) for one in optimizers]
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        x, y = (torch.cat(column) for column in zip(*(batch_of(step, q, sizes) for q in range(data)), strict=True))
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step == 1:
+            gradients = {name: p.grad.clone() for name, p in trainable}
+            norms.append(None)
+            continue
+        norms.append(None)
+        if max_norm is not None:
+            norms[-1] = float(torch.nn.utils.clip_grad_norm_([p for _, p in trainable], max_norm))
+        for one in [*optimizers, *schedulers]:
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+    return {"losses": losses, "norms": norms, "gradients": gradients, "state": model.state_dict()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, tolerance: float) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["zero1"])
+@pytest.mark.parametrize(
+    ("optimizer", "sizes", "options"),
+    [
+        ("adamw", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}),
+        ("two", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 3}),
+        ("adamw", EQUAL, {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
+    ],
+    ids=["1x2", "2x2", "interleaved"],
+)
+def test_flush(gloo: Pool, kind: str, optimizer: str, sizes: list[list[int]], options: dict[str, Any]) -> None:
+    ranks = options["mesh"]["pipe"] * 2
+    answers = gloo.run(trained, ranks=ranks, args=(2, optimizer, sizes, {**options, "data_parallel": kind}))
+    wanted = alone(2, optimizer, sizes, options.get("max_grad_norm"))
+    for found in answers:
+        assert [found["losses"][step] for step in range(STEPS)] == pytest.approx(wanted["losses"], abs=1e-12)
+        assert found["norms"] == pytest.approx(wanted["norms"], abs=1e-12)
+        assert_same(found["gradients"], wanted["gradients"], tolerance=1e-12)
+        assert_same(found["state"], wanted["state"], tolerance=1e-10)
