@@ -126,7 +126,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         split_points=None,
         plan=plan,
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
-        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages]),
+        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], schedule),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
     )
 

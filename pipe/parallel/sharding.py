@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...schedules import Schedule
 
-DATA_PARALLEL = ("replicate", "zero1", "fsdp")
+DATA_PARALLEL = ("replicate", "zero1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,9 @@ class Sharding:
 
     Arguments:
         shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
-        weights: whether the weights are, too, whenever no batch needs them.
     """
 
     shards: tuple[int, ...]
-    weights: bool = False
 
     @property
     def is_any(self) -> bool:
@@ -42,21 +40,20 @@ def check_data_parallel(data_parallel: str) -> str:
 
 
 def sharding_of(data_parallel: str, schedule: Schedule) -> Sharding:
-    """The same for each stage, over all ranks that hold it.
+    """The same for each stage, over all ranks that hold it."""
+    return _for(schedule, [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners])
 
-    Raises ValueError for weights that would be divided while batches are under way all the time.
-    """
-    if data_parallel == "fsdp" and schedule.is_asynchronous:
+
+def sharding_of_plan(shards: Sequence[int], schedule: Schedule) -> Sharding:
+    """As a plan says, by stage."""
+    return _for(schedule, shards)
+
+
+def _for(schedule: Schedule, shards: Sequence[int]) -> Sharding:
+    sharding = Sharding(shards=tuple(shards))
+    if sharding.is_any and schedule.is_asynchronous:
         raise ValueError(
-            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "
-            f"train_step to the next, so that every weight version that is kept is in use and none could be let go. "
-            f"Expected data_parallel='zero1', which divides the optimizer's state, or a flush schedule such as "
-            f"schedule='1f1b'"
+            f"the optimizer's state would be divided under the asynchronous schedule {schedule.name!r}: expected "
+            f"data_parallel='replicate', or a flush schedule such as schedule='1f1b'"
         )
-    counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
-    return Sharding(shards=tuple(counts), weights=data_parallel == "fsdp")
-
-
-def sharding_of_plan(shards: Sequence[int]) -> Sharding:
-    """As a plan says, by stage: its optimizer's state alone."""
-    return Sharding(shards=tuple(shards))
+    return sharding
