@@ -121,7 +121,7 @@ class Collectives:
             parts: by rank, of one type; this rank's own is ignored.
             sizes: by rank, elements of what it sends here; this rank's own is ignored.
         """
-        processes = self._processes(ranks)
+        processes = tuple(self._place.process_of(rank) for rank in ranks)
         own = self._world.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
         kind = parts[0].dtype
@@ -143,18 +143,19 @@ class Collectives:
                 async_op=True,
             )
 
-        self._run(begin, processes, what)
+        group_of = self._processes(ranks)
+        self._run(begin, group_of, what)
 
         def wait() -> list[torch.Tensor]:
             assert work is not None
-            self._run(lambda group: work.wait(), processes, what)
+            self._run(lambda group: work.wait(), group_of, what)
             by_place = dict(zip(order, torch.split(received, incoming), strict=True))
             return [by_place[i] for i in range(len(ranks))]
 
         return wait
 
     def by_rank(self, mine: T, *, what: str) -> dict[int, T]:
-        """What the process of each rank gives, on every process; alone, its own for every rank."""
+        """What the process of each rank of this plane gives, on every process; alone, its own for every rank."""
         given = self.gather(mine, what=what)
         return {rank: given[self._place.process_of(rank)] for rank in range(self._place.mesh.num_ranks)}
 
