@@ -109,6 +109,7 @@ def assemble(
         split_points=layout.split_points,
         plan=layout.plan,
         loss_fn=settings.loss_fn,
+        loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
         recompute=layout.recompute,
         seeder=seeder,
         device=device,

@@ -88,6 +88,7 @@ class Makers:
                 schedule=mode.schedule,
                 seeder=self.seeder,
                 updates=updates[rank],
+                device=self.settings.device,
             )
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.recorders[rank]))
         return Engine(ranks, timeout=self.settings.timeout)

@@ -36,7 +36,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
     """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
 
     Arguments:
-        arguments: its inputs; they keep their values.
+        arguments: its inputs, leaves; they keep their values.
 
     Raises OutputError for outputs that are no tensors, and whatever the module raises.
     """
@@ -62,22 +62,21 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
 
 
 def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozenset[int]]:
-    """The value a module returns, and which arguments it changes in place; it then ran again on copies."""
+    """The value a module returns, and which arguments (leaves) it changes in place; it then ran again on copies."""
     values = [x.detach().clone() for x in arguments]
-    leaves = fresh_leaves(arguments)
-    versions = [x._version for x in leaves]
+    versions = [x._version for x in arguments]
     try:
-        value = call_for_shapes(module, leaves)
+        value = call_for_shapes(module, arguments)
     except RuntimeError as error:
         if "in-place" not in str(error):  # what autograd says of a leaf that is changed
             raise
     else:
-        if versions == [x._version for x in leaves]:
+        if versions == [x._version for x in arguments]:
             return value, frozenset()
     with torch.no_grad():
         for x, before in zip(arguments, values, strict=True):
             x.detach().copy_(before)
-    copies = [x.clone() for x in fresh_leaves(arguments)]
+    copies = [x.clone() for x in arguments]
     versions = [x._version for x in copies]
     value = call_for_shapes(module, copies)
     return value, frozenset(

@@ -29,6 +29,7 @@ class Batch:
         has_target: whether there is one at all.
         stages: [M] what all stages run.
         specs: [M] output specs of all stages.
+        certain: [M] which gradients of the inputs of all stages always come.
         sizes: [M] samples of each microbatch.
         group_size: microbatches of one update group.
         weights: [M] each microbatch's share of the samples of its update group, see `weigh`.
@@ -43,6 +44,7 @@ class Batch:
     has_target: bool
     stages: Sequence[Sequence[StageModule]]
     specs: Sequence[OutputSpecs]
+    certain: Sequence[Sequence[Sequence[bool]]]
     sizes: Sequence[int]
     group_size: int
     weights: Sequence[float]

@@ -69,6 +69,13 @@ class ModelLoss:
         found = own_loss(form.assemble(marks))
         return next(i for i, mark in enumerate(marks) if mark is found)
 
+    def find_slot(self, form: Form) -> int | None:
+        """The same, or None where there is no loss: the first batch says so."""
+        try:
+            return self.slot(form)
+        except ValueError:
+            return None
+
     def reads(self, name: str) -> bool:
         """Whether the weight is made of the values of this argument."""
         if callable(self._weight):

@@ -94,6 +94,7 @@ class BatchReader:
                 targets=[targets[j] if k in own else None for k, j in enumerate(self._like)],
                 stages=[inferred[j].stages for j in self._like],
                 specs=[inferred[j].specs for j in self._like],
+                certain=[inferred[j].certain for j in self._like],
                 sizes=sizes,
                 group_size=self._group_size,
                 weights=weigh(sizes, self._group_size),

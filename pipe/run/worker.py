@@ -5,6 +5,8 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
 
+A gradient that does not exist is None in both.
+
 Training and evaluation have a worker each, over the same stages.
 """
 
@@ -23,6 +25,7 @@ from ...schedules import Action, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch
+from ..stages.presence import Gradients, pack, unpack
 from ..stages.randomness import Seeder
 from ..stages.stage import Stage
 from ..stages.wiring import Wiring
@@ -37,6 +40,7 @@ class _Ports:
     wants_grad: for each input.
     producers: of any input.
     outputs: (consumer, slots of the outputs that it takes).
+    graded: for each output, whether a gradient may come.
     gradients: (consumer, slots of the outputs that it sends a gradient of).
     input_gradients: (producer, positions of the inputs whose gradients it gets).
     """
@@ -45,22 +49,22 @@ class _Ports:
     wants_grad: tuple[bool, ...]
     producers: tuple[int, ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    graded: tuple[bool, ...]
     gradients: tuple[tuple[int, tuple[int, ...]], ...]
     input_gradients: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def _ports(s: int, module: StageModule, wiring: Wiring) -> _Ports:
     refs = [(ref.producer, ref.slot) for ref in module.inputs]
-    at = {ref: i for i, ref in enumerate(refs)}
+    graded = {slot for c in wiring.consumers[s] for slot in wiring.grads[s, c]}
     return _Ports(
         inputs=tuple((p, slot if p == MODEL_INPUT else wiring.acts[p, s].index(slot)) for p, slot in refs),
         wants_grad=tuple(p != MODEL_INPUT and slot in wiring.grads[p, s] for p, slot in refs),
         producers=tuple(wiring.producers[s]),
         outputs=tuple((c, wiring.acts[s, c]) for c in wiring.consumers[s]),
+        graded=tuple(slot in graded for slot in range(module.num_outputs)),
         gradients=tuple((c, wiring.grads[s, c]) for c in wiring.consumers[s] if wiring.grads[s, c]),
-        input_gradients=tuple(
-            (p, tuple(at[p, slot] for slot in wiring.grads[p, s])) for p in wiring.producers[s] if wiring.grads[p, s]
-        ),
+        input_gradients=tuple((p, wiring.positions[p, s]) for p in wiring.producers[s] if wiring.grads[p, s]),
     )
 
 
@@ -83,19 +87,21 @@ class Worker(ABC):
         schedule: Schedule,
         seeder: Seeder,
         updates: RankUpdate,
+        device: torch.device,
     ) -> None:
         self.rank = rank
         self.outputs: dict[int, Tensors] = {}  # of an evaluated batch, by microbatch
         self._stages = stages
         self._wiring = wiring
         self._updates = updates
+        self._device = device
         self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, modules[s], wiring) for s in stages}
-        self._inbox: dict[Message, Tensors] = {}
-        self._outbox: dict[Message, Tensors] = {}
+        self._inbox: dict[Message, Gradients] = {}
+        self._outbox: dict[Message, Gradients] = {}
 
     @abstractmethod
     def run(self, action: Action) -> None:
@@ -109,19 +115,28 @@ class Worker(ABC):
         """Layouts of the tensors of a message."""
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._num_microbatches)
-            return self._wiring.message_specs(message, self._updates.batches[number].specs[k])
+            batch = self._updates.batches[number]
+            return self._wiring.message_specs(message, batch.specs[k], batch.certain[k])
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
-        if message.kind in STAGE_KINDS:
+        if message.kind is MessageKind.ACT:
             self._inbox[message] = tensors
+        elif message.kind is MessageKind.GRAD:
+            self._inbox[message] = unpack(tensors, self._certain(message))
         else:
             self._updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
-        return self._outbox.pop(message) if message.kind in STAGE_KINDS else self._updates.take(message)
+        if message.kind not in STAGE_KINDS:
+            return self._updates.take(message)
+        return pack(self._outbox.pop(message), self.specs(message), self._device)
+
+    def _certain(self, message: Message) -> tuple[bool, ...]:
+        number, k = divmod(message.index, self._num_microbatches)
+        return self._wiring.certain(message, self._updates.batches[number].certain[k])
 
     def drop(self) -> None:
         """Forget what is under way (after an error)."""
@@ -137,7 +152,7 @@ class Worker(ABC):
         inputs = []
         for producer, position in ports.inputs:
             x = batch.inputs[position][k] if producer == MODEL_INPUT else arrived[producer][position]
-            assert x is not None, f"microbatch {k} belongs to another data replica"
+            assert x is not None, f"an input of microbatch {k}, which belongs to another data replica"
             inputs.append(x)
         return inputs
 
@@ -147,7 +162,7 @@ class Worker(ABC):
         for c, slots in self._ports[s].outputs:
             self._emit(Message(MessageKind.ACT, s, c, index), tuple(outputs[slot] for slot in slots))
 
-    def _emit(self, message: Message, tensors: Tensors) -> None:
+    def _emit(self, message: Message, tensors: Gradients) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
         stays = self._owner(message.dst, message.index) == self.rank
         (self._inbox if stays else self._outbox)[message] = tensors
@@ -184,29 +199,31 @@ class TrainingWorker(Worker):
                 assert op is Op.B, f"{action} got past the check of the schedule"
                 gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
                 group = index // batch.group_size
+                graded = (True,) if s == self._last else self._ports[s].graded
                 with batch.autocast.off():
-                    by_input = self._stages[s].backward(index, gradients, group=group, autocast=batch.autocast)
-                self._hand_back(s, index, by_input)
+                    by_input = self._stages[s].backward(index, gradients, graded, group=group, autocast=batch.autocast)
+                self._hand_back(s, index, by_input, batch.certain[k][s])
         finally:
             self._seeder.end()
 
     def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
-        """By output slot, summed over the consumers; on the last stage that of the loss."""
+        """By output slot, summed over the consumers that have one; on the last stage that of the loss."""
         if s == self._last:
             return [self._updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
         for c, slots in self._ports[s].gradients:
             arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, index))
             for slot, gradient in zip(slots, arrived, strict=True):
-                known = gradients[slot]
-                gradients[slot] = gradient if known is None else known + gradient
+                gradients[slot] = _added(gradients[slot], gradient)
         return gradients
 
-    def _hand_back(self, s: int, index: int, by_input: Sequence[torch.Tensor | None]) -> None:
+    def _hand_back(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
         """The input gradients of a backward to the stages whose outputs they were."""
         for p, positions in self._ports[s].input_gradients:
-            gradients = tuple(gradient for i in positions if (gradient := by_input[i]) is not None)
-            self._emit(Message(MessageKind.GRAD, s, p, index), gradients)
+            for i in positions:
+                if by_input[i] is None and certain[i]:
+                    self._stages[s].refuse_lost_gradient(i)
+            self._emit(Message(MessageKind.GRAD, s, p, index), tuple(by_input[i] for i in positions))
 
 
 class EvaluationWorker(Worker):
@@ -229,6 +246,13 @@ class EvaluationWorker(Worker):
             self.outputs[k] = outputs
         else:
             self._hand_on(s, k, outputs, batch.specs[k][s])
+
+
+def _added(known: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of those that exist."""
+    if known is None or more is None:
+        return more if known is None else known
+    return known + more
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

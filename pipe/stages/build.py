@@ -21,7 +21,7 @@ from .loss import give_loss, with_loss
 from .plan_cut import check_parameters, stage_by_node
 from .randomness import Seeder
 from .recompute import Recompute, RecomputedModules
-from .shapes import InferredStages, Signature
+from .shapes import InferredStages, LossSlot, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ def cut_model(
     split_points: Sequence[str] | None,
     plan: Plan | None,
     loss_fn: object,
+    loss_slot: LossSlot | None,
     recompute: Recompute,
     seeder: Seeder,
     device: torch.device,
@@ -97,7 +98,9 @@ def cut_model(
         recomputed.refuse_graphs()
     microbatch = Signature.of(example)
     with recomputed.checked():
-        train = InferredStages(cut, microbatch, root=root, seeder=seeder, device=device, training=True)
+        train = InferredStages(
+            cut, microbatch, root=root, seeder=seeder, device=device, training=True, loss_slot=loss_slot
+        )
     evaluate = InferredStages(
         cut.evaluation(example), microbatch, root=root, seeder=seeder, device=device, training=False
     )

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...comm import TensorSpec
-from ...partition.graph.first_run import first_run, run_and_watch, take
+from ...partition.graph.first_run import first_run, fresh_leaves, run_and_watch, take
 from ...partition.graph.forms import Arguments, Form, Tensors, shown_call
 from ...partition.graph.made_up import wanting_gradient
 from ...partition.graph.memory import memory_of
@@ -28,10 +28,14 @@ from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import untouched
 from .autocast import Autocast
+from .presence import StageRun, certain_gradients
 from .randomness import Seeder
 from .wiring import OutputSpecs
 
-_RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], Tensors]
+_RunStage = Callable[[int, Sequence[torch.Tensor], Sequence[Tensors]], StageRun]
+
+
+LossSlot = Callable[[Form], int | None]
 
 
 class Signature(NamedTuple):
@@ -87,12 +91,14 @@ class Inferred:
     Arguments:
         stages: [S].
         specs: [S] of the outputs of each.
+        certain: [S] by input of each, whether its gradient always comes; see `presence`.
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
     """
 
     stages: tuple[StageModule, ...]
     specs: OutputSpecs
+    certain: Sequence[Sequence[bool]]
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
 
@@ -107,6 +113,7 @@ class InferredStages:
         seeder: learns which units draw from Python's and numpy's generators.
         device: of the run.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
+        loss_slot: of a model that returns its own loss: which of the flat tensors of its output that is.
 
     Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
 
@@ -115,13 +122,22 @@ class InferredStages:
     """
 
     def __init__(
-        self, cut: Cut, example: Signature, *, root: nn.Module, seeder: Seeder, device: torch.device, training: bool
+        self,
+        cut: Cut,
+        example: Signature,
+        *,
+        root: nn.Module,
+        seeder: Seeder,
+        device: torch.device,
+        training: bool,
+        loss_slot: LossSlot | None = None,
     ) -> None:
         self._root = root
         self._seeder = seeder
         self._cut = cut
         self._device = device
         self._training = training
+        self._loss_slot = loss_slot
         self._form = example.form
         self.example = self._first_walk(cut, example)
         # What a module that runs as it is does, and draws, may change when these do.
@@ -160,7 +176,8 @@ class InferredStages:
 
     def _inferred(self, inputs: Signature) -> Inferred:
         if self._cut.again is None:
-            return replace(self.example, specs=self._specs(inputs, len(self.stages), self._run_again))
+            specs, certain = self._specs(inputs, len(self.stages), self._run_again, lambda: self.output_form)
+            return replace(self.example, specs=specs, certain=certain)
         found = self._first_walk(self._cut.again(inputs.shapes_alone()), inputs)
         for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
             _refuse_other_flow(index, mine, other, inputs)
@@ -176,24 +193,25 @@ class InferredStages:
         stages: list[StageModule] = []
         writes: list[frozenset[int]] = []
 
-        def run_first(index: int, flat: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+        def run_first(index: int, flat: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:
             before = stages[-1] if stages else None
             linked = cut.pieces[index].link(before, index=index, inputs=inputs.form)
-            arguments = take(linked.inputs, flat, results)
+            arguments = fresh_leaves(take(linked.inputs, flat, results))
             with _explained(index, arguments), stand_ins(linked.module, self._device) as written:
                 stage, outputs, changed = first_run(cut.pieces[index], linked, arguments)
             stages.append(stage)
             writes.append(frozenset(written))
             _refuse_shared_memory(stage, index, arguments, changed)
-            outputs = self._whatever_was_drawn(stage, arguments, outputs)
+            run = self._whatever_was_drawn(stage, arguments, outputs)
             if index < len(cut.pieces) - 1:
-                _refuse_sparse(stage, outputs)
-            return outputs
+                _refuse_sparse(stage, run.outputs)
+            return run
 
-        specs = self._specs(inputs, len(cut.pieces), run_first)
+        specs, certain = self._specs(inputs, len(cut.pieces), run_first, lambda: cut.form_of_output(stages[-1]))
         return Inferred(
             stages=tuple(stages),
             specs=specs,
+            certain=certain,
             written_buffers=tuple(writes),
             output_form=cut.form_of_output(stages[-1]),
         )
@@ -231,12 +249,18 @@ class InferredStages:
         autocast = Autocast.now(self._device.type)
         return inputs, autocast, self._cut.fixed(), *(m.training for m in self._modes)
 
-    def _specs(self, inputs: Signature, num_stages: int, run: _RunStage) -> OutputSpecs:
-        """Walk over the stages with fake tensors."""
+    def _specs(
+        self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]
+    ) -> tuple[OutputSpecs, Sequence[Sequence[bool]]]:
+        """Walk over the stages with fake tensors: their outputs, and which gradients of their inputs are certain.
+
+        Arguments:
+            output_form: of the model, once all stages ran.
+        """
         self._cut.batch_sizes.check(inputs.num_samples)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         grad = torch.enable_grad() if self._training else torch.no_grad()
-        results: list[Tensors] = []
+        runs: list[StageRun] = []
         modules = () if self._training else (self._root,)
         with (
             untouched(self._root, device=self._device, buffers=False),
@@ -247,12 +271,14 @@ class InferredStages:
         ):
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for index in range(num_stages):
-                results.append(run(index, flat, results))
-        return tuple(tuple(map(TensorSpec.of, outputs)) for outputs in results)
+                runs.append(run(index, flat, [one.outputs for one in runs]))
+        loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())
+        specs = tuple(tuple(map(TensorSpec.of, one.outputs)) for one in runs)
+        return specs, certain_gradients(runs, loss_slot=loss_slot)
 
-    def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> Tensors:
+    def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:
         stage = self.stages[index]
-        arguments = take(stage.inputs, inputs, results)
+        arguments = fresh_leaves(take(stage.inputs, inputs, results))
         with _explained(index, arguments), stand_ins(stage.module, self._device):
             value, changed = run_and_watch(stage.module, arguments)
             outputs = stage.flatten(value)
@@ -264,12 +290,13 @@ class InferredStages:
             )
         return self._whatever_was_drawn(stage, arguments, outputs)
 
-    def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> Tensors:
+    def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
         """Where numbers decide what runs, as in LayerDrop, every output may want a gradient, though not in this run."""
         trains = any(x.requires_grad for x in (*stage.module.parameters(), *arguments))
-        if not self._seeder.has_drawn() or not self._training or not trains:
-            return outputs
-        return tuple(map(wanting_gradient, outputs))
+        has_drawn = self._seeder.has_drawn()
+        if has_drawn and self._training and trains:
+            outputs = tuple(map(wanting_gradient, outputs))
+        return StageRun(stage.inputs, arguments, outputs, is_typical=not has_drawn)
 
 
 def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, co
 LossOf = Callable[[Tensors, object, bool], LossValue]
 
 _NOTHING = nullcontext()
+
+_DECIDES_ALIKE = (
+    "Expected a forward that decides by random numbers or values which parameters it uses, not by a counter or an "
+    "attribute; or a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +143,34 @@ class Stage:
         return outputs, loss
 
     def backward(
-        self, key: int, gradients: Sequence[torch.Tensor | None], *, autocast: Autocast, group: int = 0
+        self,
+        key: int,
+        gradients: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        autocast: Autocast,
+        group: int = 0,
     ) -> list[torch.Tensor | None]:
         """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
 
         Arguments:
-            gradients: by output slot (None: none comes); on a stage with a loss, its one weight.
+            gradients: by output slot (None: there is none); on a stage with a loss, its one weight.
+            wanted: by output slot, whether one may come.
             autocast: that of the forward, for what runs again.
             group: the update group, where there are several.
 
-        Returns the gradient of each input that wants one, by slot (None for the others).
+        Returns the gradient of each input, by slot; None where it wants none, or does not get one.
         """
         live = self._live.pop(key)
+        if any(wanted) and all(gradient is None for gradient in gradients):
+            return [None] * len(live.leaves)
         if self._weights is not None:
             self._weights.begin_backward(live.version, group)
         try:
             outputs = live.outputs if live.outputs is not None else self._recomputed(live, autocast)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-            if len(pairs) < sum(o.requires_grad for o in outputs):
-                self._refuse_new_gradients(outputs, gradients)
+            if not all(wanted):
+                self._refuse_new_gradients(outputs, wanted)
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         except RuntimeError as error:
@@ -164,15 +179,22 @@ class Stage:
         finally:
             if self._weights is not None:
                 self._weights.end_backward(live.version, group)
-        return [(torch.zeros_like(x) if x.grad is None else x.grad) if x.requires_grad else None for x in live.leaves]
+        return [x.grad for x in live.leaves]
 
-    def _refuse_new_gradients(self, outputs: Tensors, gradients: Sequence[torch.Tensor | None]) -> None:
-        slot = next(i for i, o in enumerate(outputs) if o.requires_grad and gradients[i] is None)
+    def _refuse_new_gradients(self, outputs: Tensors, wanted: Sequence[bool]) -> None:
+        slot = next((i for i, o in enumerate(outputs) if o.requires_grad and not wanted[i]), None)
+        if slot is None:
+            return
         raise ValueError(
             f"output {slot} of stage {self.index} ({self.name}) wants a gradient and did not when the stages were "
-            f"built, so that none comes back for it: what is in front of it would not be trained. Expected a forward "
-            f"that decides by random numbers or values which parameters it uses, not by a counter or an attribute; or "
-            f"a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
+            f"built, so that none comes back for it: what is in front of it would not be trained. {_DECIDES_ALIKE}"
+        )
+
+    def refuse_lost_gradient(self, slot: int) -> NoReturn:
+        """ValueError for a gradient of an input that certainly came when the stages were built, and does not now."""
+        raise ValueError(
+            f"input {slot} of stage {self.index} ({self.name}) gets no gradient, and got one when the stages were "
+            f"built. {_DECIDES_ALIKE}"
         )
 
     def drop(self) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from ...comm import TensorSpec
 from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Edge, Message, MessageKind
+from .presence import flag_spec
 
 OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 
 
 class Wiring:
     """The slots of each edge. `acts[src, dst]`: the output slots of `src` that `dst` takes, ascending;
-    `grads[src, dst]`: those of them for which a gradient comes back."""
+    `grads[src, dst]`: those of them for which a gradient may come back; `positions[src, dst]`: of these among the
+    inputs of `dst`."""
 
     def __init__(self, stages: Sequence[StageModule], specs: OutputSpecs) -> None:
         self.acts: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -28,6 +30,10 @@ class Wiring:
             (src, dst): tuple(slot for slot in slots if specs[src][slot].requires_grad)
             for (src, dst), slots in self.acts.items()
         }
+        places = [{(ref.producer, ref.slot): i for i, ref in enumerate(module.inputs)} for module in stages]
+        self.positions = {
+            (src, dst): tuple(places[dst][src, slot] for slot in slots) for (src, dst), slots in self.grads.items()
+        }
         self.consumers = [sorted(d for s, d in self.acts if s == stage) for stage in range(len(stages))]
         self.producers = [sorted(s for s, d in self.acts if d == stage) for stage in range(len(stages))]
 
@@ -35,8 +41,23 @@ class Wiring:
         """The stage graph for the schedule."""
         return tuple(Edge(src, dst, bool(self.grads[src, dst])) for src, dst in sorted(self.acts))
 
-    def message_specs(self, message: Message, specs: OutputSpecs) -> list[TensorSpec]:
-        """Shapes of the tensors of an activation or gradient message."""
+    def message_specs(
+        self, message: Message, specs: OutputSpecs, certain: Sequence[Sequence[bool]]
+    ) -> list[TensorSpec]:
+        """Layouts of the tensors of an activation or gradient message.
+
+        Arguments:
+            certain: by stage and input, whether its gradient always comes.
+        """
         if message.kind is MessageKind.ACT:
             return [specs[message.src][slot] for slot in self.acts[message.src, message.dst]]
+        return [*flag_spec(self.certain(message, certain)), *self.gradient_specs(message, specs)]
+
+    def gradient_specs(self, message: Message, specs: OutputSpecs) -> list[TensorSpec]:
+        """Layouts of the gradients of a message, without what stands in front of them."""
         return [specs[message.dst][slot] for slot in self.grads[message.dst, message.src]]
+
+    def certain(self, message: Message, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
+        """By gradient of a message, whether it always comes."""
+        own = certain[message.src]
+        return tuple(own[position] for position in self.positions[message.dst, message.src])

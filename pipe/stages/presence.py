@@ -1,0 +1,112 @@
+"""Which gradients exist: what the loss does not depend on gets none in one process, and none here.
+
+    certain   a path of torch's own operations leads from the loss to the input: its gradient always comes
+    flagged   all others (an output that a loss may ignore, code that reads values or draws numbers, autograd functions
+              of the user's): the message says of each tensor whether it is there, and has zeros in its place if not
+
+A flag is read on the host, for which a CUDA device has to be waited for: therefore only where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.graph.forms import Tensors
+from ...partition.graph.units import ValueRef
+
+Gradients = Sequence[torch.Tensor | None]  # None: there is none
+
+# Autograd functions that hand every gradient on; others may return None for an input.
+_FAITHFUL = ("torch.distributed.", "stagewright.")
+
+
+class StageRun(NamedTuple):
+    """One stage's run in shape inference.
+
+    refs: where its inputs come from.
+    leaves: its inputs.
+    outputs: with their graph.
+    is_typical: whether every run makes this graph, as far as one can see.
+    """
+
+    refs: Sequence[ValueRef]
+    leaves: Tensors
+    outputs: Tensors
+    is_typical: bool
+
+
+def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tuple[tuple[bool, ...], ...]:
+    """Inputs whose gradients always come, by stage and input.
+
+    Arguments:
+        runs: [S].
+        loss_slot: the output of the last stage that is the loss; None: any, and at least one, makes the loss.
+    """
+    certain: list[tuple[bool, ...]] = []
+    wanted: set[tuple[int, int]] = set()  # (stage, slot) of outputs that certainly get a gradient
+    for s, run in reversed(list(enumerate(runs))):
+        if s == len(runs) - 1:
+            ends = [x for i, x in enumerate(run.outputs) if x.requires_grad and loss_slot in (None, i)]
+            reached = [_reached([x], run.leaves) for x in ends]
+            found = set.intersection(*reached) if reached else set()
+        else:
+            found = _reached([x for i, x in enumerate(run.outputs) if (s, i) in wanted], run.leaves)
+        own = tuple(run.is_typical and i in found for i in range(len(run.leaves)))
+        wanted |= {(ref.producer, ref.slot) for ref, yes in zip(run.refs, own, strict=True) if yes}
+        certain.append(own)
+    return tuple(reversed(certain))
+
+
+def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
+    """The leaves to which the gradients of any of the outputs certainly lead."""
+    number = {id(leaf): i for i, leaf in enumerate(leaves) if leaf.requires_grad}
+    found = {number[id(x)] for x in outputs if id(x) in number}
+    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(pending)
+    while pending and len(found) < len(number):
+        node = pending.pop()
+        variable = getattr(node, "variable", None)  # of the end of a path
+        if id(variable) in number:
+            found.add(number[id(variable)])
+        for ahead, _ in node.next_functions if _hands_on(node) else ():
+            if ahead is not None and ahead not in seen:
+                seen.add(ahead)
+                pending.append(ahead)
+    return found
+
+
+def _hands_on(node: object) -> bool:
+    """Whether a node of the graph gives every input a gradient."""
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__.startswith(_FAITHFUL)
+
+
+def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
+    """Layout of the flags in front of the gradients of a message: none where all are certain."""
+    return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
+
+
+def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    """A message of these layouts: flags, where it has them, and every gradient, zeros where there is none."""
+    if len(specs) == len(gradients):
+        return tuple(gradient for gradient in gradients if gradient is not None)
+    flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
+    whole = [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+        if gradient is None
+        else gradient
+        for gradient, spec in zip(gradients, specs[1:], strict=True)
+    ]
+    return (flags, *whole)
+
+
+def unpack(message: Tensors, certain: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a message."""
+    if all(certain):
+        return message
+    flags, *whole = message
+    return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))

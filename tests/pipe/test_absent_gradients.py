@@ -1,0 +1,256 @@
+"""Gradients that do not exist: what a loss ignores is left alone, as in one process, float64.
+
+stage 0: lift, side ──> (hidden, aside)      aside goes straight to the last stage and out of the model
+loss_fn(output, target): uses aside always, never, or for some microbatches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules.messages import Message
+
+WIDTH, MICROBATCHES = 4, 4
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Sided(nn.Module):
+    """Blocks in a row; `side` makes a second output from the first block's, and `tied` shares the lift's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(WIDTH, WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.side.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.lift(x)
+        aside = self.side(h)
+        for block in self.blocks:
+            h = block(h)
+        return h, self.tied(aside).tanh()
+
+
+def ignoring(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target)
+
+
+def sometimes(output: Any, target: Tensor) -> Tensor:
+    """Microbatches whose first target is positive learn from the second output too."""
+    main, aside = output
+    loss = F.mse_loss(main, target)
+    return loss + F.mse_loss(aside, target) if float(target[0, 0]) > 0 else loss
+
+
+def model_of(kind: type[nn.Module] = Sided) -> Any:
+    torch.manual_seed(1)
+    return kind().double()
+
+
+def batch(*firsts: float) -> tuple[Tensor, Tensor]:
+    """Two samples a microbatch; `firsts`: the sign of each microbatch's first target."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(2 * MICROBATCHES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    y[::2, 0] = y[::2, 0].abs() * torch.tensor(firsts, dtype=torch.float64)
+    return x, y
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
+
+
+def piped(model: nn.Module, loss_fn: Loss, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "example_inputs": batch(1)[:1]}
+    return PipelineModule(model, **(settings | {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 30.0} | options))
+
+
+def plain_steps(model: Any, loss_fn: Loss, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor | None]]:
+    """Trains; the gradients of each step."""
+    optimizer, found = adamw(model.parameters()), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
+            (loss_fn(model(mine), target) / MICROBATCHES).backward()
+        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+    return found
+
+
+BATCHES = [batch(-1, -1, -1, -1), batch(-1, 1, -1, -1), batch(-1, -1, -1, -1), batch(1, 1, -1, 1)]
+FLUSH = [
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "recompute": "full", "mesh": {"pipe": 3}},
+    {"schedule": "interleaved", "num_chunks": 2},
+    {"schedule": "gpipe", "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2},
+]
+
+
+def clear(pipe: PipelineModule) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
+    """Where a pipeline's gradients and weights are not those of one process; also as one rank of several."""
+    plain, model = model_of(), model_of()
+    wanted = plain_steps(plain, loss_fn, BATCHES)
+    pipe = piped(model, loss_fn, **options)
+    found = []
+    for step, (given, expected) in enumerate(zip(BATCHES, wanted, strict=True)):
+        clear(pipe)
+        pipe.forward_backward(*given)
+        for name, parameter in pipe.named_parameters():
+            theirs = expected[name]
+            if (parameter.grad is None) != (theirs is None):
+                found.append(f"step {step}: {name} has gradient {parameter.grad}, and {theirs} in one process")
+            elif theirs is not None and not torch.allclose(parameter.grad, theirs, rtol=0, atol=1e-12):
+                found.append(f"step {step}: the gradient of {name} differs")
+        clear(pipe)
+        pipe.train_step(*given)
+    for name, value in pipe.full_state_dict().items():
+        if not torch.allclose(value, plain.state_dict()[name], rtol=0, atol=1e-10):
+            found.append(f"{name} differs")
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("loss_fn", [ignoring, sometimes])
+@pytest.mark.parametrize("options", FLUSH, ids=str)
+def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
+    """Weight decay moves what has a gradient, zero or not: no parameter may have one that has none alone."""
+    assert differences(loss_fn, options) == []
+
+
+@pytest.mark.gloo
+def test_over_processes(gloo: Pool) -> None:
+    one = {"schedule": "1f1b", "mesh": {"pipe": 2}}
+    assert gloo.run(differences, ranks=2, args=(sometimes, one)) == [[], []]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_in_a_stream(recompute: str) -> None:
+    """What the loss ignores does not move, and all else moves as in a model without it."""
+
+    class Alone(Sided):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h, aside = super().forward(x)
+            return h, aside.detach()
+
+    models = [model_of(), model_of(Alone)]
+    for model in models:
+        pipe = piped(model, ignoring, schedule="2bw", recompute=recompute)
+        for given in BATCHES:
+            pipe.train_step(*given)
+        pipe.flush()
+    before, (one, other) = model_of().state_dict(), [model.state_dict() for model in models]
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert torch.equal(value, before[name]) == name.startswith(("side", "tied")), name
+
+
+class Careless(nn.Module):
+    """Listens to its input where its values are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x if float(x.detach().sum()) > 1e9 else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_forward_that_decides_by_values(recompute: str) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Careless(), nn.Linear(WIDTH, WIDTH)).double()
+
+    plain, model = make(), make()
+    plain_steps(plain, F.mse_loss, BATCHES[:2])
+    pipe = piped(model, F.mse_loss, split_points=["1"], recompute=recompute)
+    for given in BATCHES[:2]:
+        pipe.train_step(*given)
+    assert model[0].weight.grad is None
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], rtol=0, atol=1e-10), name
+
+
+class Stops(torch.autograd.Function):
+    """Hands no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class Stopping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(Stops.apply(x))
+
+
+def test_an_autograd_function_that_hands_nothing_on() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stopping(), nn.Linear(WIDTH, WIDTH)).double()
+    before = model[0].weight.detach().clone()
+    piped(model, F.mse_loss, split_points=["1"]).train_step(*BATCHES[0])
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_gradient_that_stops_coming_is_refused() -> None:
+    """An attribute decides: nothing announced that the gradient might not be there."""
+
+    class Deaf(nn.Module):
+        deaf = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(torch.zeros_like(x) if self.deaf else x)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Deaf()).double()
+    pipe = piped(model, F.mse_loss, split_points=["1"])
+    pipe.train_step(*BATCHES[0])
+    model[1].deaf = True
+    with pytest.raises(ValueError, match=r"input 0 of stage 1 \(1\) gets no gradient, and got one when the stages"):
+        pipe.train_step(*BATCHES[0])
+
+
+def test_what_certainly_comes_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of a chain is its gradient alone; one whose presence is the loss's decision has flags in front."""
+    from stagewright.comm import InProcessTransport
+
+    sent: dict[Message, int] = {}
+    send = InProcessTransport.send
+
+    def counted(self: Any, message: Message, peer: int, tensors: Any, specs: Any) -> None:
+        sent[message._replace(index=0)] = len(tensors)
+        send(self, message, peer, tensors, specs)
+
+    monkeypatch.setattr(InProcessTransport, "send", counted)
+    chain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).double()
+    piped(chain, F.mse_loss).train_step(*BATCHES[0])
+    assert {(m.kind.value, count) for m, count in sent.items() if m.kind.value == "grad"} == {("grad", 1)}
+    sent.clear()
+    piped(model_of(), ignoring, mesh={"pipe": 3}, split_points=["blocks.1", "tied"]).train_step(*BATCHES[0])
+    by_edge = {(m.src, m.dst): count for m, count in sent.items() if m.kind.value == "grad"}
+    assert by_edge == {(1, 0): 2, (2, 0): 2, (2, 1): 2}
