@@ -148,6 +148,7 @@ def assemble(
             scheduler=settings.lr_scheduler,
             max_grad_norm=settings.max_grad_norm,
             sharding=layout.sharding,
+            grad_scaler=settings.grad_scaler,
             device=device,
         )
     )
@@ -260,6 +261,7 @@ def _check_agreement(
         microbatch,
         seed=settings.seed,
         max_grad_norm=settings.max_grad_norm,
+        grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
         loss_fn=_kind_of_loss(settings),
         verify=verify,
     )
@@ -277,7 +279,12 @@ def _execution(
 ) -> FlushExecution | StreamExecution:
     """Flush or stream: decided here and asked nowhere else."""
     if schedule.is_asynchronous:
-        return make_stream_execution(schedule, ownership, max_grad_norm=settings.max_grad_norm)
+        return make_stream_execution(
+            schedule,
+            ownership,
+            max_grad_norm=settings.max_grad_norm,
+            scales_loss=settings.grad_scaler is not None,
+        )
     return make_flush_execution(
         schedule, ownership, collectives, sharding=sharding, has_loss=settings.loss_fn is not None
     )

@@ -31,26 +31,30 @@ def check_model(
             raise ValueError(f"{part!r:.60} is {type(part).__name__}: expected a torch.nn.Module")
 
 
-_NO_FLOAT16 = (
-    "expected torch.bfloat16, which needs no loss scaling, or float32: in float16 small gradients become 0 without a "
-    "loss scale, and there is none yet, nor a place for a GradScaler"
-)
-
-
 def refuse_float16_parameters(*modules: object) -> None:
     """ValueError for a float16 parameter of what is to be trained, by name."""
     for module in modules:
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
             if parameter.dtype is torch.float16:
                 raise ValueError(
-                    f"parameter {name!r} is torch.float16: {_NO_FLOAT16} (predict, without loss_fn=, runs)"
+                    f"parameter {name!r} is torch.float16: expected float32 parameters under "
+                    f"torch.autocast(..., torch.float16) with grad_scaler=torch.amp.GradScaler(...), which divides no "
+                    f"float16 gradients, or torch.bfloat16 (predict, without loss_fn=, runs)"
                 )
 
 
-def refuse_float16_autocast(device: torch.device) -> None:
-    """ValueError for a batch to train on within torch.autocast to float16."""
-    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.float16:
-        raise ValueError(f"torch.autocast({device.type!r}, dtype=torch.float16) around training: {_NO_FLOAT16}")
+def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
+    """ValueError for a batch to train on within torch.autocast to float16 without a loss scale."""
+    if (
+        not scales_loss
+        and torch.is_autocast_enabled(device.type)
+        and torch.get_autocast_dtype(device.type) is torch.float16
+    ):
+        raise ValueError(
+            f"torch.autocast({device.type!r}, dtype=torch.float16) around training, where small gradients become 0 "
+            f"without a loss scale: expected PipelineModule(..., grad_scaler=torch.amp.GradScaler({device.type!r})), "
+            f"or torch.bfloat16, which needs none"
+        )
 
 
 def check_flag(name: str, value: object) -> bool:

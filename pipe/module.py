@@ -38,6 +38,7 @@ from .model_options import (
 from .settings import Settings
 from .stages.recompute import RecomputeLike
 from .training import Training
+from .update.loss_scale import read_grad_scaler
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
 
@@ -70,6 +71,10 @@ class PipelineModule:
         lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
         max_grad_norm: `train_step` clips the global gradient norm to it.
+        grad_scaler: torch.amp.GradScaler of training under torch.autocast to float16. `train_step` scales losses,
+            divides gradients before clipping, skips the update of all stages where a gradient of any overflowed, and
+            updates the scale, as scale, unscale_, step and update of it would (docs/precision.md). An infinite loss is
+            no error then. Each process makes its own, all alike.
         example_inputs: one local batch: a tuple, or a dict of keywords; without it, the first call builds the stages.
         batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
             None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
@@ -114,6 +119,7 @@ class PipelineModule:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
         batch_dims: Mapping[str | int, int | None] | None = None,
         mesh: Mapping[str, int] | str | None = None,
@@ -140,6 +146,7 @@ class PipelineModule:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             max_grad_norm=max_grad_norm,
+            grad_scaler=read_grad_scaler(grad_scaler),
             seed=seed,
             device=device_of(root) if device is None else torch.device(device),
             timeout=timeout,
@@ -177,7 +184,7 @@ class PipelineModule:
             return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
 
     def _training_for(self, given: Given) -> Training:
-        refuse_float16_autocast(self.device)
+        refuse_float16_autocast(self.device, scales_loss=self._settings.grad_scaler is not None)
         schedule = self._building.decided_for(given).schedule
         if not schedule.has_backward:
             raise ScheduleError(

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 from ..partition.profiler.optimizers import OptimizerFactory
 from .batch.model_loss import ModelLoss
@@ -25,6 +26,7 @@ class Settings:
     optimizer: OptimizerFactory | None
     lr_scheduler: SchedulerFactory | None
     max_grad_norm: float | None
+    grad_scaler: GradScaler | None
     seed: int
     device: torch.device
     timeout: float
@@ -43,7 +45,7 @@ class Settings:
             if value is not None and not callable(value):
                 such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
                 raise ValueError(f"{name}={value!r}: expected a callable; {such}")
-        for name in ("lr_scheduler", "max_grad_norm"):
+        for name in ("lr_scheduler", "max_grad_norm", "grad_scaler"):
             value = getattr(self, name)
             if value is not None and self.optimizer is None:
                 raise ValueError(

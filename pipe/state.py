@@ -64,6 +64,7 @@ class State:
             written_stages=self.written_stages,
             schedule=self.update.schedule,
             loader=None if loader is None else loader.state_dict(),
+            loss_scales=self.update.loss_scales,
         )
 
     def persist(
@@ -96,6 +97,7 @@ class State:
             schedule=self.update.schedule,
             device=self.device,
             loader=loader,
+            loss_scales=self.update.loss_scales,
             own=self.own_checkpoints,
             agree=self._agree,
         )

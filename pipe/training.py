@@ -93,6 +93,11 @@ class Training:
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: expected a number above 0")
         norm_type = check_norm_type(norm_type)
+        if self._update.loss_scales:
+            raise ValueError(
+                "clip_grad_norm_ beside grad_scaler=: gradients are multiplied by the loss scale until train_step "
+                "divides them by it. Expected PipelineModule(..., max_grad_norm=...)"
+            )
         self._update.refuse_users_gradients("clip_grad_norm_", instead="PipelineModule(..., max_grad_norm=...)")
         with self._guard.together():
             norm = self._update.clip(max_norm, norm_type=norm_type, only_finite=error_if_nonfinite)
@@ -170,5 +175,5 @@ class Training:
                 records = [snapshot() for snapshot in snapshots]
                 return gather_records(records, self._collectives, self._update.timeline)
 
-        step, loss, grad_norm = (None, None, None) if known is None else known
-        return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, _timeline=timeline)
+        step, loss, grad_norm, skipped = (None, None, None, False) if known is None else known
+        return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, skipped=skipped, _timeline=timeline)

@@ -43,6 +43,7 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
         optimizer=problem.optimizer,
         lr_scheduler=None,
         max_grad_norm=None,
+        grad_scaler=None,
         seed=0,
         device=device,
         timeout=TIMEOUT,

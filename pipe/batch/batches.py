@@ -183,13 +183,13 @@ class GroupLoss(NamedTuple):
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 
 
-def read_loss_summary(summary: torch.Tensor, *, step: int) -> GroupLoss:
+def read_loss_summary(summary: torch.Tensor, *, step: int, must_be_finite: bool = True) -> GroupLoss:
     """Loss that `summarize_losses` tells of.
 
     Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
     """
     total, counts, has_counts, first_bad, bad_loss, samples, *_ = summary.tolist()
-    if first_bad >= 0:
+    if first_bad >= 0 and must_be_finite:
         raise NonFiniteLossError(
             f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: no update was made. Expected a "
             f"finite number; look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"

@@ -22,11 +22,14 @@ class StepResult:
         loss: of the batch; sum_k (n_k/N) loss_k.
         loss_step: the step that it belongs to.
         grad_norm: global gradient norm before clipping; None without max_grad_norm.
+        skipped: whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may
+            then be infinite or not a number.
     """
 
     loss: float | None
     loss_step: int | None
     grad_norm: float | None = None
+    skipped: bool = False
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
     def timeline(self) -> Timeline:

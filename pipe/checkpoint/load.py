@@ -3,7 +3,7 @@
     stage's file    model: name -> tensor; state and optimizers: see `optimizers`
                     versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
     rule: weight rule and updates a step by which they are numbered; another one begins with the newest weights
-    loader (stage 0's file alone): where the data loader stands
+    loader (stage 0's file alone): where the data loader stands; loss_scale (likewise): of float16, by age of version
 
 Everything stands under the model's original names, so a checkpoint loads on any other number of ranks or stages.
 `persist` and `files` bring it to the disk and back.
@@ -22,6 +22,7 @@ import torch
 from ...schedules import Schedule
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
+from ..update.loss_scale import LossScale
 from .files import Manifest, OwnCheckpoints, read
 from .optimizers import SavedOptimizers
 from .snapshot import HasState, rule_of
@@ -43,6 +44,7 @@ def load(
     schedule: Schedule,
     device: torch.device,
     loader: HasState | None,
+    loss_scales: Sequence[LossScale],
     own: OwnCheckpoints,
     agree: Callable[[Answer], None],
 ) -> int:
@@ -68,6 +70,9 @@ def load(
         stage_weights.restore(step * schedule.groups_per_batch, found.versions)
     for one in stages:
         found.optimizers.load_into(one.optimizers, device)
+    for scale in loss_scales:
+        if found.loss_scale is not None:
+            scale.load(step * schedule.groups_per_batch, found.loss_scale)
     own.adopt(found.place)
     return step
 
@@ -93,6 +98,7 @@ class _Read(NamedTuple):
     versions: Mapping[int, Mapping[str, torch.Tensor]]
     optimizers: SavedOptimizers
     loader: Mapping[str, Any] | None
+    loss_scale: Mapping[int, Sequence[float]] | None
 
 
 def _read(path: Path, *, ownership: Ownership, stages: Sequence[StageState], schedule: Schedule) -> _Read:
@@ -108,7 +114,10 @@ def _read(path: Path, *, ownership: Ownership, stages: Sequence[StageState], sch
     for one in stages:
         optimizers.check(one.optimizers)
     ownership.check_state_dict(model)
-    return _Read(place, manifest, model, versions, optimizers, contents[0].get("loader"))
+    scale = contents[0].get("loss_scale")
+    if scale is not None and contents[0].get("rule") != rule_of(schedule):
+        scale = {0: scale[0]}
+    return _Read(place, manifest, model, versions, optimizers, contents[0].get("loader"), scale)
 
 
 def _load_loader(path: Path, state: Mapping[str, Any] | None, loader: HasState | None) -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ...schedules import Schedule
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
+from ..update.loss_scale import LossScale
 from .optimizers import optimizer_content
 
 
@@ -66,6 +67,7 @@ def take_snapshot(
     written_stages: Sequence[int],
     schedule: Schedule,
     loader: Mapping[str, Any] | None,
+    loss_scales: Sequence[LossScale],
 ) -> Snapshot:
     """State of this process's stages; the tensors are those that train.
 
@@ -82,6 +84,8 @@ def take_snapshot(
             content["rule"] = rule_of(schedule)
         if stage == 0 and loader is not None:
             content["loader"] = dict(loader)
+        if stage == 0 and loss_scales:
+            content["loss_scale"] = loss_scales[0].content()
         contents[stage] = content
     return Snapshot(step=step, num_stages=schedule.num_stages, stages=contents)
 

@@ -26,6 +26,7 @@ class StepRecord:
         peak_memory_bytes: most that this process has held so far: on CUDA what was allocated on its device, else its
             resident memory.
         rank: of the process.
+        skipped: whether all ranks left out its update, since a gradient overflowed (grad_scaler=).
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepRecord:
     num_samples: int
     peak_memory_bytes: int
     rank: int
+    skipped: bool = False
 
 
 class KnownStep(Protocol):
@@ -47,6 +49,8 @@ class KnownStep(Protocol):
     def loss(self) -> float: ...
     @property
     def grad_norm(self) -> float | None: ...
+    @property
+    def skipped(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,7 @@ class StepReports:
                         num_samples=passed.num_samples,
                         peak_memory_bytes=_peak_memory_bytes(self._device),
                         rank=self._rank,
+                        skipped=one.skipped,
                     )
                 )
 

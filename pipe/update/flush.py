@@ -30,6 +30,7 @@ from .gradients import (
     unflatten,
 )
 from .interface import Known, Programs, StageState, Update, UpdateParts
+from .loss_scale import LossScale, unscale
 from .optimizers import differing_options
 from .parts import DividedSum, together
 from .rank_update import RankUpdate
@@ -102,10 +103,12 @@ class FlushUpdate(Update):
             if parts.sharding.is_any and len(local) < schedule.num_ranks
             else NOTHING_DIVIDED
         )
+        scale = None if parts.grad_scaler is None else LossScale(parts.grad_scaler)
         super().__init__(
             schedule,
-            {rank: RankUpdate(rank, schedule) for rank in local},
+            {rank: RankUpdate(rank, schedule, scale) for rank in local},
             [StageState(one.stage, one, None) for one in optimizers],
+            [] if scale is None else [scale],
         )
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
         self._programs = execution.programs
@@ -147,6 +150,9 @@ class FlushUpdate(Update):
         """Put aside the gradients that are there."""
         for rank in self.ranks.values():
             rank.enter(batch)
+        for scale in self.loss_scales:
+            if scale.changed_outside():
+                scale.adopt()
         self._before = [p.grad for p in self._parameters]
         if any(grad is not None for grad in self._before):
             for parameter in self._parameters:
@@ -171,10 +177,11 @@ class FlushUpdate(Update):
                 parameter.grad = _sum(grad, parameter.grad)
 
     def step(self) -> Known:
-        """Clip, and step every optimizer."""
+        """Clip, and step every optimizer; with a loss scale divide by it first, and step none where one overflowed."""
         assert self._known is not None
         known, norm = self._known, None
         self._add_before_to_parts()
+        skipped = self._unscale()
         if self._max_grad_norm is not None:
             recorder = next(iter(self._recorders.values()))
             start = recorder.clock.stamp()
@@ -184,10 +191,21 @@ class FlushUpdate(Update):
             recorder = self._recorders[rank]
             for optimizer in optimizers:
                 start = recorder.clock.stamp()
-                optimizer.step(known.loss)
+                optimizer.step(known.loss, skipped=skipped)
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
         together([stage.begin_gather() for stage in self._divided.stages])()
-        return known._replace(grad_norm=norm)
+        return known._replace(grad_norm=norm, skipped=skipped)
+
+    def _unscale(self) -> bool:
+        """Whether a gradient of any stage or replica overflowed, the same on all ranks."""
+        for scale in self.loss_scales:
+            factor = scale.of(scale.newest)
+            found = unscale([p.grad for p in self._updated()], factor, device=self._device)
+            self._collectives.all_reduce(found, what="looking for gradients that overflowed")
+            scale.update(overflowed=bool(found > 0))
+            scale.publish()
+            return bool(found > 0)
+        return False
 
     def abandon(self, error: BaseException) -> None:
         """The gradients that were there before are there again."""
@@ -214,10 +232,13 @@ class FlushUpdate(Update):
         """The same in front of the updates, where of divided parameters each rank has the gradients of its parts."""
         divided = {id(part.whole) for part in self._divided.parts.values()}
         counted = [p for p in self._counted if id(p) not in divided]
-        changed = [p for p in self._parameters if id(p) not in divided]
         counted += [part.parameter for part in self._counted_parts]
-        changed += [part.parameter for part in self._divided.parts.values()]
-        return self._clip_all(counted, changed, max_norm, norm_type=2.0, only_finite=False)
+        return self._clip_all(counted, self._updated(), max_norm, norm_type=2.0, only_finite=False)
+
+    def _updated(self) -> list[nn.Parameter]:
+        """The parameters with the gradients that updates are made of: of divided ones the parts."""
+        whole = [p for p, is_divided in zip(self._parameters, self._is_divided, strict=True) if not is_divided]
+        return whole + [part.parameter for part in self._divided.parts.values()]
 
     def _clip_all(
         self,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from ...comm import Collectives
 from ...partition.profiler.optimizers import OptimizerFactory
@@ -32,6 +33,7 @@ from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
 
@@ -39,11 +41,15 @@ Programs = Mapping[int, RankProgram]  # by local rank
 
 
 class Known(NamedTuple):
-    """Result of a batch, once a rank knows it; the norm is the global one before clipping."""
+    """Result of a batch, once a rank knows it; the norm is the global one before clipping.
+
+    skipped: whether its update was left out, since gradients overflowed in float16.
+    """
 
     step: int
     loss: float
     grad_norm: float | None
+    skipped: bool = False
 
 
 class Aside(NamedTuple):
@@ -79,6 +85,7 @@ class UpdateParts:
     scheduler: SchedulerFactory | None
     max_grad_norm: float | None
     sharding: Sharding
+    grad_scaler: GradScaler | None
     device: torch.device
 
     def make_optimizers(
@@ -104,9 +111,17 @@ class Update(ABC):
         schedule: as it runs.
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
+        loss_scales: of the local ranks that have one each, or one for all; none without a GradScaler.
     """
 
-    def __init__(self, schedule: Schedule, ranks: Mapping[int, RankUpdate], stages: Sequence[StageState]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        ranks: Mapping[int, RankUpdate],
+        stages: Sequence[StageState],
+        loss_scales: Sequence[LossScale] = (),
+    ) -> None:
+        self.loss_scales = loss_scales
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages

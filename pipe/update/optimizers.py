@@ -139,16 +139,17 @@ class StageOptimizers:
         numbers.update((id(whole), _option_number(optimizer, group)) for optimizer, group, whole in self._away)
         return numbers
 
-    def step(self, loss: float | None) -> None:
+    def step(self, loss: float | None, *, skipped: bool = False) -> None:
         """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
 
         Arguments:
             loss: mean of the batch whose last update this is, for schedules that follow it; None for an earlier update.
+            skipped: whether gradients are dropped alone, since they overflowed.
         """
         if self._take is not None:
             for parameter in self._parameters:
                 self._take(self.names[id(parameter)], parameter.grad)
-        else:
+        elif not skipped:
             for optimizer in self.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers:

@@ -14,6 +14,7 @@ from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
 from ..batch.checksum import UNKNOWN
 from ..stages.stage import LossValue
+from .loss_scale import LossScale
 
 
 class RankUpdate:
@@ -21,9 +22,11 @@ class RankUpdate:
 
     Attributes:
         batches: under way, by number: microbatches number * M, number * M + 1, ...
+        loss_scale: None: losses are not scaled, and must be finite.
     """
 
-    def __init__(self, rank: int, schedule: Schedule) -> None:
+    def __init__(self, rank: int, schedule: Schedule, loss_scale: LossScale | None = None) -> None:
+        self.loss_scale = loss_scale
         self.batches: dict[int, Batch] = {}
         self._rank = rank
         self._num_microbatches = schedule.num_microbatches
@@ -45,6 +48,10 @@ class RankUpdate:
     def version(self, stage: int, index: int) -> int:
         """Weight version of microbatch `index` on a stage."""
         return 0
+
+    def scale_of(self, group: int) -> float:
+        """The factor of the losses of an update group."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.of(self.loss_scale.newest)
 
     def finish(self, step: GroupStep) -> None:
         """The backwards of an update group are through on this rank."""
@@ -71,7 +78,7 @@ class RankUpdate:
         value, count = self._own[index // self._group_size][k]
         # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
         weight = batch.weights[k] if count is None else 1.0 / batch.group_samples(k // self._group_size)
-        return torch.full_like(value, weight)
+        return torch.full_like(value, weight * self.scale_of(index // self._group_size))
 
     def specs(self, message: Message) -> list[TensorSpec]:
         """Layouts of the tensors of a message about an update group."""
@@ -90,13 +97,14 @@ class RankUpdate:
     def total(self, group: int) -> tuple[GroupLoss, float]:
         """The loss of a group, and what its gradients must be multiplied with.
 
-        Raises NonFiniteLossError, and ValueError for counts that cannot be divided by.
+        Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
+        cannot be divided by.
         """
         number, within = divmod(group * self._group_size, self._num_microbatches)
         batch = self.batches[number]
         summaries = self._summaries[group]
         combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
-        loss = read_loss_summary(combined, step=batch.step)
+        loss = read_loss_summary(combined, step=batch.step, must_be_finite=self.loss_scale is None)
         return loss, loss.scale(batch.group_samples(within // self._group_size))
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:

@@ -35,7 +35,8 @@ class StreamUpdate(Update):
             for one in ranks.values()
             for stage in sorted(one.weights)
         ]
-        super().__init__(stream.schedule, ranks, stages)
+        scales = [one.loss_scale for one in ranks.values() if one.loss_scale is not None]
+        super().__init__(stream.schedule, ranks, stages, scales)
         self._ranks = ranks
         self._stream = stream
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
@@ -67,6 +68,7 @@ class StreamUpdate(Update):
 
     def step(self) -> Known | None:
         """The program has made the updates; batches are known a little later."""
+        self._publish_scale()
         *others, speaker = self._ranks.values()  # the last one knows first
         if speaker.known:
             self._newest = speaker.known.pop()
@@ -105,6 +107,7 @@ class StreamUpdate(Update):
 
     def rest(self) -> list[Known]:
         """The speaker's, each once."""
+        self._publish_scale()
         *_, speaker = self._ranks.values()
         known = list(speaker.known)
         for rank in self._ranks.values():
@@ -154,7 +157,15 @@ class StreamUpdate(Update):
         """The last few batches."""
         return assemble_stream(self._stream, records)
 
+    def _publish_scale(self) -> None:
+        for scale in self.loss_scales[-1:]:
+            scale.publish()
+
     def _take_changes(self) -> None:
+        if any(scale.changed_outside() for scale in self.loss_scales[-1:]):
+            self.refuse_changes("the scale of grad_scaler= was changed")
+            for scale in self.loss_scales:
+                scale.adopt()
         for weights in self._weights():
             hooked = weights.take_hooks()
             if hooked is not None:

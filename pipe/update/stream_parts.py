@@ -14,6 +14,7 @@ from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
 from .gradients import refuse_sparse_modules
 from .interface import UpdateParts
+from .loss_scale import LossScale
 from .stream import StreamUpdate
 from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 
@@ -54,25 +55,28 @@ class StreamExecution:
                 shared=shared,
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
+                loss_scale=None if parts.grad_scaler is None else LossScale(parts.grad_scaler, count=count),
                 device=parts.device,
             )
         return StreamUpdate(self.stream, ranks)
 
 
-def make_stream_execution(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> StreamExecution:
+def make_stream_execution(
+    schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None, scales_loss: bool
+) -> StreamExecution:
     """Calls of an asynchronous schedule.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
-    sharing = _sharing_of(schedule, ownership, max_grad_norm=max_grad_norm)
+    sharing = _sharing_of(schedule, ownership, max_grad_norm=max_grad_norm, scales_loss=scales_loss)
     return StreamExecution(stream=make_stream(_with_late_updates(schedule, sharing), sharing=sharing))
 
 
-def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None) -> Sharing:
+def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None, scales_loss: bool) -> Sharing:
     """Messages that the updates need, besides activations and gradients.
 
-    Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage
-    updates by itself.
+    Raises ValueError for what a rule cannot have: a global norm, an update that all stages skip, or weights tied over
+    ranks, where each stage updates by itself.
     """
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(ranks) for ranks in schedule.owners}
@@ -80,12 +84,18 @@ def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: floa
     rule = schedule.rule
     if max_grad_norm is not None and rule.why_no_norm:
         raise ValueError(f"max_grad_norm={max_grad_norm} under schedule {schedule.name!r}: {rule.why_no_norm}")
+    if scales_loss and rule.why_no_norm:
+        raise ValueError(
+            f"grad_scaler= under schedule {schedule.name!r}: its stages update one after the other, the last one "
+            f"before the gradients of the others are there, so that an overflow in those could not be skipped by all. "
+            f"Expected schedule='2bw' or '1f1b', or torch.autocast to bfloat16, which needs no scale"
+        )
     if ties and rule.why_no_ties:
         name, ranks = ties[0]
         raise ValueError(
             f"parameter {name!r} is tied over the ranks {ranks} under schedule {schedule.name!r}: {rule.why_no_ties}"
         )
-    return Sharing(loss=True, norm=max_grad_norm is not None, sums=tuple(sums))
+    return Sharing(loss=True, norm=max_grad_norm is not None or scales_loss, sums=tuple(sums))
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:

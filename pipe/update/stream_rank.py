@@ -24,6 +24,7 @@ from ..batch.batches import Batch, GroupLoss
 from ..stages.weights import WeightVersions
 from .gradients import FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
+from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .same_options import SameOptions
@@ -52,6 +53,8 @@ class _Group:
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
+    overflowed: torch.Tensor | None = None  # of this rank's gradients; None: losses are not scaled
+    skipped: bool = False
     clipped: bool = False
     updates: int = 0
 
@@ -65,6 +68,7 @@ class StreamRank(RankUpdate):
         shared: the gradients that it adds up with other ranks, in the same order on all of them.
         counted: the parameters that count in this rank's part of the global norm.
         max_grad_norm: None: no clipping.
+        loss_scale: None: no scale, no skipped updates.
     """
 
     def __init__(
@@ -77,16 +81,18 @@ class StreamRank(RankUpdate):
         shared: Sequence[SharedGradient],
         counted: Sequence[ParameterPlace],
         max_grad_norm: float | None,
+        loss_scale: LossScale | None,
         device: torch.device,
     ) -> None:
         schedule = stream.schedule
-        super().__init__(rank, schedule)
+        super().__init__(rank, schedule, loss_scale)
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
         self._stream = stream
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
+        self._last_stage = schedule.num_stages - 1
         self._shared = tuple(shared)
         self._counted = tuple(counted)
         self._max_grad_norm = max_grad_norm
@@ -114,6 +120,11 @@ class StreamRank(RankUpdate):
         """As the schedule's rule asks for."""
         return self._stream.version(stage, index, first_batch=self._first_batch)
 
+    def scale_of(self, group: int) -> float:
+        """That of the weights which the group computes with, on every stage the same version."""
+        version = self.version(self._last_stage, group * self._group_size)
+        return 1.0 if self.loss_scale is None else self.loss_scale.of(version)
+
     # Messages
 
     def specs(self, message: Message) -> list[TensorSpec]:
@@ -124,7 +135,7 @@ class StreamRank(RankUpdate):
             case MessageKind.SUM:
                 return self._flat[message.src if message.dst == self._rank else message.dst].specs()
             case _:
-                return [TensorSpec((2,), (1,), torch.float64, False)]
+                return [TensorSpec((3,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
@@ -137,7 +148,7 @@ class StreamRank(RankUpdate):
             case MessageKind.NORM:
                 group.norms[message.src] = tensors[0]
             case _:
-                group.norm = norm_of(tensors[0])
+                self._read_total(group, tensors[0])
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
@@ -164,7 +175,11 @@ class StreamRank(RankUpdate):
         loss, scale = self.total(step.index)
         self.forget(step.index)
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
-        scale_gradients(self._gradients(step.index), scale)
+        gradients = self._gradients(step.index)
+        scale_gradients(gradients, scale)
+        if self.loss_scale is not None:  # before they leave: a sum of finite numbers is finite
+            overflowed = unscale(gradients, self.scale_of(step.index), device=self._device)
+            self._group(step.index).overflowed = overflowed
 
     def step(self, stage: int, index: int) -> None:
         """The optimizer step of a stage: it makes the stage's next weight version."""
@@ -174,19 +189,22 @@ class StreamRank(RankUpdate):
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
             group.clipped = True
+        if self.loss_scale is not None and not group.updates:
+            self.loss_scale.update(overflowed=group.skipped)
         optimizers = self.optimizers[stage]
         if self._shared:
             self._same_options.used(index, self._option_numbers(stage))
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
-        self.weights[stage].update(index, lambda: optimizers.step(loss))
+        self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped))
         group.updates += 1
         if group.updates == len(self.weights):
             del self._groups[index]
             if loss is not None:
                 self._known_losses.pop(batch)
-                self.known.append(Known(self.batches.pop(batch).step, loss, group.norm))
+                norm = None if self._max_grad_norm is None else group.norm
+                self.known.append(Known(self.batches.pop(batch).step, loss, norm, group.skipped))
 
     def drop(self) -> None:
         """Forget all batches and groups under way (after an error)."""
@@ -201,9 +219,15 @@ class StreamRank(RankUpdate):
         group = self._group(index)
         self._add_shared(index)
         counted = [self._gradient(at, index) for at in self._counted]
-        group.norms[self._rank] = norm_part(counted, device=self._device)
+        part, overflowed = norm_part(counted, device=self._device), group.overflowed
+        flag = part.new_zeros(1) if overflowed is None else overflowed.to(part).reshape(1)
+        group.norms[self._rank] = torch.cat([part, flag])
         if self._rank == 0:
-            group.norm = norm_of(self._whole_norm(group))
+            self._read_total(group, self._whole_norm(group))
+
+    def _read_total(self, group: _Group, total: torch.Tensor) -> None:
+        """The norm of all ranks' gradients, and whether one of them overflowed."""
+        group.norm, group.skipped = norm_of(total[:2]), bool(total[2] > 0)
 
     def _whole_norm(self, group: _Group) -> torch.Tensor:
         return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)

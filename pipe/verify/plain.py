@@ -124,6 +124,7 @@ class PlainModule:
         entering: Entering,
         step: int,
         group_size: int,
+        loss_scale: float,
         evaluated: Sequence[Share],
         join: Callable[..., Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
@@ -131,6 +132,7 @@ class PlainModule:
 
         Arguments:
             entering: how the model tells of its units; see `Cut`.
+            loss_scale: that gradients are computed with, and then divided by.
         """
         columns = self._evaluate(evaluated, seeder, entering=entering, step=step)
         joined = join(columns, like=evaluated[0].arguments)
@@ -155,14 +157,16 @@ class PlainModule:
                         scaled = loss if count is not None else loss * (share.samples / samples)
                         if scaled.requires_grad:
                             with Autocast.now(seeder.device.type).off():
-                                torch.autograd.backward(scaled)
+                                torch.autograd.backward(scaled * loss_scale)
                 finally:
                     seeder.end()
                 counts += 1.0 if count is None else float(count)
                 mean += float(scaled.detach())
             divisor = 1.0 if count is None else counts
-            _add_up(gradients, self.root, divisor)
-            _add_up(gradients, self._original, divisor)  # a loss may compute with the user's own parameters
+            _add_up(gradients, self.root, divisor * loss_scale)
+            _add_up(
+                gradients, self._original, divisor * loss_scale
+            )  # a loss may compute with the user's own parameters
             share_of_batch = float(samples) if count is None else counts
             total += mean / divisor * share_of_batch
             weight += share_of_batch

@@ -176,6 +176,7 @@ class Verifier:
                 entering=self._parts.entering,
                 step=step,
                 group_size=self._schedule.group_size,
+                loss_scale=self._loss_scale(),
                 evaluated=[share for share in shares if last[share.number % len(last)] in mine],
                 join=self._evaluation.join,
             )
@@ -228,7 +229,11 @@ class Verifier:
         if not self._schedule.is_asynchronous:
             result = self._training.accumulate(given)
             assert result.loss is not None
-            return result.loss, {name: p.grad for name, p in self._ownership.named_parameters()}
+            scale = self._loss_scale()
+            return result.loss, {
+                name: p.grad if p.grad is None or scale == 1.0 else p.grad / scale
+                for name, p in self._ownership.named_parameters()
+            }
         with ExitStack() as stack:
             for position, one in enumerate(self._update.stages):
                 stack.enter_context(one.optimizers.held_back(partial(take, position)))
@@ -240,6 +245,11 @@ class Verifier:
             factor = clip_factor(norm=result.grad_norm, max_norm=limit)
             taken = {name: None if g is None else g / factor for name, g in taken.items()}
         return result.loss, taken
+
+    def _loss_scale(self) -> float:
+        """Factor of the losses of a batch behind the newest weights."""
+        scale = next(iter(self._update.loss_scales), None)
+        return 1.0 if scale is None else scale.of(scale.newest)
 
     def _is_compared(self, name: str) -> bool:
         """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
@@ -305,11 +315,14 @@ class Verifier:
         versions = [
             (one.versions, one.versions.newest, _copies(one.versions.older())) for one in update.stages if one.versions
         ]
+        scales = [(one, one.newest, one.known()) for one in update.loss_scales]
         known, step = update.set_aside(), training.num_steps
         for parameter, _ in gradients:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
+        for one, newest, versions_scales in scales:
+            one.restore(newest, {newest: versions_scales[newest]})
         try:
             with untouched(self._parts.root, device=self._settings.device):
                 yield
@@ -320,6 +333,8 @@ class Verifier:
             if not update.is_lost:
                 for weights, newest, older in versions:
                     weights.restore(newest, older)
+                for one, newest, versions_scales in scales:
+                    one.restore(newest, versions_scales)
                 update.restart()
                 update.put_back(known)
 

@@ -1,0 +1,361 @@
+"""float16 with a loss scale: `grad_scaler=` against plain loops with torch.amp.GradScaler, overflows at will.
+
+Column 0 of a batch passes through all layers. Where it says so, the gradient of one layer's bias becomes infinite, that
+of no other does: an update is skipped by all stages though only one of them saw a reason. A scaler does not ask for
+float16: sums in another order are compared in float64, where casts do not make the last bit larger.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.measure.steps import StepRecord
+
+WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
+
+
+class _Overflow(torch.autograd.Function):
+    """The identity; the gradient of `weight` is infinite where a flag is `number`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, flags: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward((flags == number).any())
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (is_bad,) = ctx.saved_tensors
+        return torch.where(is_bad, math.inf, gradients[0]), None, None
+
+
+class Layer(nn.Module):
+    """Columns but the first through a linear layer, whose bias overflows where column 0 is `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flags = x[:, :1]
+        h = self.linear(x[:, 1:]).tanh() + _Overflow.apply(self.bias, flags, self.number)
+        return torch.cat([flags, h.to(x.dtype)], dim=1)
+
+
+def model(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer(number) for number in range(1, DEPTH + 1)]).to(dtype)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output[:, 1:], target)
+
+
+def batch(step: int, bad: dict[int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Batch of a step; bad: microbatch -> the layer that overflows in it."""
+    made = torch.Generator().manual_seed(step)
+    x, y = torch.randn(SAMPLES, WIDTH + 1, generator=made), torch.randn(SAMPLES, WIDTH, generator=made)
+    x[:, 0] = 0
+    for k, number in bad.items():
+        x[k * (SAMPLES // M), 0] = number
+    return x.to(dtype), y.to(dtype)
+
+
+# Overflows on the first, a middle and the last layer, two in a row, and enough good steps for two growths.
+BAD: list[dict[int, int]] = [{}, {1: 1}, {}, {}, {0: 4}, {3: 2, 0: 3}, {}, {}, {}, {}, {2: 1}, {}]
+
+
+def scaler(init_scale: float = 2.0**10) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """With an eps above rounding errors, which it would otherwise make larger."""
+    return torch.optim.AdamW(parameters, lr=0.05, eps=1e-2)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+
+
+def half(dtype: torch.dtype = torch.float32) -> torch.autocast:
+    return torch.autocast("cpu", torch.float16, enabled=dtype is torch.float32)
+
+
+class Plain:
+    """A loop of plain PyTorch. delay=1: 2bw, where batch t computes with weights and scale of version t - 1."""
+
+    def __init__(self, *, delay: int, clip: float | None, dtype: torch.dtype) -> None:
+        self.model, self.delay, self.clip, self.dtype = model(dtype), delay, clip, dtype
+        self.scaler = scaler()
+        self.optimizer = adamw(self.model.parameters())
+        self.scheduler = decay(self.optimizer)
+        self.versions = [(copy.deepcopy(self.model), self.scaler.get_scale())]
+        self.skipped: list[bool] = []
+        self.scales: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        used, scale = self.versions[max(len(self.versions) - 1 - self.delay, 0)]
+        loss = 0.0
+        for each, target in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
+            with half(self.dtype):
+                piece = loss_fn(used(each), target) * (len(each) / len(x))
+            (piece * scale).backward()
+            loss += piece.item()
+        self.losses.append(loss)
+        for own, leaf in zip(self.model.parameters(), used.parameters(), strict=True):
+            own.grad, leaf.grad = leaf.grad, None
+        self.update(scale)
+        self.versions.append((copy.deepcopy(self.model), self.scaler.get_scale()))
+
+    def update(self, scale: float) -> None:
+        """torch's own unscale_, step and update; they are told the scale that the gradients have."""
+        newest = self.scaler.state_dict()
+        self.scaler.scale(torch.zeros(()))  # makes its tensors
+        self.scaler.load_state_dict({**newest, "scale": scale})
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.load_state_dict(newest)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        self.skipped.append(self.scaler.get_scale() < before)
+        self.scales.append(self.scaler.get_scale())
+        if not self.skipped[-1]:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+def plain_run(*, delay: int = 0, clip: float | None = None, dtype: torch.dtype = torch.float32) -> Plain:
+    plain = Plain(delay=delay, clip=clip, dtype=dtype)
+    for step, bad in enumerate(BAD):
+        plain.step(*batch(step, bad, dtype))
+    return plain
+
+
+def piped_run(schedule: str, clip: float | None = None, save: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Trains on all batches; with `save` half of them, and a new pipeline goes on from its checkpoint."""
+    dtype = torch.float32 if clip is None else torch.float64
+    told: list[StepRecord] = []
+
+    def make() -> tuple[PipelineModule, torch.amp.GradScaler]:
+        own = scaler()
+        settings: dict[str, Any] = {
+            "schedule": schedule,
+            "num_microbatches": M,
+            "loss_fn": loss_fn,
+            "optimizer": adamw,
+            "lr_scheduler": decay,
+            "max_grad_norm": clip,
+            "grad_scaler": own,
+            "mesh": {"pipe": 2},
+            "on_step": told.append,
+        }
+        return PipelineModule(model(dtype), **(settings | options)), own
+
+    pipe, own = make()
+    results: dict[int, Any] = {}
+    for step, bad in enumerate(BAD):
+        if save is not None and step == 6:
+            with half():
+                pipe.save(save)
+            pipe.close()
+            pipe, own = make()
+            pipe.build(*batch(0, {}))
+            pipe.load(save)
+        with half(dtype):
+            result = pipe.train_step(*batch(step, bad, dtype))
+        if result.loss_step is not None:
+            results[result.loss_step] = result
+        for rest in pipe.flush() if step in (2, 7) else ():
+            results[rest.loss_step or 0] = rest
+    results.update({rest.loss_step or 0: rest for rest in pipe.flush()})
+    found = {
+        "state": pipe.full_state_dict(),
+        "scaler": own.state_dict(),
+        "skipped": [results[step].skipped for step in sorted(results)],
+        "told": [(record.step, record.skipped) for record in told],
+        "rates": {group["lr"] for optimizer in pipe.optimizers for group in optimizer.param_groups},
+        "losses": [results[step].loss for step in sorted(results)],
+        "steps": {int(state["step"]) for optimizer in pipe.optimizers for state in optimizer.state.values()},
+    }
+    pipe.close()
+    return found
+
+
+def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
+    tolerance = 0.0 if plain.clip is None else 1e-12
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(found["state"][name], value, rtol=0, atol=tolerance), name
+    if losses:
+        assert found["skipped"] == plain.skipped
+        assert found["losses"] == pytest.approx(plain.losses, rel=1e-6)
+    assert found["told"] == list(enumerate(plain.skipped))
+    assert found["scaler"] == plain.scaler.state_dict()
+    assert found["rates"] == {plain.optimizer.param_groups[0]["lr"]}
+    assert found["steps"] == {len(BAD) - sum(plain.skipped)}
+
+
+def test_the_plain_loops_skip_and_grow() -> None:
+    plain = plain_run()
+    assert plain.skipped == [bool(bad) for bad in BAD] == plain_run(delay=1).skipped
+    assert plain.scales == [2.0**n for n in (10, 9, 9, 10, 9, 8, 8, 9, 9, 10, 9, 9)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "clip", "options"),
+    [
+        ("1f1b", None, {"mesh": {"pipe": 4}, "recompute": "full"}),
+        ("interleaved", 0.1, {}),
+        ("1f1b", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
+        ("2bw", None, {"mesh": {"pipe": 4}, "recompute": "layer"}),
+        ("2bw", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
+    ],
+    ids=str,
+)
+def test_skipped_updates(schedule: str, options: dict[str, Any], clip: float | None) -> None:
+    dtype = torch.float32 if clip is None else torch.float64
+    agree(piped_run(schedule, clip, **options), plain_run(delay=int(schedule == "2bw"), clip=clip, dtype=dtype))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_scale_is_in_the_checkpoint(schedule: str, tmp_path: Path) -> None:
+    found = piped_run(schedule, save=tmp_path)
+    agree(found, plain_run(delay=int(schedule == "2bw")), losses=False)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "zero1"}), ("2bw", {})], ids=str
+)
+def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
+    plain = plain_run(delay=int(schedule == "2bw"), clip=0.1, dtype=torch.float64)
+    for found in gloo.run(piped_run_here, ranks=4, args=(schedule, options)):
+        agree(found, plain)
+
+
+def piped_run_here(schedule: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Each data replica passes every other microbatch of the batch, as one process would share them out."""
+    import torch.distributed as dist
+
+    replica = dist.get_rank() % 2
+    train_step = PipelineModule.train_step
+
+    def own_part(self: PipelineModule, x: Tensor, y: Tensor) -> Any:
+        parts = [torch.cat(each.tensor_split(M)[replica::2]) for each in (x, y)]
+        return train_step(self, *parts)
+
+    PipelineModule.train_step = own_part  # type: ignore[assignment,method-assign]
+    try:
+        return piped_run(schedule, 0.1, mesh={"pipe": 2, "data": 2}, **options)
+    finally:
+        PipelineModule.train_step = train_step  # type: ignore[method-assign]
+
+
+# --- what users do beside ---
+
+
+def small(**options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
+    own = options.pop("grad_scaler", None) or scaler()
+    settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": loss_fn, "optimizer": adamw, "mesh": {"pipe": 2}}
+    return PipelineModule(model(torch.float32), **(settings | {"grad_scaler": own} | options)), own
+
+
+def test_an_infinite_loss_is_skipped_and_the_next_batch_trains() -> None:
+    for schedule in ("1f1b", "2bw"):
+        pipe, own = small(schedule=schedule)
+        x, y = batch(0, {})
+        results = []
+        for target in (y, torch.full_like(y, math.inf), y):
+            with half():
+                results.append(pipe.train_step(x, target))
+            results += pipe.flush()
+        known = {result.loss_step: result for result in results}
+        assert [known[step].skipped for step in range(3)] == [False, True, False]
+        assert [math.isfinite(known[step].loss or 0.0) for step in range(3)] == [True, False, True]
+        assert own.get_scale() == 2.0**9
+        pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_verify_leaves_the_scale_alone(schedule: str) -> None:
+    pipe, own = small(schedule=schedule, max_grad_norm=0.1)
+    with half():
+        pipe.train_step(*batch(1, {0: 1}))
+        pipe.train_step(*batch(2, {}))
+        pipe.flush()
+        before = own.state_dict()
+        assert pipe.verify(*batch(3, {})).num_gradients == 2 * DEPTH
+        assert own.state_dict() == before
+        pipe.train_step(*batch(4, {}))
+        pipe.flush()
+    assert own.get_scale() == 2.0**10  # two good updates in a row, one before verify
+    pipe.close()
+
+
+def test_the_scaler_is_the_users() -> None:
+    """What is changed in it between two steps counts; under way in a stream it is refused."""
+    for schedule in ("1f1b", "2bw"):
+        pipe, own = small(schedule=schedule)
+        with half():
+            pipe.train_step(*batch(0, {}))
+            pipe.flush()
+            own.load_state_dict({**own.state_dict(), "scale": 64.0, "_growth_tracker": 1})
+            pipe.train_step(*batch(1, {}))
+            pipe.flush()
+            assert own.state_dict()["scale"] == 128.0
+            if schedule == "2bw":
+                pipe.train_step(*batch(2, {}))
+                own.load_state_dict({**own.state_dict(), "scale": 64.0})
+                with pytest.raises(ValueError, match=r"the scale of grad_scaler= was changed while batches 2 to 2 are"):
+                    pipe.train_step(*batch(3, {}))
+                own.load_state_dict({**own.state_dict(), "scale": 128.0})
+        pipe.close()
+
+
+def test_gradients_of_several_batches_add_up_scaled() -> None:
+    pipe, own = small()
+    plain = plain_run().model
+    plain.load_state_dict(model(torch.float32).state_dict())
+    optimizer = adamw(plain.parameters())
+    with half():
+        pipe.forward_backward(*batch(0, {}))
+        with pytest.raises(ValueError, match=r"clip_grad_norm_ beside grad_scaler=.* Expected .*max_grad_norm="):
+            pipe.clip_grad_norm_(1.0)
+        assert not pipe.train_step(*batch(1, {})).skipped
+    for step in range(2):
+        for x, y in zip(*(each.tensor_split(M) for each in batch(step, {})), strict=True):
+            with half():
+                loss = loss_fn(plain(x), y) / M
+            own.scale(loss).backward()
+    own.unscale_(optimizer)
+    optimizer.step()
+    for name, value in pipe.full_state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], rtol=0, atol=1e-6), name
+    pipe.close()
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"grad_scaler= under schedule 'pipedream': .* Expected schedule='2bw'"):
+        small(schedule="pipedream", example_inputs=batch(0, {})[:1])
+    with pytest.raises(ValueError, match=r"grad_scaler=65536.0: expected torch.amp.GradScaler\('cpu' or 'cuda'\)"):
+        small(grad_scaler=65536.0)
+    with pytest.raises(ValueError, match=r"grad_scaler=.* without an optimizer"):
+        small(optimizer=None)
+    pipe, _ = small(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    with half(), pytest.raises(ValueError, match=r"autocast\('cpu', dtype=torch.float16\) .* grad_scaler="):
+        pipe.train_step(*batch(0, {}))
+    pipe.close()
