@@ -14,6 +14,7 @@ from ..partition import Profile
 from ..partition.profiler import profile_model
 from ..schedules.wording import count
 from . import own_task as own
+from .own_batches import OwnBatches
 from .own_options import OwnOptions
 
 
@@ -32,13 +33,13 @@ def profile_own(
     """By microbatch size; what it is doing goes to the standard error.
 
     Arguments:
-        batch_size: as `own.batches` takes it.
+        batch_size: as OwnBatches takes it.
         seconds: for all sizes together.
         dtype: of the weights and of inputs that are floating-point numbers; None: as they are.
 
     Raises ValueError for a batch that is smaller than a microbatch.
     """
-    batch = next(own.batches(options, batch_size=batch_size, default_size=max(sizes), seed=0))
+    batch = next(OwnBatches(options, batch_size=batch_size, default_size=max(sizes), seed=0))
     if batch.num_samples < max(sizes):
         raise ValueError(
             f"--data {options.data} gives batches of {batch.num_samples}, smaller than one microbatch of {max(sizes)}: "

@@ -8,30 +8,24 @@
     --loss m:f       f(output, target) -> scalar mean, or (sum, count); a Module class is made first; "model": its own
     --optimizer m:f  f(parameters) or f(parameters, lr=...) -> Optimizer
 
-Python's, numpy's and torch's generators are seeded before each epoch, alike in every process: a DataLoader that
-shuffles gives every rank the same batches.
+The batches of a run, epoch after epoch: `own_batches`.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, IterableDataset
 
 from ..partition.graph.batch_dims import TARGET
-from ..pipe.batch.loader import ReplicaLoader, count_samples
-from ..pipe.batch.sampler import ReplicaBatches
+from ..pipe.batch.loader import seed_generators
 from .own_options import OwnOptions
-from .user_code import UserCodeError, call, load, takes
+from .user_code import call, load, takes
 
 DEFAULT_BATCH = 16
 IGNORED = -100  # a target that counts for nothing, as in torch's own cross-entropy
@@ -74,7 +68,7 @@ def make_model(options: OwnOptions, *, seed: int) -> nn.Module:
     """The user's model; ValueError for what is no module."""
     value = str(options.model)
     function = load("model", value)
-    seed_all(seed)
+    seed_generators(seed)
     model = call("model", value, function)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -124,42 +118,6 @@ def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: f
     return optimizer
 
 
-def batches(
-    options: OwnOptions, *, batch_size: int | None, seed: int, default_size: int = DEFAULT_BATCH
-) -> Iterator[Batch]:
-    """The user's batches, epoch after epoch, for ever.
-
-    Arguments:
-        batch_size: samples of each; None: default_size where the function asks for it, else what it gives.
-
-    Raises ValueError for data of another form; UserCodeError where the user's code fails.
-    """
-    value = str(options.data)
-    function = load("data", value)
-    made, epoch, first_size = None, 0, None
-    while True:
-        seed_all(seed + epoch)
-        if made is None or isinstance(made, Iterator):
-            made = _made(value, function, batch_size or default_size, seed=seed)
-        empty = True
-        for batch in _run(value, made):
-            checked = _checked(value, batch)
-            size = checked.num_samples
-            if first_size is None and batch_size is not None and size != batch_size:
-                raise ValueError(
-                    f"--batch {batch_size} and --data {value} gives batches of {size}: leave --batch away, or let the "
-                    f"function take batch_size"
-                )
-            first_size, empty = size, False
-            yield checked
-        if empty:
-            again = "" if not epoch else f" when it was gone through again (epoch {epoch + 1})"
-            raise ValueError(
-                f"--data {value} gave no batch{again}: expected at least one, such as a list or DataLoader"
-            )
-        epoch += 1
-
-
 def default_loss(output: Any, target: Any) -> tuple[Tensor, Tensor] | Tensor:
     """Cross-entropy of whole-number targets, as (sum, count of targets other than IGNORED); else mean squared error.
 
@@ -183,61 +141,3 @@ def default_loss(output: Any, target: Any) -> tuple[Tensor, Tensor] | Tensor:
         output, target = output.flatten(0, -2), target.flatten()
     count = (target != IGNORED).sum()
     return F.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="sum"), count
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators that the user's code may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def _made(value: str, function: Callable[..., Any], batch_size: int, *, seed: int) -> Iterable[Any]:
-    made = call("data", value, function, batch_size=batch_size)
-    if isinstance(made, Dataset) and not isinstance(made, IterableDataset):
-        return ReplicaLoader(
-            made, ReplicaBatches(count_samples(made), batch_size=batch_size, seed=seed, remainder="carry")
-        )
-    if isinstance(made, Iterable) and not isinstance(made, Tensor | nn.Module | str | dict):
-        return made
-    raise ValueError(
-        f"--data {value} returned {type(made).__name__}: expected a torch Dataset, or an iterable of batches "
-        f"(inputs..., target), such as a DataLoader, a list or a generator"
-    )
-
-
-def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
-    """One epoch; what the user's own code raises is told as that."""
-    try:
-        iterator = iter(made)
-    except Exception as error:
-        raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
-    while True:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
-        yield batch
-
-
-def _checked(value: str, batch: Any) -> Batch:
-    if isinstance(batch, Mapping):
-        if not any(isinstance(x, Tensor) and x.dim() for x in pytree.tree_leaves(dict(batch))):
-            raise ValueError(f"--data {value} gave a batch without a tensor: expected tensors by name, {list(batch)}")
-        return Batch(kwargs=dict(batch))
-    if not isinstance(batch, tuple | list) or len(batch) < 2:
-        shown = type(batch).__name__ if not isinstance(batch, tuple | list) else f"a {type(batch).__name__} of one"
-        raise ValueError(
-            f"--data {value} gave a batch that is {shown}: expected (inputs..., target), two at least, or a dict of "
-            f"keywords"
-        )
-    for position, x in enumerate(batch[:-1]):
-        if not isinstance(x, Tensor) or not x.dim():
-            shown = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"--data {value} gave a batch whose input {position} is {shown}: expected a tensor with the batch in "
-                f"dimension 0"
-            )
-    return Batch(args=tuple(batch))

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import tyro
 
 from ..launcher import launch_command
-from .options import TrainOptions, make_schedule, model_config, read_plan, resolve
+from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve
 from .run_folder import RunFolder
 
 
@@ -24,6 +25,8 @@ def run(argv: Sequence[str]) -> int:
     """Check the options; then show, launch, or be one rank."""
     options = resolve(tyro.cli(TrainOptions, args=argv, prog="stagewright train"))
     what = make_schedule(options) if options.plan is None else read_plan(options)
+    if options.plan == AUTO and options.resume:
+        what = plan_before(options)
     if options.dry_run:
         if "WORLD_SIZE" in os.environ:
             raise ValueError("--dry-run needs one process only: type `stagewright train --dry-run` without torchrun")
@@ -44,7 +47,10 @@ def run(argv: Sequence[str]) -> int:
 def _check_before_launch(options: TrainOptions) -> None:
     """Raise here, once, what would fail on every rank."""
     assert options.name is not None
-    RunFolder.check_free(options.name)
+    if options.resume:
+        RunFolder.check_going_on(options.name, asdict(options))
+    else:
+        RunFolder.check_free(options.name)
     if options.model is None:
         from .corpus import load_corpus
 

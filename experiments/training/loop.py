@@ -7,8 +7,9 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from ...schedules.wording import count, duration, size
 from ..host import MemoryMeter
 from ..launcher import report_to_launcher
 from ..own_task import Batch
+from .checkpoints import Checkpoints, may_go_on
 from .corpus import bits_per_byte
 from .options import TrainOptions
 from .pipeline import make_pipe, may_verify
 from .progress import Progress, make_progress, speed
 from .run_folder import Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
+from .together import gather
 from .traces import Traces
 
 TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
@@ -63,6 +66,21 @@ class _Record:
     seconds: float = 0.0
     tensor_bytes: int = 0  # of this process at the peak of the watched step
 
+    @classmethod
+    def of(cls, steps: Sequence[Metrics]) -> _Record:
+        """Measurements of the steps that were run before the run went on."""
+        record = cls(
+            losses=[one.loss for one in steps],
+            step_seconds=[one.step_seconds for one in steps],
+            samples=steps[-1].samples if steps else 0,
+            seconds=sum(one.step_seconds for one in steps),
+        )
+        for one in steps:
+            if one.bubble is not None and one.predicted_bubble is not None and one.bubble not in record.bubbles[-1:]:
+                record.bubbles.append(one.bubble)
+                record.predicted_bubbles.append(one.predicted_bubble)
+        return record
+
     def newest_bubbles(self) -> tuple[float, float] | None:
         """Measured and predicted."""
         return (self.bubbles[-1], self.predicted_bubbles[-1]) if self.bubbles else None
@@ -74,6 +92,8 @@ class _Training:
     def __init__(
         self, options: TrainOptions, what: Schedule | Plan | None, task: Task, folder: RunFolder | None
     ) -> None:
+        if may_go_on(options):  # it was verified when it began
+            options = replace(options, verify=False)
         self.options = options
         self.task = task
         self.folder = folder
@@ -90,17 +110,39 @@ class _Training:
             if self.pipe.rank == 0 and not options.json:
                 print("profiling the model and the links, and planning ...", file=sys.stderr, flush=True)
             self.pipe.build(*self.first.args, **self.first.kwargs)
+        self.checkpoints = Checkpoints(options, self.pipe, self.batches, folder)
+        self.source: Iterator[Batch] = chain([self.first], self.batches)
 
     def run(self) -> None:
         with self.pipe:
+            self.checkpoints.go_on()
+            if self.checkpoints.first_step:
+                self.source = iter(self.batches)
+                self.record = _Record.of(self.checkpoints.known)
+            if self.checkpoints.first_step >= self.options.steps:
+                self._is_done()
+                return
             val_loss, resident, tensors, weights = self._run()
-        if self.folder is not None:
-            self._leave_behind(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
+            if self.folder is not None:
+                self._leave_behind(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
+            self.checkpoints.end()
+
+    def _is_done(self) -> None:
+        """Say so; nothing was left to do."""
+        if self.folder is None:
+            return
+        summary = self.folder.path / "summary.json"
+        if self.options.json:
+            print(json.dumps({**json.loads(summary.read_text()), "folder": str(self.folder.path)}))
+        else:
+            print(f"the run {self.options.name} is done, all {count(self.options.steps, 'step')} of it: {summary}")
 
     def _run(self) -> tuple[float | None, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
         """Validation loss, peak bytes of processes and of tensors, and the weights."""
         with make_progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
+            for note in self.checkpoints.notes:
+                progress.note(note)
             if self.pipe.plan is not None:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
@@ -126,9 +168,10 @@ class _Training:
         )
 
     def _train(self, progress: Progress) -> None:
-        started = time.perf_counter()
+        started, first = time.perf_counter(), self.checkpoints.first_step
         bubbles: dict[int, tuple[float, float] | None] = {}  # the newest when a step had run
-        for step, batch in enumerate(islice(chain([self.first], self.batches), self.options.steps)):
+        for step in range(first, self.options.steps):
+            batch = next(self.source)
             if step == 1:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way
             before = time.perf_counter()
@@ -138,9 +181,13 @@ class _Training:
                 self._trace(result)
             bubbles[step] = self.record.newest_bubbles()
             self._log(bubbles, progress)
+            if self.checkpoints.is_due(step):
+                self.pipe.flush()
+                self._log(bubbles, progress)  # nothing behind a checkpoint is told before it
+                self.checkpoints.save()
         self.pipe.flush()
         self._log(bubbles, progress)
-        self.record.seconds = time.perf_counter() - started
+        self.record.seconds += time.perf_counter() - started
 
     def _log(self, bubbles: dict[int, tuple[float, float] | None], progress: Progress) -> None:
         """Log the steps whose results became known."""
@@ -155,7 +202,7 @@ class _Training:
 
     def _step(self, step: int, batch: Batch) -> StepResult:
         """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty."""
-        if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):
+        if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):  # after going on, none may be
             return self.pipe.train_step(*batch.args, **batch.kwargs)
         self.pipe.flush()
         held = self.pipe.held_bytes()
@@ -232,9 +279,10 @@ class _Training:
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
             peak_memory_bytes=resident,
-            peak_tensor_bytes=None if plan is None else tensors,
+            peak_tensor_bytes=None if plan is None or not any(tensors) else tensors,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
             planned_memory_bytes=None if plan is None else _by_process(plan, len(resident)),
+            resumed_at=tuple(resume["step"] for resume in folder.resumes()),
         )
         if plan is not None:
             folder.write_plan(plan.to_json())
@@ -256,15 +304,6 @@ def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:
     if num_processes == 1:
         return (sum(by_rank.values()),)
     return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))
-
-
-def gather(number: int) -> tuple[int, ...]:
-    """One number from each process, by rank; collective."""
-    if not dist.is_initialized():
-        return (number,)
-    numbers: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return tuple(numbers)
 
 
 def report(summary: Summary) -> str:
@@ -324,6 +363,7 @@ def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubbles: 
 
 def _make_folder(options: TrainOptions, task: Task) -> RunFolder:
     assert options.name is not None
-    return RunFolder.create(
+    made = RunFolder.go_on if options.resume else RunFolder.create
+    return made(
         Manifest.of(name=options.name, config=asdict(options), corpus_source=task.source, corpus_sha256=task.sha256)
     )

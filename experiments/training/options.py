@@ -16,6 +16,7 @@ from ...schedules.wording import count
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..schedule_files import FORMS, is_file, read
+from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
     from .gpt import GPTConfig
@@ -27,6 +28,7 @@ DEFAULT_SCHEDULE = "interleaved"
 DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
 DEFAULT_LR = 2e-3
 AUTO = "auto"
+PLAN = "plan.json"  # beside the checkpoints, for a run that goes on
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
 
 
@@ -87,6 +89,13 @@ class TrainOptions(OwnOptions):
     """Run the first batch through the plain model as well and compare every gradient, where memory allows."""
     timeout: float = 300.0
     """Seconds that a rank waits for another before it gives up and says for what."""
+    checkpoint_every: int | None = None
+    """Save a checkpoint after so many steps (default: none)."""
+    checkpoint_dir: str | None = None
+    """Folder of the checkpoints (default: runs/<name>/checkpoints)."""
+    resume: bool = False
+    """Go on with the run --name (default: the newest) from its last checkpoint; a run that is not there begins. For a
+    command that is started again whenever it ends, as by torchrun --max-restarts."""
     dry_run: bool = False
     """Show the cut, the grid, predicted bubble and memory, and stop."""
     json: bool = False
@@ -94,10 +103,16 @@ class TrainOptions(OwnOptions):
 
     def check(self) -> None:
         """ValueError for numbers that cannot be meant."""
-        for option, least in (("steps", 1), ("batch", 1), ("length", 1), ("lr", 0.0), ("timeout", 0.0)):
+        at_least_one = ("steps", "batch", "length", "checkpoint_every")
+        for option, least in (*((name, 1) for name in at_least_one), ("lr", 0.0), ("timeout", 0.0)):
             value = getattr(self, option)
             if value is not None and (value < least or (isinstance(least, float) and value == 0)):
-                raise ValueError(f"--{option} {value}: expected {'at least 1' if least else 'a number above 0'}")
+                typed = option.replace("_", "-")
+                raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if self.checkpoint_dir is not None and self.checkpoint_every is None and not self.resume:
+            raise ValueError(
+                f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
+            )
         if not self.clip >= 0:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
@@ -112,6 +127,11 @@ class TrainOptions(OwnOptions):
                 raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
         if self.plan == AUTO and self.dry_run:
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints, once `resolve` has named the run."""
+        return RUNS / str(self.name) / "checkpoints" if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
     @property
     def batch_size(self) -> int:
@@ -137,8 +157,20 @@ def resolve(options: TrainOptions) -> TrainOptions:
             f"torchrun, or start {count(ranks, 'process')}"
         )
     called = "gpt" if options.model is None else options.model.rpartition(":")[2]
-    name = options.name or time.strftime(f"{called}-%Y%m%d-%H%M%S")
+    name = options.name or (_newest_run() if options.resume else time.strftime(f"{called}-%Y%m%d-%H%M%S"))
     return replace(options, ranks=ranks, name=name)
+
+
+def _newest_run() -> str:
+    """Name of the run to go on with where none is given."""
+    if "WORLD_SIZE" in os.environ:  # by then another run may be the newest
+        raise ValueError("--resume under torchrun: expected --name NAME beside it, which each start of it goes on with")
+    newest = RUNS / LATEST
+    if not newest.is_dir():
+        raise ValueError(
+            f"--resume: there is no {newest}, the newest run: expected --name NAME (a run that is not there begins)"
+        )
+    return newest.resolve().name
 
 
 def read_plan(options: TrainOptions) -> Plan | None:
@@ -163,6 +195,13 @@ def read_plan(options: TrainOptions) -> Plan | None:
             f"samples: expected --batch {schedule.num_microbatches * plan.microbatch_size}, not {size}"
         )
     return plan
+
+
+def plan_before(options: TrainOptions) -> Plan | None:
+    """The plan of the run that goes on; None where it is for other ranks, so that a new one is made."""
+    path = options.checkpoints / PLAN
+    plan = _load(str(path)) if path.is_file() else None
+    return plan if plan is not None and plan.num_devices == options.ranks else None
 
 
 def _load(name: str) -> Plan:

@@ -1,4 +1,8 @@
-"""Files of a run: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files."""
+"""Files of a run: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files.
+
+A run that goes on writes into the folder it began: metrics.jsonl has each step once, and resumes.jsonl a line for each
+time that the run went on.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..host import num_cores, package_versions, processor
+from .same_run import Resume, read_manifest, refuse_other_options
+
+if TYPE_CHECKING:
+    from ...pipe.lock import FolderLock
 
 RUNS = Path("runs")
 LATEST = "latest"  # a link beside the runs, to the newest of them
+_METRICS = "metrics.jsonl"
+_RESUMES = "resumes.jsonl"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 
 
@@ -100,6 +111,7 @@ class Summary:
         peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
         peak_tensor_bytes, planned_memory_bytes: per rank, bytes of tensors at the peak of one watched step, measured
             and predicted by the plan; None without a plan, as is planned_step_seconds.
+        resumed_at: first step of each time that the run went on.
     """
 
     schedule: str
@@ -125,13 +137,18 @@ class Summary:
     peak_tensor_bytes: tuple[int, ...] | None = None
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
+    resumed_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The folder of one run. Made by `create`, which refuses one that is there already."""
+    """The folder of one run, which only one process writes at a time.
+
+    Made by `create`, which refuses one that is there already, or by `go_on`.
+    """
 
     path: Path
+    lock: FolderLock
 
     @classmethod
     def check_free(cls, name: str, *, root: Path = RUNS) -> Path:
@@ -156,18 +173,74 @@ class RunFolder:
             path.mkdir(parents=True)
         except OSError as error:
             raise ValueError(f"cannot make the run folder {path}: {error.strerror or error}") from error
-        _write_whole(path / "manifest.json", _dumps(asdict(manifest)))
+        lock = _locked(path)
+        write_whole(path / "manifest.json", _dumps(asdict(manifest)))
         _link_latest(root, manifest.name)
-        return cls(path=path)
+        return cls(path=path, lock=lock)
+
+    @classmethod
+    def check_going_on(cls, name: str, config: Mapping[str, object], *, root: Path = RUNS) -> None:
+        """ValueError where `go_on` raises it for these options."""
+        before = read_manifest(root / name)
+        if before is None:
+            if not (root / name).exists():
+                cls.check_free(name, root=root)
+        else:
+            refuse_other_options(name, before["config"], config)
+
+    @classmethod
+    def go_on(cls, manifest: Manifest, *, root: Path = RUNS) -> RunFolder:
+        """The folder of a run that goes on, or a new one where there is none.
+
+        Raises ValueError where another process writes it, or where the run was started with other options.
+        """
+        path = root / manifest.name
+        cls.check_going_on(manifest.name, manifest.config, root=root)
+        if not path.exists():
+            return cls.create(manifest, root=root)
+        lock = _locked(path)
+        if not (path / "manifest.json").exists():  # ended between the folder and the file
+            write_whole(path / "manifest.json", _dumps(asdict(manifest)))
+        _link_latest(root, manifest.name)
+        return cls(path=path, lock=lock)
+
+    def keep_before(self, step: int) -> tuple[list[Metrics], int]:
+        """Metrics of the steps before this one, in order, and how many others were taken out of the file."""
+        path, kept = self.path / _METRICS, dict[int, Metrics]()
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            with suppress(ValueError, TypeError):  # one that was cut off, or is of another version
+                metrics = Metrics(**json.loads(line))
+                if metrics.step < step:
+                    kept[metrics.step] = metrics
+        found = [kept[number] for number in sorted(kept)]
+        if len(found) != len(lines):
+            write_whole(path, "".join(map(_line, found)))
+        return found, len(lines) - len(found)
+
+    def log_resume(self, resume: Resume) -> None:
+        """Append one line to resumes.jsonl."""
+        path = self.path / _RESUMES
+        with _told(path), path.open("a", encoding="utf-8") as file:
+            file.write(_line(resume))
+
+    def resumes(self) -> list[dict[str, Any]]:
+        """Lines of resumes.jsonl."""
+        path = self.path / _RESUMES
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def close(self) -> None:
+        """Another process may write it."""
+        self.lock.release()
 
     def log(self, metrics: Metrics) -> None:
         """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later.
 
         Raises ValueError where the disk is full; what stands in the file then ends with a whole line.
         """
-        path = self.path / "metrics.jsonl"
+        path = self.path / _METRICS
         with _told(path), path.open("ab", buffering=0) as file:
-            line, size = (json.dumps(asdict(metrics)) + "\n").encode(), file.tell()
+            line, size = _line(metrics).encode(), file.tell()
             try:
                 written = file.write(line)
                 if written != len(line):
@@ -178,11 +251,11 @@ class RunFolder:
 
     def write_plan(self, text: str) -> None:
         """Write plan.json."""
-        _write_whole(self.path / "plan.json", text)
+        write_whole(self.path / "plan.json", text)
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json."""
-        _write_whole(self.path / "summary.json", _dumps(asdict(summary)))
+        write_whole(self.path / "summary.json", _dumps(asdict(summary)))
 
 
 def find_run(path: Path, *, root: Path = RUNS) -> Path:
@@ -199,6 +272,12 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
     raise ValueError(f"no run folder {path}: expected {root}/<name>{there}")
 
 
+def _locked(path: Path) -> FolderLock:
+    from ...pipe.lock import FolderLock  # torch, which a mistake in the options need not wait for
+
+    return FolderLock(path)
+
+
 def _link_latest(root: Path, name: str) -> None:
     """Let runs/latest lead to this run; where links cannot be made, there is none."""
     made = root / f".{LATEST}-{name}"
@@ -208,7 +287,7 @@ def _link_latest(root: Path, name: str) -> None:
         made.replace(root / LATEST)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file that is whole, or not there at all."""
     partial = path.with_name(f"{path.name}.partial")
     with _told(path):
@@ -237,6 +316,10 @@ def _free_name(root: Path, name: str) -> str:
     while (root / f"{name}-{number}").exists():
         number += 1
     return f"{name}-{number}"
+
+
+def _line(record: Metrics | Resume) -> str:
+    return json.dumps(asdict(record)) + "\n"
 
 
 def _dumps(record: Mapping[str, object]) -> str:

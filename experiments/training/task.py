@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...pipe.checkpoint.snapshot import HasState
 from .. import own_task as own
+from ..own_batches import OwnBatches
 from .corpus import Corpus, load_corpus, loss_fn
 from .gpt import GPT, sample
 from .options import TrainOptions, model_config
@@ -19,6 +21,10 @@ from .recipe import make_optimizer
 VALIDATION_WINDOWS = 512
 SAMPLE_PROMPT = b"import "
 SAMPLE_BYTES = 240
+
+
+class Batches(HasState, Iterator[own.Batch], Protocol):
+    """Batches without an end; the state is the place behind the last one that was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class Task:
     loss_for: Callable[[own.Batch], own.Loss]
     loss_name: Callable[[own.Batch], str]
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
-    batches: Callable[[], Iterator[own.Batch]]
+    batches: Callable[[], Batches]
     validation: Callable[[], Iterable[own.Batch]]
     sample_bytes: int | None
     describe: Callable[[Mapping[str, torch.Tensor]], str] | None
@@ -72,7 +78,7 @@ def _gpt(options: TrainOptions) -> Task:
         loss_for=lambda batch: loss_fn,
         loss_name=lambda batch: "cross-entropy",
         make_optimizer=lambda parameters: make_optimizer(parameters, lr=options.learning_rate),
-        batches=lambda: _windows(corpus, options),
+        batches=lambda: Windows(corpus, options),
         validation=lambda: [
             own.Batch(args=batch)
             for batch in corpus.validation_batches(
@@ -92,7 +98,7 @@ def _own(options: TrainOptions) -> Task:
         loss_for=lambda batch: own.make_loss(options, batch),
         loss_name=lambda batch: own.describe_loss(options, batch),
         make_optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
-        batches=lambda: own.batches(options, batch_size=options.batch, seed=options.seed),
+        batches=lambda: OwnBatches(options, batch_size=options.batch, seed=options.seed),
         validation=lambda: (),
         sample_bytes=None,
         describe=None,
@@ -105,10 +111,33 @@ def make_gpt(options: TrainOptions) -> GPT:
     return GPT(model_config(options))
 
 
-def _windows(corpus: Corpus, options: TrainOptions) -> Iterator[own.Batch]:
-    for step in count():
-        batch = corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
-        yield own.Batch(args=batch)
+class Windows(Iterator[own.Batch]):
+    """Batches of the corpus: each step's are drawn from (seed, step) alone."""
+
+    def __init__(self, corpus: Corpus, options: TrainOptions) -> None:
+        self._corpus, self._options = corpus, options
+        self._step = 0
+
+    def __next__(self) -> own.Batch:
+        options = self._options
+        batch = self._corpus.batch(
+            seed=options.seed, step=self._step, batch_size=options.batch_size, length=options.length
+        )
+        self._step += 1
+        return own.Batch(args=batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps that were given, and the text that they are from."""
+        return {"step": self._step, "corpus": self._corpus.sha256}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind these steps. Raises ValueError for those of another text."""
+        if state.get("corpus") != self._corpus.sha256:
+            raise ValueError(
+                f"the run that goes on was trained on another text than {self._corpus.source} is now: expected the "
+                f"same files as --text, or the same Python"
+            )
+        self._step = state["step"]
 
 
 def printable(text: bytes) -> str:

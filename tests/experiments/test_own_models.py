@@ -17,8 +17,9 @@ from support.commands import Done
 from torch import nn
 
 from stagewright.experiments.cli import main
+from stagewright.experiments.own_batches import OwnBatches
 from stagewright.experiments.own_options import OwnOptions
-from stagewright.experiments.own_task import Batch, batches, default_loss, make_loss
+from stagewright.experiments.own_task import Batch, default_loss, make_loss
 from stagewright.experiments.training import pipeline
 from stagewright.experiments.training.recipe import learning_rate_curve
 from stagewright.experiments.user_code import UserCodeError, load
@@ -206,7 +207,7 @@ def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(
 
 
 def take(value: str, number: int, *, batch_size: int | None = None) -> list[tuple[torch.Tensor, ...]]:
-    found = batches(OwnOptions(model="own_mine:model", data=value), batch_size=batch_size, seed=0)
+    found = OwnBatches(OwnOptions(model="own_mine:model", data=value), batch_size=batch_size, seed=0)
     return [next(found).args for _ in range(number)]
 
 

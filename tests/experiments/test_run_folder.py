@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_no_half_summary(tmp_path: Path) -> None:
     folder = RunFolder.create(manifest("one"), root=tmp_path)
     with disk_with_room_for(20), pytest.raises(ValueError, match=r"cannot write .*plan\.json: "):
         folder.write_plan("x" * 100)
-    assert [path.name for path in folder.path.iterdir()] == ["manifest.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".writer", "manifest.json"]  # the lock, and no half
 
 
 def test_latest_leads_to_the_newest_run(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 from unittest import mock
 
 from stagewright.experiments.launcher import LaunchResult
 
-from .pool import forking, free_port
+from .pool import forking
 from .pool_worker import torchrun_environment
 
 _TIMEOUT = 200.0  # [s]
@@ -32,6 +33,14 @@ class Done:
     status: int
     stdout: str
     stderr: str
+
+
+class ForkedRank(NamedTuple):
+    """One started rank, where its `Done` comes from, and the store at which all of them meet."""
+
+    process: Any
+    answer: Connection
+    store: Any
 
 
 def launch_forked(
@@ -47,31 +56,49 @@ def launch_forked(
     """
     del stall
     assert command[0] == sys.executable
-    words = list(command[command.index("-m") + 1 :])
-    context, port = forking(), free_port()
-    ranks = []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        variables = torchrun_environment(rank=rank, num_ranks=num_ranks, port=port) | dict(environment or {})
-        process = context.Process(target=_be_rank, args=(theirs, words, os.getcwd(), variables), daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
+    ranks = start_forked(command[command.index("-m") + 1 :], num_ranks=num_ranks, environment=environment)
     try:
-        done = [_answer(connection) for _, connection in ranks]
+        done = [answer(rank) for rank in ranks]
     finally:
-        for process, connection in ranks:
-            process.kill()
-            process.join()
-            connection.close()
+        end_forked(ranks)
     sys.stdout.write(done[0].stdout)
     sys.stderr.write(done[0].stderr)
     return LaunchResult(status=max(rank.status for rank in done), first_failed=None, report="")
 
 
-def _answer(connection: Connection) -> Done:
-    assert connection.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
-    done: Done = connection.recv()
+def start_forked(
+    words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str] | None = None
+) -> list[ForkedRank]:
+    """`python -m WORDS` once a rank, in the current folder."""
+    from torch.distributed import TCPStore
+
+    context = forking()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as launch does: it outlives every rank
+    ranks = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        variables = torchrun_environment(rank=rank, num_ranks=num_ranks, port=store.port)
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} | dict(environment or {})
+        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append(ForkedRank(process, ours, store))
+    return ranks
+
+
+def end_forked(ranks: Sequence[ForkedRank]) -> None:
+    """Kill what still runs."""
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.answer.close()
+
+
+def answer(rank: ForkedRank) -> Done:
+    """What became of a rank, once it has ended."""
+    assert rank.answer.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
+    done: Done = rank.answer.recv()
     return done
 
 

@@ -1,0 +1,200 @@
+"""Batches of the user's data, epoch after epoch, with a place in them from which another process goes on.
+
+    a Dataset        drawn from, shuffled anew each epoch; its place is the loader's
+    an iterable      gone through again and again; its place is the epoch, and batches of it: to go on, those are gone
+                     through once more
+    an iterator      the same, but the function is called once more for each epoch
+
+Python's, numpy's and torch's generators are seeded before each epoch, alike in every process: a DataLoader that
+shuffles gives every rank the same batches. What the data draws is drawn from a random state of its own, so that nothing
+else in the process changes it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
+
+from ..pipe.batch.loader import ReplicaLoader, count_samples, seed_generators
+from ..pipe.batch.sampler import ReplicaBatches
+from .own_options import OwnOptions
+from .own_task import DEFAULT_BATCH, Batch
+from .user_code import UserCodeError, call, load
+
+
+class OwnBatches(Iterator[Batch]):
+    """The user's batches, for ever.
+
+    Arguments:
+        batch_size: samples of each; None: default_size where the function asks for it, else what it gives.
+
+    Raises ValueError for data of another form; UserCodeError where the user's code fails.
+    """
+
+    def __init__(
+        self, options: OwnOptions, *, batch_size: int | None, seed: int, default_size: int = DEFAULT_BATCH
+    ) -> None:
+        self._value = str(options.data)
+        self._function = load("data", self._value)
+        self._batch_size, self._default_size = batch_size, default_size
+        self._seed = seed
+        self._random = _RandomState()
+        self._made: Iterable[Any] | None = None
+        self._epoch, self._passed = 0, 0  # batches of this epoch
+        self._is_begun = False
+        self._batches = self._stream(to_skip=0)
+
+    def __next__(self) -> Batch:
+        with self._random:
+            return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place behind the last batch that was given."""
+        if self._made is None:
+            with self._random:
+                self._begin()
+        within = self._made.state_dict() if isinstance(self._made, ReplicaLoader) else None
+        return {"epoch": self._epoch, "passed": self._passed, "within": within}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Raises ValueError for the place in other data."""
+        with self._random:
+            if isinstance(self._made, Iterator):  # what is gone cannot be gone through again
+                self._made = None
+            self._epoch, self._passed = state["epoch"], state["passed"]
+            made, within = self._begin(), state["within"]
+            if isinstance(made, ReplicaLoader) and within is not None:
+                made.load_state_dict(within)
+            elif isinstance(made, ReplicaLoader) or within is not None:
+                now, then = (
+                    ("no Dataset", "those of a Dataset") if within is not None else ("a Dataset", "other batches")
+                )
+                raise ValueError(
+                    f"--data {self._value} is {now}, and the place is one in {then}: expected the same data"
+                )
+            self._batches = self._stream(to_skip=0 if within is not None else self._passed)
+
+    def _begin(self) -> Iterable[Any]:
+        """What the next epoch is gone through in."""
+        seed_generators(self._seed + self._epoch)
+        if self._made is None or isinstance(self._made, Iterator):
+            self._made = self._make()
+        self._is_begun = True
+        return self._made
+
+    def _stream(self, *, to_skip: int) -> Iterator[Batch]:
+        """Batches from the current epoch on, but for the first ones of it."""
+        first_size = None
+        while True:
+            made = self._made if self._is_begun and self._made is not None else self._begin()
+            given, self._is_begun = 0, False
+            for batch in _run(self._value, made):
+                given += 1
+                if given <= to_skip:
+                    continue
+                checked = _checked(self._value, batch)
+                size = checked.num_samples
+                if first_size is None and self._batch_size is not None and size != self._batch_size:
+                    raise ValueError(
+                        f"--batch {self._batch_size} and --data {self._value} gives batches of {size}: leave --batch "
+                        f"away, or let the function take batch_size"
+                    )
+                first_size = size
+                self._passed += 1
+                yield checked
+            if given < max(1, to_skip):
+                raise ValueError(self._too_few(given, to_skip))
+            self._epoch, self._passed, to_skip = self._epoch + 1, 0, 0
+
+    def _too_few(self, given: int, to_skip: int) -> str:
+        if to_skip:
+            return (
+                f"--data {self._value} gave {given} batches in epoch {self._epoch + 1}, and the run that goes on stood "
+                f"behind {to_skip}: expected the same data"
+            )
+        again = "" if not self._epoch else f" when it was gone through again (epoch {self._epoch + 1})"
+        return f"--data {self._value} gave no batch{again}: expected at least one, such as a list or DataLoader"
+
+    def _make(self) -> Iterable[Any]:
+        size = self._batch_size or self._default_size
+        made = call("data", self._value, self._function, batch_size=size)
+        if isinstance(made, Dataset) and not isinstance(made, IterableDataset):
+            batches = ReplicaBatches(count_samples(made), batch_size=size, seed=self._seed, remainder="carry")
+            return ReplicaLoader(made, batches)
+        if isinstance(made, Iterable) and not isinstance(made, Tensor | nn.Module | str | dict):
+            return made
+        raise ValueError(
+            f"--data {self._value} returned {type(made).__name__}: expected a torch Dataset, or an iterable of batches "
+            f"(inputs..., target), such as a DataLoader, a list or a generator"
+        )
+
+
+class _RandomState:
+    """Generators' states of its own: within, they are the process's."""
+
+    def __init__(self) -> None:
+        self._own: tuple[Any, ...] | None = None  # None: the process's, to begin with
+        self._process: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._process = _random_states()
+        if self._own is not None:
+            _set_random_states(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = _random_states()
+        _set_random_states(self._process)
+
+
+def _random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
+    """One epoch; what the user's own code raises is told as that."""
+    try:
+        iterator = iter(made)
+    except Exception as error:
+        raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise UserCodeError(f"--data {value} raised {type(error).__name__}") from error
+        yield batch
+
+
+def _checked(value: str, batch: Any) -> Batch:
+    if isinstance(batch, Mapping):
+        if not any(isinstance(x, Tensor) and x.dim() for x in pytree.tree_leaves(dict(batch))):
+            raise ValueError(f"--data {value} gave a batch without a tensor: expected tensors by name, {list(batch)}")
+        return Batch(kwargs=dict(batch))
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        shown = type(batch).__name__ if not isinstance(batch, tuple | list) else f"a {type(batch).__name__} of one"
+        raise ValueError(
+            f"--data {value} gave a batch that is {shown}: expected (inputs..., target), two at least, or a dict of "
+            f"keywords"
+        )
+    for position, x in enumerate(batch[:-1]):
+        if not isinstance(x, Tensor) or not x.dim():
+            shown = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"--data {value} gave a batch whose input {position} is {shown}: expected a tensor with the batch in "
+                f"dimension 0"
+            )
+    return Batch(args=tuple(batch))

@@ -1,0 +1,178 @@
+"""Checkpoints of a run: written while it trains, and gone on from when it is started again.
+
+runs/<name>/checkpoints/  (--checkpoint-dir)
+  latest, step-.../       see pipe.save
+  layout.json             how the run ran when they were written: ranks, schedule, predicted step
+  plan.json               its plan, under --plan
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...pipe import PipelineModule
+from ...schedules.wording import count, duration
+from .options import PLAN, TrainOptions
+from .run_folder import Metrics, RunFolder, write_whole
+from .same_run import Resume
+from .task import Batches
+from .together import gather
+
+_LATEST = "latest"
+_LAYOUT = "layout.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a run runs, as far as results depend on it.
+
+    Arguments:
+        predicted_step_seconds: by its plan; None without one.
+    """
+
+    num_ranks: int
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    weight_rule: str
+    predicted_step_seconds: float | None
+
+    @classmethod
+    def of(cls, pipe: PipelineModule) -> Layout:
+        """Layout of a pipeline that is built."""
+        schedule = pipe.schedule
+        return cls(
+            num_ranks=schedule.num_ranks,
+            schedule=schedule.name,
+            num_stages=schedule.num_stages,
+            num_microbatches=schedule.num_microbatches,
+            weight_rule=schedule.weight_rule,
+            predicted_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
+        )
+
+    def changes_to(self, now: Layout) -> tuple[str, ...]:
+        """Sentences about what is not as it was."""
+        told = []
+        if (self.num_ranks, self.schedule, self.num_stages) != (now.num_ranks, now.schedule, now.num_stages):
+            told.append(
+                f"{self.schedule} in {count(self.num_stages, 'stage')} on {count(self.num_ranks, 'rank')} before, "
+                f"{now.schedule} in {count(now.num_stages, 'stage')} on {count(now.num_ranks, 'rank')} now: the same "
+                f"state, and sums in another order from here on"
+            )
+        if self.num_microbatches != now.num_microbatches:
+            told.append(
+                f"{count(self.num_microbatches, 'microbatch')} before, {now.num_microbatches} now: random numbers "
+                f"(dropout) are others from here on"
+            )
+        if self.weight_rule != now.weight_rule:
+            told.append(
+                f"weights follow the rule {now.weight_rule!r}, before {self.weight_rule!r}: the newest were kept"
+            )
+        if self.predicted_step_seconds is not None and now.predicted_step_seconds is not None and told:
+            before, after = self.predicted_step_seconds, now.predicted_step_seconds
+            more = f"{after / before - 1:+.0%}"
+            told.append(f"a step is planned to take {duration(after)} now, {duration(before)} before ({more})")
+        return tuple(told)
+
+
+class Checkpoints:
+    """Checkpoints of one run, in one rank; its calls are collective.
+
+    Arguments:
+        batches: whose place goes along.
+        run: its folder, on rank 0.
+    """
+
+    def __init__(self, options: TrainOptions, pipe: PipelineModule, batches: Batches, run: RunFolder | None) -> None:
+        self._options = options
+        self._pipe = pipe
+        self._batches = batches
+        self._run = run
+        self._path = options.checkpoints
+        self.first_step = 0
+        self.known: list[Metrics] = []  # of the steps before, on rank 0
+        self.notes: list[str] = []  # for people
+
+    def go_on(self) -> None:
+        """Load the last checkpoint, if there is one; what was logged of later steps is forgotten."""
+        if self._options.resume:
+            if self._is_there():
+                self._pipe.load(self._path, loader=self._batches)
+                self.first_step = self._pipe.num_steps
+                with suppress(ValueError):  # measures a link's latency, while nothing is under way
+                    self._pipe.measured_costs()
+            if self._run is not None:
+                self._tell(self._run)
+        if self._run is not None and self._options.checkpoint_every is not None:
+            self._path.mkdir(parents=True, exist_ok=True)
+            if self._pipe.plan is not None:
+                write_whole(self._path / PLAN, self._pipe.plan.to_json())
+            write_whole(self._path / _LAYOUT, json.dumps(asdict(Layout.of(self._pipe))))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved behind step number `step`."""
+        every = self._options.checkpoint_every
+        return every is not None and (step + 1) % every == 0 and step + 1 < self._options.steps
+
+    def save(self) -> None:
+        """Save the state behind the step that was run last, which is logged."""
+        self._pipe.save(self._path, loader=self._batches)
+
+    def end(self) -> None:
+        """The run has its results: its last state is saved, too."""
+        if self._options.checkpoint_every is not None:
+            self._pipe.save(self._path, loader=self._batches)
+
+    def _is_there(self) -> bool:
+        """Whether there is a checkpoint, on every rank alike."""
+        found = gather(int(may_go_on(self._options)))
+        if len(set(found)) > 1:
+            blind = [rank for rank, one in enumerate(found) if not one]
+            raise ValueError(
+                f"{self._path} has a checkpoint for some ranks, and none for {blind}: expected one folder that all "
+                f"ranks share (--checkpoint-dir on a network file system)"
+            )
+        return bool(found[0])
+
+    def _tell(self, run: RunFolder) -> None:
+        self.known, lost = run.keep_before(self.first_step)
+        before, now = _read_layout(self._path / _LAYOUT), Layout.of(self._pipe)
+        changes = before.changes_to(now) if before is not None and self.first_step else ()
+        if self.first_step == 0 and not lost:
+            return
+        run.log_resume(
+            Resume(
+                step=self.first_step,
+                lost_steps=lost,
+                started=time.strftime("%Y-%m-%dT%H:%M:%S"),
+                command=tuple(sys.argv),
+                host=platform.node(),
+                num_ranks=now.num_ranks,
+                schedule=now.schedule,
+                predicted_step_seconds=now.predicted_step_seconds,
+                predicted_before=None if before is None else before.predicted_step_seconds,
+                changes=changes,
+            )
+        )
+        where = f"from the checkpoint behind step {self.first_step}" if self.first_step else "from the first step"
+        again = f"; {count(lost, 'step')} that came behind it {'is' if lost == 1 else 'are'} run again" if lost else ""
+        self.notes = [f"the run goes on {where}{again}", *changes]
+
+
+def may_go_on(options: TrainOptions) -> bool:
+    """Whether this process sees a checkpoint to go on from."""
+    return options.resume and (options.checkpoints / _LATEST).exists()
+
+
+def _read_layout(path: Path) -> Layout | None:
+    """None where there is none that can be read: it only helps to tell."""
+    try:
+        return Layout(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

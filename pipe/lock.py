@@ -1,0 +1,71 @@
+"""The right to write into a folder: of one process at a time, until it gives it back or ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+_NAME = ".writer"
+_PATIENCE = 5.0  # [s] for a process that was killed to be gone
+_POLL = 0.1  # [s]
+
+
+class FolderLock:
+    """Held by this process; the operating system gives it back when the process ends, killed or not.
+
+    A lock of POSIX's kind: children that were forked have no part in it, and it holds over most network file systems.
+
+    Raises ValueError where another process holds it, with its number and host.
+    """
+
+    def __init__(self, folder: Path, *, patience: float = _PATIENCE) -> None:
+        self._path = folder / _NAME
+        self._descriptor: int | None = None
+        if fcntl is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        until = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
+                    break
+                if time.monotonic() > until:
+                    holder = _holder(descriptor)
+                    os.close(descriptor)
+                    raise ValueError(
+                        f"{folder} is being written by another run{holder}: expected a folder for each run, or wait "
+                        f"until that one has ended"
+                    ) from None
+            time.sleep(_POLL)
+        self._descriptor = descriptor
+        with suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # which unlocks
+            self._descriptor = None
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        known = json.loads(os.pread(descriptor, 4096, 0))
+        return f" (process {known['process']} on {known['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
