@@ -26,11 +26,15 @@ _FIGURES = (
     "weight_grad_seconds",
     "update_seconds",
     "workspace_bytes",
+    "forward_sums",
+    "forward_sum_bytes",
+    "backward_sums",
+    "backward_sum_bytes",
 )
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
 _PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown")
 _SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
-_OPTIONAL = ("microbatch_size", *_PROFILE_FIGURES)
+_OPTIONAL = ("microbatch_size", "tensor", *_PROFILE_FIGURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,9 @@ class Node:
         workspace_bytes: the most that F or B holds for a while beyond inputs, outputs and stash [bytes].
         runs_again: whether it does so where a stage recomputes by layer or selectively; False: it keeps its stash even
             then, as the part does that ends in the loss, whose B follows its F at once.
+        forward_sums, forward_sum_bytes, backward_sums, backward_sum_bytes: number of sums over the ranks that a cut
+            weight lies on, and what each rank holds of them [bytes]; a gathering counts as half a sum of its result.
+            Their seconds are in none of the others: the planner knows the links.
         selective_bytes, selective_seconds: kept from F to B under selective recompute, its inputs included, counted
             once where shared [bytes], and what B takes longer then [s]; None when not known.
 
@@ -70,6 +77,10 @@ class Node:
     weight_grad_seconds: float = 0.0
     update_seconds: float = 0.0
     workspace_bytes: float = 0.0
+    forward_sums: float = 0.0
+    forward_sum_bytes: float = 0.0
+    backward_sums: float = 0.0
+    backward_sum_bytes: float = 0.0
     runs_again: bool = True
     selective_bytes: float | None = None
     selective_seconds: float | None = None
@@ -105,6 +116,7 @@ class Profile:
         dtype: of the computation.
         origin: "measured", "published" or "formula".
         microbatch_size: samples that the figures are of; None when unknown.
+        tensor: ranks over which matrices were cut; the figures are of one of them, `activation_bytes` are whole.
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
@@ -125,6 +137,7 @@ class Profile:
     dtype: str = "float32"
     origin: str = "measured"
     microbatch_size: int | None = None
+    tensor: int = 1
     optimizer_ratio: float | None = None
     step_seconds: float | None = None
     step_spread: float = 0.0
@@ -132,11 +145,13 @@ class Profile:
 
     def __repr__(self) -> str:
         size = "" if self.microbatch_size is None else f", microbatch of {self.microbatch_size}"
+        size += f", one of {self.tensor} tensor ranks" if self.tensor > 1 else ""
         return f"<Profile {self.origin}: {len(self.nodes)} nodes on {self.device}, {self.dtype}{size}>"
 
     def __post_init__(self) -> None:
         if self.microbatch_size is not None:
             count("microbatch_size", self.microbatch_size)
+        count("tensor", self.tensor)
         for figure in _PROFILE_FIGURES:
             value = getattr(self, figure)
             if value is not None:
@@ -305,6 +320,7 @@ class Profile:
         microbatch_size = None if size is None else count(record.at("microbatch_size"), size)
         step_seconds = None if step is None else number(record.at("step_seconds"), step, positive=True)
         optimizer_ratio = None if ratio is None else number(record.at("optimizer_ratio"), ratio)
+        tensor = record.count("tensor", default=1)
         step_spread = record.number("step_spread", default=0.0)
         slowdown = record.number("slowdown", positive=True, default=1.0)
         nodes = tuple(_node(each) for each in record.objects("nodes"))
@@ -322,6 +338,7 @@ class Profile:
                 dtype=dtype,
                 origin=origin,
                 microbatch_size=microbatch_size,
+                tensor=tensor,
                 optimizer_ratio=optimizer_ratio,
                 step_seconds=step_seconds,
                 step_spread=step_spread,

@@ -38,7 +38,7 @@ ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
 
 def plan(
-    source: Profile | Mapping[int, Profile] | ProfileSource,
+    source: Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource,
     cluster: Cluster,
     *,
     global_batch: int,
@@ -61,8 +61,9 @@ def plan(
     """The plan with the least simulated seconds a batch, with the runners-up and what each loses.
 
     Arguments:
-        source: a profile; profiles by microbatch size; or what makes them for any size (`ProfileSource`). A profile
-            that does not say its microbatch size counts as of one sample.
+        source: a profile; profiles by microbatch size; profiles of several sizes and of models cut over several ranks,
+            as they come; or what makes them for any size (`ProfileSource`). A profile that does not say its
+            microbatch size counts as of one sample.
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
         schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "pipedream")
@@ -94,7 +95,7 @@ def plan(
     ((4,), 24.0)
     """
     count("global_batch", global_batch)
-    source = as_source(source)
+    source = as_source(source, cluster)
     sizes = sizes_to_try(source, global_batch, microbatch_sizes)
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     wanted = (schedules,) if isinstance(schedules, str) else schedules

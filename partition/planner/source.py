@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Protocol, runtime_checkable
 
-from ..profile import Profile
+from ..cluster import Cluster
+from ..profile import Node, Profile
 from ..strict import count
+from ..topology import Topology, TransferTime
 
 MAX_MICROBATCH = 64  # samples, where a source can profile any size
 
@@ -24,39 +27,92 @@ class ProfileSource(Protocol):
 
 
 class MeasuredProfiles:
-    """Profiles by microbatch size; tensors are never split.
+    """Profiles by microbatch size and by the ranks over which matrices were cut.
 
-    Raises ValueError for a size that contradicts its profile, and for profiles of several models, devices or types.
+    Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
+    between neighbours of the cluster, those of the slowest group.
+
+    Arguments:
+        profiles: by microbatch size, or as they come.
+        cluster: needed where there are cut ones.
+
+    Raises ValueError for a size that contradicts its profile, for profiles of several models, devices or types, for
+    two of the same sizes, and for a size that is missing beside others.
     """
 
-    def __init__(self, profiles: Mapping[int, Profile]) -> None:
-        if not profiles:
+    def __init__(self, profiles: Mapping[int, Profile] | Iterable[Profile], cluster: Cluster | None = None) -> None:
+        pairs = list(profiles.items() if isinstance(profiles, Mapping) else _sized(list(profiles)))
+        if not pairs:
             raise ValueError("no profile: expected a Profile, or a mapping from microbatch size to Profile")
-        for size, profile in profiles.items():
+        self._profiles: dict[tuple[int, int], Profile] = {}
+        for size, profile in sorted(pairs, key=lambda pair: (pair[1].tensor, pair[0])):
             count("microbatch size", size)
             if profile.microbatch_size not in (None, size):
                 raise ValueError(
                     f"a profile of microbatches of {profile.microbatch_size} under microbatch size {size}: expected "
                     f"the size that it was measured at"
                 )
-        self.profiles = dict(sorted(profiles.items()))
-        first = next(iter(self.profiles))
-        for size in list(self.profiles)[1:]:
-            differs = difference(self.profiles[first], self.profiles[size])
+            if (size, profile.tensor) in self._profiles:
+                raise ValueError(f"a second profile of microbatches of {size}{_over(profile)}: expected one a size")
+            self._profiles[size, profile.tensor] = profile
+        self.sizes = tuple(dict.fromkeys(size for size, _ in self._profiles))
+        self._ways = tuple(dict.fromkeys(tensor for _, tensor in self._profiles))
+        for size, tensor in product(self.sizes, self._ways):
+            if (size, tensor) not in self._profiles:
+                raise ValueError(
+                    f"no profile of microbatches of {size} over {tensor} tensor ranks, beside those of others: "
+                    f"expected one (stagewright profile --microbatch {size} --tensor {tensor})"
+                )
+        first = next(iter(self._profiles.values()))
+        for (size, _), profile in list(self._profiles.items())[1:]:
+            differs = difference(first, profile)
             if differs is not None:
                 raise ValueError(
-                    f"profiles of microbatches of {first} and of {size}: {differs}: expected profiles of one model, "
-                    f"device and type"
+                    f"profiles of microbatches of {self.sizes[0]}{_over(first)} and of {size}{_over(profile)}: "
+                    f"{differs}: expected profiles of one model, device and type"
                 )
+        self._cluster = cluster
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        """The measured one."""
-        assert tensor == 1
-        return self.profiles[microbatch_size]
+        """The measured one, with the sums over the tensor ranks."""
+        found = self._profiles[microbatch_size, tensor]
+        if tensor == 1:
+            return found
+        assert self._cluster is not None
+        rings = Topology(self._cluster).rings_of_groups(tensor)
+        return replace(found, nodes=tuple(_with_sums(node, rings) for node in found.nodes))
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
-        """1 alone."""
-        return (1,)
+        """Those that were measured, of groups within an innermost group of devices."""
+        most = min(limit, self._cluster.levels[0].size if self._cluster is not None else 1)
+        return tuple(tensor for tensor in self._ways if tensor == 1 or tensor <= most)
+
+
+def _sized(profiles: Sequence[Profile]) -> Iterable[tuple[int, Profile]]:
+    for profile in profiles:
+        if profile.microbatch_size is None and len(profiles) > 1:
+            raise ValueError("microbatch_size: missing: expected it where there are several profiles")
+        yield profile.microbatch_size or 1, profile
+
+
+def _over(profile: Profile) -> str:
+    return f" over {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
+
+
+def _with_sums(node: Node, rings: Sequence[TransferTime]) -> Node:
+    forward, backward = (
+        max(number * ring.latency + num_bytes * ring.seconds_a_byte for ring in rings)
+        for number, num_bytes in (
+            (node.forward_sums, node.forward_sum_bytes),
+            (node.backward_sums, node.backward_sum_bytes),
+        )
+    )
+    return replace(
+        node,
+        forward_seconds=node.forward_seconds + forward,
+        backward_seconds=node.backward_seconds + backward,
+        input_grad_seconds=node.input_grad_seconds + (backward if node.input_grad_seconds else 0.0),
+    )
 
 
 def difference(one: Profile, other: Profile) -> str | None:
@@ -69,7 +125,7 @@ def difference(one: Profile, other: Profile) -> str | None:
     for name in (*ours, *theirs):
         if name not in ours or name not in theirs:
             return f"node {name!r} is only in the {'first' if name in ours else 'second'}"
-        if ours[name] != theirs[name]:
+        if ours[name] != theirs[name] and one.tensor == other.tensor:
             return f"node {name!r} has {ours[name]:,.0f} and {theirs[name]:,.0f} bytes of parameters"
     edges, others = (set(_edges(each)) for each in (one, other))
     for src, dst in sorted(edges ^ others):
@@ -81,17 +137,19 @@ def _edges(profile: Profile) -> Iterable[tuple[str, str]]:
     return pairwise(node.name for node in profile.nodes) if profile.edges is None else profile.edges
 
 
-def as_source(source: Profile | Mapping[int, Profile] | ProfileSource) -> ProfileSource:
-    """Any of the three as a source. A profile that does not say its microbatch size counts as of one sample."""
+def as_source(
+    source: Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource, cluster: Cluster | None = None
+) -> ProfileSource:
+    """Any of these as a source. A profile that does not say its microbatch size counts as of one sample."""
     if isinstance(source, Profile):
-        return MeasuredProfiles({source.microbatch_size or 1: source})
-    if isinstance(source, Mapping):
-        return MeasuredProfiles(source)
+        return MeasuredProfiles([source], cluster)
+    if isinstance(source, Mapping | list | tuple):
+        return MeasuredProfiles(source, cluster)
     if isinstance(source, ProfileSource):
         return source
     raise ValueError(
-        f"source of type {type(source).__name__}: expected a Profile, a mapping from microbatch size to Profile, or an "
-        f"object with profile() and tensor_sizes()"
+        f"source of type {type(source).__name__}: expected a Profile, several, a mapping from microbatch size to "
+        f"Profile, or an object with profile() and tensor_sizes()"
     )
 
 
@@ -100,7 +158,7 @@ def microbatch_sizes(source: ProfileSource, global_batch: int, wanted: Sequence[
 
     Raises ValueError where there are none.
     """
-    known = tuple(source.profiles) if isinstance(source, MeasuredProfiles) else None
+    known = source.sizes if isinstance(source, MeasuredProfiles) else None
     if wanted is not None:
         sizes = tuple(dict.fromkeys(count("microbatch_sizes", size) for size in wanted))
         missing = [size for size in sizes if known is not None and size not in known]

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, make_optimizers
 from .passes import Passes, Sample
 from .state import profiled
+from .traffic import Traffic
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
@@ -50,6 +51,8 @@ def profile_model(
     repetitions: int = 30,
     seconds: float = 10.0,
     split_backward: bool = True,
+    tensor: int = 1,
+    traffic: Traffic | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measure every cut unit of a model: the children of an nn.Sequential, or runs of operations of a traced graph.
@@ -75,6 +78,8 @@ def profile_model(
         repetitions: passes that count, at most.
         seconds: stop earlier after so long [s]; LEAST passes are made in any case.
         split_backward: whether I and W are measured.
+        tensor: ranks over which the model is cut; it is that of one of them, alone.
+        traffic: told by the model of its sums over those ranks.
         progress: told what is being done.
 
     Raises ValueError for a model that cannot be traced, inputs that do not fit, a loss without target, and an
@@ -109,9 +114,13 @@ def profile_model(
             _repeat((passes.run_split,), repetitions=repetitions, seconds=left, what="I, W", tell=tell)
         tell("memory")
         workspaces = _workspaces(passes, device)
+        sums = {i: passes.traffic(i, traffic) for i in passes.firsts} if traffic is not None else {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         updates = {i: _update(passes.samples[i], optimizer, names, clock) for i in passes.firsts}
-    return _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
+    found = _profile(model, passes, workspaces, updates if optimizer else None, device=device, autocast=autocast)
+    pairs = zip(found.nodes, passes.samples, strict=True)
+    nodes = [sums[sample.like].at(node) if sums else node for node, sample in pairs]
+    return replace(found, nodes=tuple(nodes), tensor=tensor)
 
 
 def _arguments(

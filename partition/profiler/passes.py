@@ -25,6 +25,7 @@ from ..graph.split_backward import SplitBackward
 from ..graph.units import ModelUnits, StageModule, Unit
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
+from .traffic import Sums, Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,16 @@ class Passes:
     def forward(self, index: int) -> tuple[Tensors, Tensors]:
         """(leaves, outputs that want a gradient) of a unit that is the first of its equals."""
         return self.samples[index].forward(self._autocast())
+
+    def traffic(self, index: int, told: Traffic) -> Sums:
+        """Sums over the tensor ranks in F and in B of a unit that is the first of its equals."""
+        told.take()
+        leaves, outputs = self.forward(index)
+        forward = told.take()
+        if outputs:
+            torch.autograd.backward(outputs, self.samples[index].gradients)
+        del leaves
+        return Sums(forward=forward, backward=told.take())
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -116,13 +116,14 @@ def styles_of_plan(where: str, base: nn.Module, plan: dict[str, str]) -> dict[st
         for name in single if word in _PARAMETERS else ():
             owner, _, key = name.rpartition(".")
             cut.setdefault(owner, {})[key] = _PARAMETERS[word]
-        for name in modules:
-            if word in _MODULES:
-                found[name] = _MODULES[word]()  # type: ignore[operator]
-            elif word == "all_reduce":
-                found[name] = Summed()
-            elif word == "mla_kv_a_proj":
-                found[name] = SharedKey(_rotary_width(at, base))
+        style: ParallelStyle | None = None
+        if word in _MODULES:
+            style = _MODULES[word]()  # type: ignore[operator]
+        elif word == "all_reduce":
+            style = Summed()
+        elif word == "mla_kv_a_proj":
+            style = SharedKey(_rotary_width(at, base))
+        found.update({name: style for name in modules if style is not None})
     for owner, tensors in cut.items():
         words = {word for pattern, word in plan.items() if matches(pattern, owner)}
         if "moe_tp_experts" not in words:
@@ -130,7 +131,8 @@ def styles_of_plan(where: str, base: nn.Module, plan: dict[str, str]) -> dict[st
                 f"{where}: base_model_tp_plan cuts {', '.join(tensors)} of {owner!r}, which is no 'moe_tp_experts': "
                 f"expected tensor_parallel={{...}} of your own for this model"
             )
-        found[owner] = Experts(tensors)
+        equal = (style for style in found.values() if isinstance(style, Experts) and style.parameters == tensors)
+        found[owner] = next(equal, Experts(tensors))
     return found
 
 

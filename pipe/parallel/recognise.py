@@ -59,7 +59,7 @@ class Recogniser:
         """How a module may be cut; None where that is not known."""
         known = _by_class(module)
         if known is not None:
-            return known
+            return self._known.setdefault((type(module), repr(known)), known)
         children = {name: child for name, child in module.named_children() if _is_linear(child)}
         if len(children) < 2:
             return None

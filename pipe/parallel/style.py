@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,9 +24,8 @@ class StyleError(ValueError):
     """A module that cannot be cut as a style says."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a module is cut, and what it was before."""
+class _Cut(NamedTuple):
+    """How a module is cut, and what it was before; a tuple, so that equal ones are known for equal."""
 
     group: TensorGroup
     style: Style

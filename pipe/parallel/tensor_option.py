@@ -132,13 +132,14 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
 
 def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, count: int) -> dict[str, ParallelStyle]:
     recogniser, words = Recogniser(count), _words(option, model)
+    plain = {"column": Column(), "row": Row(), "sequence": Sequence()}
     styles: dict[str, ParallelStyle] = {}
     for name, word in words.items():
         parent, _, child = name.rpartition(".")
         if isinstance(word, ParallelStyle):
             styles[name] = word
         elif word == "sequence":
-            styles[name] = Sequence()
+            styles[name] = plain[word]
         elif isinstance(model.get_submodule(name), nn.MultiheadAttention):
             raise StyleError(f"module {name!r} is a MultiheadAttention: expected Heads(), or 'auto', for {word!r}")
         else:
@@ -147,7 +148,7 @@ def _by_patterns(option: Mapping[str, str | ParallelStyle], model: nn.Module, co
             known = None if region is None else region.styles.get(child)
             if region is None or known is None:
                 _refuse_unknown_heads(name, above, parent)
-                styles[name] = Column() if word == "column" else Row()
+                styles[name] = plain[word]
             else:
                 styles.update(_of_region(name, word, parent, region, words))
     _check_all(styles, model, count)
