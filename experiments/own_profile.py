@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ..partition import Profile
-from ..partition.profiler import profile_model
+from ..pipe.parallel.measured import profile_cut
 from ..schedules.wording import count
 from . import own_task as own
 from .own_batches import OwnBatches
@@ -29,12 +30,15 @@ def profile_own(
     autocast: torch.dtype | None = None,
     has_optimizer: bool = True,
     split_backward: bool = True,
-) -> dict[int, Profile]:
-    """By microbatch size; what it is doing goes to the standard error.
+    tensor_sizes: Sequence[int] = (1,),
+    tensor_parallel: str | dict[str, str] = "auto",
+) -> list[Profile]:
+    """One a microbatch size and tensor size; what it is doing goes to the standard error.
 
     Arguments:
         batch_size: as OwnBatches takes it.
         seconds: for all sizes together.
+        tensor_sizes: ranks over which matrices are cut, as `tensor_parallel` says.
         dtype: of the weights and of inputs that are floating-point numbers; None: as they are.
 
     Raises ValueError for a batch that is smaller than a microbatch.
@@ -50,22 +54,25 @@ def profile_own(
     def moved(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None)
 
-    def tell(size: int, text: str) -> None:
-        print(f"microbatch of {count(size, 'sample')}: {text}", file=sys.stderr, flush=True)
+    def tell(size: int, tensor: int, text: str) -> None:
+        over = f" over {tensor} tensor ranks" if tensor > 1 else ""
+        print(f"microbatch of {count(size, 'sample')}{over}: {text}", file=sys.stderr, flush=True)
 
-    profiles = {}
-    for size in sizes:
+    profiles = []
+    for tensor, size in product(tensor_sizes, sizes):
         inputs, target = batch.head(size).map(moved).parted(loss)
-        found = profile_model(
+        found = profile_cut(
             model,
             inputs,
+            tensor=tensor,
+            tensor_parallel=tensor_parallel,
             target=target,
             loss_fn=loss,
             optimizer=(lambda parameters: own.make_optimizer(options, parameters, lr=None)) if has_optimizer else None,
             autocast=autocast,
-            seconds=seconds / len(sizes),
+            seconds=seconds / len(sizes) / len(tensor_sizes),
             split_backward=split_backward,
-            progress=partial(tell, size),
+            progress=partial(tell, size, tensor),
         )
-        profiles[size] = replace(found, microbatch_size=size)
+        profiles.append(replace(found, microbatch_size=size))
     return profiles

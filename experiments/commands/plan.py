@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from ..help_text import plain_help
 from ..own_options import OwnOptions
+from ..tensor_options import read_tensor_parallel
 from .files import check_out, read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
@@ -50,7 +51,7 @@ class PlanOptions(OwnOptions):
     """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
 
     profile: tuple[Path, ...] = ()
-    """Files of `stagewright profile`, one a microbatch size."""
+    """Files of `stagewright profile`, one a microbatch size and tensor size."""
     pipedream: Path | None = None
     """A profile as PipeDream writes it; its minibatch counts as one sample."""
     transformer: str | None = None
@@ -74,7 +75,9 @@ class PlanOptions(OwnOptions):
     replicas: tuple[int, ...] | None = None
     """Numbers of replicas to choose from."""
     tensor: tuple[int, ...] | None = None
-    """Tensor-parallel sizes to choose from."""
+    """Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1)."""
+    tensor_parallel: str = "auto"
+    """With --model: which module is cut how, auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: tuple[int, ...] = CHUNK_SIZES
     """Stages a rank to choose from, where the schedule has several."""
     recompute: tuple[Literal["none", "full", "layer", "selective"], ...] | None = None
@@ -115,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _planned(
     options: PlanOptions,
-    source: Profile | Mapping[int, Profile] | ProfileSource,
+    source: Sequence[Profile] | ProfileSource,
     cluster: Cluster,
     memory_limit: float | None,
 ) -> Plan:
@@ -197,9 +200,7 @@ def _cluster(options: PlanOptions) -> Cluster:
     return cluster
 
 
-def _source(
-    options: PlanOptions, cluster: Cluster
-) -> tuple[Profile | dict[int, Profile] | ProfileSource, float | None]:
+def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | ProfileSource, float | None]:
     """Source of the profiles, and the memory of their device [bytes] where that is known."""
     given = [name for name in ("profile", "model", "pipedream", "transformer") if getattr(options, name)]
     if len(given) != 1:
@@ -214,33 +215,42 @@ def _source(
         shape = _transformer(options.transformer)
         return TransformerSource(transformer=shape, device=device, cluster=cluster), device.memory_bytes
     if options.pipedream is not None:
-        return read_file(options.pipedream, read_pipedream_profile), None
-    profiles: dict[int, Profile] = {}
+        return [read_file(options.pipedream, read_pipedream_profile)], None
+    profiles: dict[tuple[int, int], Profile] = {}
     for path in options.profile:
         profile = _profile(path)
         size = profile.microbatch_size
         if size is None:
             if len(options.profile) == 1:
-                return profile, None
+                return [profile], None
             raise ValueError(f"{path}: microbatch_size: missing: expected it where there are several profiles")
-        if size in profiles:
-            raise ValueError(f"{path}: a second profile of microbatches of {size}: expected one a size")
-        profiles[size] = profile
+        if (size, profile.tensor) in profiles:
+            over = f" over {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
+            raise ValueError(f"{path}: a second profile of microbatches of {size}{over}: expected one a size")
+        profiles[size, profile.tensor] = profile
         differs = difference(next(iter(profiles.values())), profile)
         if differs is not None:
             raise ValueError(
                 f"{options.profile[0]} and {path}: {differs}: expected profiles of one model, device and type"
             )
-    return profiles, None
+    return list(profiles.values()), None
 
 
-def _profiled(options: PlanOptions, cluster: Cluster) -> dict[int, Profile]:
-    """The user's model, measured here in microbatches of the sizes to choose from."""
+def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
+    """The user's model, measured here in microbatches and over tensor ranks of the sizes to choose from."""
     from ...pipe.auto import PROFILE_SECONDS, sizes_to_profile
     from ..own_profile import profile_own
 
     sizes = options.microbatches or sizes_to_profile(options.batch, cluster.num_devices)
-    return profile_own(options, sizes, batch_size=options.batch, seconds=PROFILE_SECONDS, split_backward=False)
+    return profile_own(
+        options,
+        sizes,
+        batch_size=options.batch,
+        seconds=PROFILE_SECONDS,
+        split_backward=False,
+        tensor_sizes=options.tensor or (1,),
+        tensor_parallel=read_tensor_parallel(options.tensor_parallel),
+    )
 
 
 def _profile(path: Path) -> Profile:

@@ -23,6 +23,7 @@ import tyro
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
+from ..tensor_options import read_tensor_parallel
 from .files import read_file, write_out
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class ProfileOptions(OwnOptions):
     """Samples of one microbatch."""
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
     """autocast: float32 weights, products in bfloat16."""
+    tensor: int = 1
+    """Ranks over which matrices are cut: measure one of them."""
+    tensor_parallel: str = "auto"
+    """Which module is cut how: auto, or a JSON file of {pattern: column, row or sequence}."""
     update: bool = True
     """Measure the optimizer's step and state, too."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -82,7 +87,7 @@ class ProfileOptions(OwnOptions):
 
     def check(self) -> None:
         """ValueError for numbers and options that cannot be meant together."""
-        for option in ("microbatch", "length", "microbatches"):
+        for option in ("microbatch", "length", "microbatches", "tensor"):
             if getattr(self, option) < 1:
                 raise ValueError(f"--{option} {getattr(self, option)}: expected at least 1")
         for option in ("seconds", "timeout"):
@@ -144,7 +149,7 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
-    from ...partition.profiler import profile_model
+    from ...pipe.parallel.measured import profile_cut
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
     from ..training.recipe import make_optimizer
@@ -165,16 +170,20 @@ def measure(options: ProfileOptions) -> Profile:
             dtype=weights,
             autocast=autocast,
             has_optimizer=options.update,
+            tensor_sizes=(options.tensor,),
+            tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         )
-        return found[options.microbatch]
+        return found[0]
     config = GPTConfig(length=options.length, layers=options.layers, width=options.width, heads=options.heads)
     torch.manual_seed(0)
     model = GPT(config).to(options.device, weights)
     shape = (options.microbatch, options.length)
     tokens, targets = (torch.randint(config.vocabulary, shape, device=options.device) for _ in range(2))
-    return profile_model(
+    return profile_cut(
         model,
         (tokens,),
+        tensor=options.tensor,
+        tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         target=targets,
         loss_fn=loss_fn,
         optimizer=(lambda parameters: make_optimizer(parameters, lr=1e-3)) if options.update else None,
@@ -225,6 +234,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 def _node_table(profile: Profile) -> Table:
     size = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
+    size += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
     table = _table(
         f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{size} ({profile.origin}); in ms and MB",
         ("part", ""),
@@ -260,6 +270,15 @@ def summary(profile: Profile) -> list[str]:
         )
         if profile.step_spread > BUSY:
             lines.append("             the machine was busy with other work, too: profile again when it is quiet")
+    if profile.tensor > 1:
+        sums, moved = (
+            sum(getattr(n, f"forward_{what}") + getattr(n, f"backward_{what}") for n in nodes)
+            for what in ("sums", "sum_bytes")
+        )
+        lines.append(
+            f"sums         {sums:g} a microbatch over the {profile.tensor} tensor ranks, {moved / 1e6:.2f} MB on each, "
+            f"not in these times: the planner knows the links"
+        )
     known = "" if profile.optimizer_ratio is not None else " (optimizer not measured)"
     lines.append(
         f"memory [MB]  parameters {held.parameters / 1e6:.1f}, gradients {held.gradients / 1e6:.1f}, optimizer state "

@@ -171,7 +171,7 @@ class _Trial:
                     name: Column(blocks=number) for name, number in zip(columns, blocks, strict=True)
                 }
                 styles[row] = Row()
-                return styles | ({"": Local(*divided)} if divided else {})
+                return ({"": Local(*divided)} if divided else {}) | styles
         return None
 
     def _commutes(self, columns: Mapping[str, int], row: str, divided: Sequence[str], count: int) -> bool:

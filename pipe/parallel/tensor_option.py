@@ -122,10 +122,11 @@ def _automatic(model: nn.Module, count: int) -> TensorStyles:
             continue
         styles.update(own)
     if not any(not isinstance(style, Local) for style in styles.values()):
+        known = "".join(f"; {name!r} stays {why}" for name, why in list(whole.items())[:2])
         raise StyleError(
-            "tensor_parallel='auto' recognises nothing in this model that can be cut: expected attention or two Linear "
-            "layers with an activation between them, or patterns as in tensor_parallel={'blocks.*.up': 'column', "
-            "'blocks.*.down': 'row'}"
+            f"tensor_parallel='auto' recognises nothing in this model that can be cut{known}: expected attention or "
+            f"two Linear layers with an activation between them, or patterns as in tensor_parallel={{'blocks.*.up': "
+            f"'column', 'blocks.*.down': 'row'}}"
         )
     return TensorStyles(count=count, styles=_in_order(model, styles), whole=whole)
 
@@ -199,7 +200,7 @@ def _of_region(
             f"module {name!r} is cut and {missing[0]!r} is not: expected {parent!r} with all of "
             f"{', '.join(each for each in region.styles if each)}"
         )
-    return {name: known} | ({parent: region.styles[""]} if "" in region.styles else {})
+    return ({parent: region.styles[""]} if "" in region.styles else {}) | {name: known}
 
 
 def _refuse_unknown_heads(name: str, parent: nn.Module, where: str) -> None:

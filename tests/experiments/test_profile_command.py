@@ -56,6 +56,27 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     assert Profile.from_json(capsys.readouterr().out) == profile
 
 
+def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Links that cost nothing and a batch of one: the plan takes the tensor ranks, where cutting pays at all."""
+    files = [tmp_path / f"{tensor}.json" for tensor in (1, 2)]
+    words = tmp_path / "words.json"
+    words.write_text('{"blocks.*.up": "column", "blocks.*.down": "row"}', encoding="utf-8")
+    for path, tensor in zip(files, ("1", "2"), strict=True):
+        options = ["--microbatch", "1", "--tensor", tensor, "--tensor-parallel", str(words), "--out", str(path)]
+        assert main(["profile", *SMALL, *options]) == 0
+    assert "one of 2 tensor ranks" in (printed := capsys.readouterr().out)
+    assert "sums         4 a microbatch over the 2 tensor ranks" in printed
+    one, half = (by_name["blocks.0"] for by_name in ({n.name: n for n in Profile.load(f).nodes} for f in files))
+    assert 0.5 < half.parameter_bytes / one.parameter_bytes < 0.75  # the attention stays whole
+    arguments = ["plan", "--profile", *map(str, files), "--ranks", "2", "--batch", "1", "--json"]
+    assert main([*arguments, "--tensor", "2"]) == 0
+    assert [stage["tensor"] for stage in json.loads(capsys.readouterr().out)["stages"]] == [2]
+    assert main(["profile", *SMALL, "--heads", "2", "--tensor", "3"]) == 2
+    assert "has 2 heads, over 3 tensor ranks" in capsys.readouterr().err
+    assert main(["profile", *SMALL, "--tensor", "2", "--tensor-parallel", "no.json"]) == 2
+    assert "--tensor-parallel no.json: No such file" in capsys.readouterr().err
+
+
 def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *SMALL, "--json", "--no-update", "--dtype", "autocast", "--microbatch", "3"]) == 0
     profile = Profile.from_json(capsys.readouterr().out)
