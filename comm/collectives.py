@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,8 @@ from .mesh import MeshPlace
 from .process_group import break_group
 
 T = TypeVar("T")
+
+_EVER = timedelta(days=365)
 
 
 class Collectives:
@@ -47,6 +50,11 @@ class Collectives:
         """Number of this process."""
         return self._world.rank
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return not self._world.distributed
+
     def subgroup(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks in each plane, if there is none yet."""
         self._make(*self._place.planes(ranks))
@@ -60,6 +68,38 @@ class Collectives:
             processes = self._everyone if ranks is None else self._processes(ranks)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             self._run(lambda group: dist.all_reduce(tensor, op, group=group), processes, what)
+
+    def begin_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        what: str,
+        ranks: Sequence[int],
+        on_through: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:
+        """Begin to sum `tensor` over several ranks, in place; the answer waits. Until then nobody may touch it.
+
+        What is begun among the same ranks is carried out in order: all of them must begin it in the same order. The
+        time counts while somebody waits, not while this rank still computes.
+
+        Arguments:
+            on_through: is called once it is through or has failed, on another thread (CUDA: at once, on a stream that
+                is then behind it).
+        """
+        processes = self._processes(ranks)
+        options = dist.AllreduceOptions()  # of a sum
+        options.asyncOp = True
+        limit = []
+        if self._device.type != "cuda":  # there waiting blocks no host, and NCCL's own watch ends what takes too long
+            options.timeout, limit = _EVER, [timedelta(seconds=self._timeout)]
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        work = self._run(lambda group: group.allreduce([values], options), processes, what)
+        _tell(work, on_through)
+
+        def wait() -> None:
+            self._run(lambda _: work.wait(*limit), processes, what)
+
+        return wait
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """`tensor` of rank `source` on every rank; elsewhere it gives shape and type."""
@@ -110,7 +150,13 @@ class Collectives:
         return self._broadcast(tensor, self.tensor_members[0], self.tensor_members, what)
 
     def exchange(
-        self, parts: Sequence[torch.Tensor], sizes: Sequence[int], *, what: str, ranks: Sequence[int]
+        self,
+        parts: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        *,
+        what: str,
+        ranks: Sequence[int],
+        on_through: Callable[[], None] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send each of these ranks a part of its own; the answer waits, and returns what each of them sent.
 
@@ -120,6 +166,7 @@ class Collectives:
         Arguments:
             parts: by rank, of one type; this rank's own is ignored.
             sizes: by rank, elements of what it sends here; this rank's own is ignored.
+            on_through: as of `begin_all_reduce`.
         """
         processes = tuple(self._place.process_of(rank) for rank in ranks)
         own = self._world.rank
@@ -130,11 +177,9 @@ class Collectives:
         wire = torch.cat(outgoing).view(torch.uint8)  # backends know few types
         received = torch.empty(sum(incoming), dtype=kind, device=self._device)
         width = received.element_size()
-        work: dist.Work | None = None
 
-        def begin(group: dist.ProcessGroup) -> None:
-            nonlocal work
-            work = dist.all_to_all_single(
+        def begin(group: dist.ProcessGroup) -> dist.Work:
+            work: dist.Work | None = dist.all_to_all_single(
                 received.view(torch.uint8),
                 wire,
                 [width * size for size in incoming],
@@ -142,12 +187,14 @@ class Collectives:
                 group=group,
                 async_op=True,
             )
+            assert work is not None
+            return work
 
         group_of = self._processes(ranks)
-        self._run(begin, group_of, what)
+        work = self._run(begin, group_of, what)
+        _tell(work, on_through)
 
         def wait() -> list[torch.Tensor]:
-            assert work is not None
             self._run(lambda group: work.wait(), group_of, what)
             by_place = dict(zip(order, torch.split(received, incoming), strict=True))
             return [by_place[i] for i in range(len(ranks))]
@@ -196,9 +243,16 @@ class Collectives:
         self._run(lambda group: dist.all_gather_object(everyone, mine, group=group), processes, what)
         return everyone
 
-    def _run(self, collective: Callable[[dist.ProcessGroup], object], processes: tuple[int, ...], what: str) -> None:
+    def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
-        as_one(lambda: collective(group), what=what, place=self._place, processes=processes, timeout=self._timeout)
+        return as_one(
+            lambda: collective(group), what=what, place=self._place, processes=processes, timeout=self._timeout
+        )
+
+
+def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:
+    if on_through is not None:
+        work.get_future().add_done_callback(lambda _: on_through())
 
 
 def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

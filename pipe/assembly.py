@@ -132,7 +132,9 @@ def assemble(
     clock = clock_for(device)
     window = _OVERLAPPING if schedule.num_batches > 1 else 1
     recorders = {rank: Recorder(clock, window=window) for rank in place.local_ranks}
-    execution = _execution(train.schedule, ownership, collectives, settings, layout.sharding)
+    execution = _execution(
+        train.schedule, ownership, collectives, settings, layout.sharding, own_batches=num_replicas > 1
+    )
     evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
     links = links_of([*execution.programs, *evaluation_programs])
     transports = _make_transports(links, place, collectives, device=device, timeout=settings.timeout)
@@ -275,7 +277,13 @@ def _kind_of_loss(settings: Settings) -> str:
 
 
 def _execution(
-    schedule: Schedule, ownership: Ownership, collectives: Collectives, settings: Settings, sharding: Sharding
+    schedule: Schedule,
+    ownership: Ownership,
+    collectives: Collectives,
+    settings: Settings,
+    sharding: Sharding,
+    *,
+    own_batches: bool,
 ) -> FlushExecution | StreamExecution:
     """Flush or stream: decided here and asked nowhere else."""
     if schedule.is_asynchronous:
@@ -286,7 +294,12 @@ def _execution(
             scales_loss=settings.grad_scaler is not None,
         )
     return make_flush_execution(
-        schedule, ownership, collectives, sharding=sharding, has_loss=settings.loss_fn is not None
+        schedule,
+        ownership,
+        collectives,
+        sharding=sharding,
+        has_loss=settings.loss_fn is not None,
+        own_batches=own_batches,
     )
 
 

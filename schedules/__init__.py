@@ -7,7 +7,7 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
 
 from .check import Report, check, check_lowered
 from .families import Family
-from .ir import Action, Edge, Op, Schedule, ScheduleError
+from .ir import Action, Collective, Edge, Op, Schedule, ScheduleError
 from .lowering.lower import lower
 from .messages import Message, MessageKind
 from .program import Lowered
@@ -22,6 +22,7 @@ from .timing.timeline import Idle, RankTrace, Span, Timeline
 __all__ = [
     "FAMILIES",
     "Action",
+    "Collective",
     "Costs",
     "Edge",
     "Family",

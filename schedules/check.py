@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .alive import peak_activations
-from .ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
+from .collectives import find_cycle, ready_positions
+from .ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from .messages import STAGE_KINDS, Message, Transfer
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
@@ -62,12 +63,15 @@ def check_lowered(lowered: Lowered) -> int:
     """Prove that the sends and receives of each link are the same messages in the same order.
 
     A transport may then match them by order alone. Also that each rank still runs its program, sends what it has
-    made, and posts each receive before the action that needs it. Returns the number of messages; raises
-    ScheduleError that names the link and the first place where the two sides differ, or the rank and the step.
+    made, and posts each receive before the action that needs it; and that each collective stands once on each of its
+    ranks, no earlier than it may, in orders that do not make ranks wait for each other. Returns the number of
+    messages; raises ScheduleError that names the link and the first place where the two sides differ, the rank and
+    the step, or the circle of ranks.
     """
     needs = Needs(lowered.schedule)
     for program in lowered.programs:
         _check_steps(lowered.schedule, program, needs)
+    _check_collectives(lowered)
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for program in lowered.programs:
@@ -108,6 +112,8 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
             if isinstance(step, Action):
                 done.append(step)
                 made.add(step)
+        elif isinstance(step, Collective):
+            continue  # see _check_collectives
         elif not step.is_send:
             posted.add(step.message)
         elif step.message.kind in STAGE_KINDS:
@@ -116,6 +122,36 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
                 raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
     if tuple(done) != schedule.programs[rank]:
         raise ScheduleError(f"rank {rank} no longer runs the actions of its program in their order")
+
+
+def _check_collectives(lowered: Lowered) -> None:
+    """Each stands once on each of its ranks, behind what it needs, and no two ranks begin them in opposite orders."""
+    schedule = lowered.schedule
+    orders = [[step for step in program.steps if isinstance(step, Collective)] for program in lowered.programs]
+    everywhere = dict.fromkeys(each for own in orders for each in own)
+    for rank, program in enumerate(lowered.programs):
+        counts = Counter(orders[rank])
+        ready = ready_positions(schedule, rank, everywhere)
+        done = 0
+        for position, step in enumerate(program.steps):
+            done += isinstance(step, Action)
+            if isinstance(step, Collective) and step in ready and done < ready[step]:
+                raise ScheduleError(
+                    f"rank {rank}, step {position}: {step} stands before {schedule.programs[rank][ready[step] - 1]}, "
+                    f"whose gradient it takes: expected it behind the last backward of its stages"
+                )
+        for each in everywhere:
+            members = each.ranks(schedule.owners)
+            if counts[each] != (rank in members):
+                raise ScheduleError(
+                    f"{each} stands {counts[each]} times on rank {rank}: expected it once on each of the ranks "
+                    f"{', '.join(map(str, members))}, and nowhere else"
+                )
+    cycle = find_cycle(orders)
+    if cycle:
+        lines = [f"deadlock: {len(cycle)} ranks begin what they do together in orders that make a circle:"]
+        lines += [f"  rank {rank} begins {first} before {then}" for rank, first, then in cycle]
+        raise ScheduleError("\n".join([*lines, "expected one order for all ranks"]))
 
 
 def _listed(messages: set[Message]) -> str:

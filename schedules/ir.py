@@ -42,6 +42,7 @@ BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which tra
 LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
 
 _ACTION = re.compile(r"(\d+)([FBIWU])(\d+)")
+_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD)(\d+)")
 
 
 class Action(NamedTuple):
@@ -71,6 +72,44 @@ class Action(NamedTuple):
                 f"with an op of F B I W U"
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
+
+
+class Collective(NamedTuple):
+    """A step that all ranks of some stages take together. Where it stands it is begun, and nobody waits for it there.
+
+    REDUCE_GRAD: gradients of the parameters that exactly these stages hold are added up over all their ranks: those of
+    one stage over its replicas, those of tied weights over the stages that share them.
+
+    Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule).
+
+    >>> str(Collective((0, 3), Op.REDUCE_GRAD, 0)), Collective.parse("3REDUCE_GRAD0").stages
+    ('0+3REDUCE_GRAD0', (3,))
+    """
+
+    stages: tuple[int, ...]
+    op: Op
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.stages))}{self.op.value}{self.index}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Collective:
+        """Read `0+3REDUCE_GRAD0`; ValueError for anything else."""
+        match = _COLLECTIVE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"cannot read the collective {text.strip()!r}: expected <stages><op><update group> such as "
+                f"3REDUCE_GRAD0 or 0+3REDUCE_GRAD0"
+            )
+        return cls(tuple(map(int, match[1].split("+"))), Op(match[2]), int(match[3]))
+
+    def ranks(self, owners: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The ranks that take part, ascending, given those of each stage."""
+        return tuple(sorted({rank for stage in self.stages for rank in owners[stage]}))
 
 
 class Edge(NamedTuple):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from .ir import Collective
+
 # Receives of a link that are posted and not yet consumed, at most, unless the order forces more. A link carries several
 # streams (chunks, gradients): enough to keep it busy, and no buffers that grow with M.
 RECEIVES_AHEAD = 4
@@ -78,11 +80,13 @@ class Sharing:
         loss: the losses, from the ranks of the last stage to every rank.
         norm: the global gradient norm of each update group (only where the program holds updates).
         sums: groups of ranks that add up gradients before each update (likewise).
+        collectives: what ranks do together in a program without updates, such as sums of shared gradients.
     """
 
     loss: bool = False
     norm: bool = False
     sums: tuple[tuple[int, ...], ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     def partners(self, rank: int) -> list[int]:
         """The ranks with which `rank` adds up gradients, ascending."""

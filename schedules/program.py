@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .ir import Action, Op, Schedule
+from .ir import Action, Collective, Op, Schedule
 from .messages import Message, Transfer
 
 
@@ -23,7 +23,7 @@ class GroupStep(NamedTuple):
         return f"{self.op.value}{self.index}"
 
 
-Work = Action | GroupStep
+Work = Action | GroupStep | Collective
 Step = Work | Transfer
 
 
@@ -33,7 +33,7 @@ class RankProgram:
 
     Arguments:
         rank: which.
-        steps: actions, sends and postings in order.
+        steps: actions, collectives, sends and postings in order.
         inputs: by action (or group step), the messages that must have arrived before it starts.
         proves: by received message, the sends of this rank that its arrival proves received.
         peak_receives: the most posted and unconsumed receives at once, over all links of the rank.

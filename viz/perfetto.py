@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedules import Action, Message, Op, Span, Timeline
+from ..schedules import Action, Collective, Message, Op, Span, Timeline
 from ..schedules.messages import STAGE_KINDS
 from ..schedules.timing.attribution import Gap, find_gaps
 from ..schedules.timing.timeline import What
@@ -28,7 +28,8 @@ _Event = dict[str, Any]  # as the format has it
 # Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
 # still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
 _TICKS_PER_US = 8
-_COMPUTE, _RECEIVE = 0, 100  # first thread id of each kind of lane
+_COMPUTE, _RECEIVE, _TOGETHER = 0, 100, 200  # first thread id of each kind of lane
+_LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together"}
 
 
 def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: str | Path) -> None:
@@ -98,7 +99,7 @@ class _Trace:
         self.first_arrow = first_arrow
         self.num_arrows = 0
         self._origin = timeline.start
-        self._places: list[dict[Action | Message, _Place]] = [{} for _ in timeline.ranks]
+        self._places: list[dict[Action | Message | Collective, _Place]] = [{} for _ in timeline.ranks]
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
 
@@ -106,6 +107,7 @@ class _Trace:
         trace = self.timeline.ranks[rank]
         yield from self._lane(rank, _COMPUTE, trace.compute, lambda action: self._action(action, gaps.get(action)))
         yield from self._lane(rank, _RECEIVE, trace.comm, self._message)
+        yield from self._lane(rank, _TOGETHER, trace.collectives, self._collective)
 
     def _lane(
         self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], _Event]
@@ -143,6 +145,11 @@ class _Trace:
             args |= {"from_rank": src, "to_rank": dst, "update_group": index}
         return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
 
+    def _collective(self, collective: Collective) -> _Event:
+        stages, op, index = collective
+        args: _Event = {"collective": str(collective), "stages": list(stages), "update_group": index}
+        return {"name": f"{op.value} {index}", "cat": "together", "args": args}
+
     def _metadata(self, name: str) -> Iterator[_Event]:
         def record(kind: str, tid: int, **args: str | int) -> _Event:
             return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
@@ -152,7 +159,8 @@ class _Trace:
             yield record("process_name", _COMPUTE, name=f"{name} rank {rank}".strip())
             yield record("process_sort_index", _COMPUTE, sort_index=pid)
             for tid in sorted({_COMPUTE, *(place.tid for place in places.values())}):
-                kind, lane = ("receive", tid - _RECEIVE) if tid >= _RECEIVE else ("compute", tid - _COMPUTE)
+                first = max(each for each in _LANES if each <= tid)
+                kind, lane = _LANES[first], tid - first
                 yield record("thread_name", tid, name=f"{kind} {lane + 1}" if lane else kind)
                 yield record("thread_sort_index", tid, sort_index=tid)
 

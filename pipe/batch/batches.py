@@ -178,7 +178,7 @@ class GroupLoss(NamedTuple):
     counts: float | None
     num_samples: float
 
-    def scale(self, num_samples: int) -> float:
+    def scale(self, num_samples: float) -> float:
         """Factor for gradients that were weighted as of a group of `num_samples`."""
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 

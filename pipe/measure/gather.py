@@ -40,7 +40,10 @@ def gather_costs(
     norms: list[float | None] = []
     mine = (medians, latency, [recorder.median_norm() for recorder in recorders])
     for one, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):
-        merged.update(one)
+        for key, seconds in one.items():
+            # The rank that comes last to a sum waits for nobody: its time is what the sum takes.
+            waits = key[1] is Op.REDUCE_GRAD and key in merged
+            merged[key] = min(merged[key], seconds) if waits else seconds
         latency = max(latency, seen_latency)
         norms += seen_norms
     # The rank that comes last to the norm waits for nobody: its time is what the norm takes.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...partition.profiler.clock import Clock, Stamp
-from ...schedules import Action, Costs, Message, Op, RankTrace, Schedule, Span, Timeline
+from ...schedules import Action, Collective, Costs, Message, Op, RankTrace, Schedule, Span, Timeline
 from ...schedules.lowering.stream import Stream
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.needs import Needs
@@ -17,7 +17,9 @@ _WINDOW = 400  # durations remembered of each (stage, op)
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
 
 
-_Stamps = tuple[list[tuple[Action, Stamp, Stamp]], list[tuple[Message, Stamp, Stamp]]]
+_Stamps = tuple[
+    list[tuple[Action, Stamp, Stamp]], list[tuple[Message, Stamp, Stamp]], list[tuple[Collective, Stamp, Stamp]]
+]
 
 
 class Recorder:
@@ -32,6 +34,7 @@ class Recorder:
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
+        self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
         self._remembered = 0  # actions of this step whose durations are in already
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[tuple[int, Op], deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -39,8 +42,8 @@ class Recorder:
     def begin(self) -> None:
         """A new step: the one before goes into the durations."""
         self._remember()
-        self._before.append((self._actions, self._waits))
-        self._actions, self._waits, self._remembered = [], [], 0
+        self._before.append((self._actions, self._waits, self._collectives))
+        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""
@@ -49,6 +52,12 @@ class Recorder:
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
         """These messages were waited for, and then there."""
         self._waits += [(message, start, end) for message in messages]
+
+    def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
+        """A collective was begun on this rank, and was through."""
+        self._collectives.append((collective, start, end))
+        if len(collective.stages) == 1:
+            self._durations[collective.stages[0], collective.op].append(self.clock.between(start, end))
 
     def norm(self, start: Stamp, end: Stamp) -> None:
         """The global norm was found and the gradients clipped."""
@@ -64,13 +73,14 @@ class Recorder:
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        steps = [*self._before, (self._actions, self._waits)]
+        steps = [*self._before, (self._actions, self._waits, self._collectives)]
         at = self.clock.seconds
 
         def read() -> RankRecord:
             return RankRecord(
-                compute=tuple(Span(a, at(start), at(end)) for actions, _ in steps for a, start, end in actions),
-                arrivals=tuple((m, at(start), at(end)) for _, waits in steps for m, start, end in waits),
+                compute=tuple(Span(a, at(start), at(end)) for actions, *_ in steps for a, start, end in actions),
+                arrivals=tuple((m, at(start), at(end)) for _, waits, _ in steps for m, start, end in waits),
+                collectives=tuple(Span(c, at(start), at(end)) for *_, begun in steps for c, start, end in begun),
             )
 
         return read
@@ -94,13 +104,15 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank's step. arrivals: (message, wait began, message there), in seconds of the host's clock.
+    """One rank's step, in seconds of the host's clock. arrivals: (message, wait began, message there); collectives:
+    from begun on this rank to through.
 
     offset: to add to this rank's times to compare them with rank 0's (hosts differ).
     """
 
     compute: tuple[Span[Action], ...]
     arrivals: tuple[tuple[Message, float, float], ...]
+    collectives: tuple[Span[Collective], ...] = ()
     offset: float = field(default=0.0)
 
 
@@ -123,7 +135,14 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Time
             if made is None:
                 continue
             comm.append(Span(message, min(made, there + record.offset), there + record.offset))
-        ranks.append(RankTrace(compute=compute, comm=tuple(sorted(comm, key=lambda span: span.start))))
+        by_start = sorted(record.collectives, key=lambda span: span.start)
+        ranks.append(
+            RankTrace(
+                compute=compute,
+                comm=tuple(sorted(comm, key=lambda span: span.start)),
+                collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
+            )
+        )
     timeline = Timeline(schedule=schedule, ranks=tuple(ranks), measured=True)
     return timeline.shifted(-timeline.start)
 
@@ -161,4 +180,11 @@ def costs_from_medians(
     def column(op: Op) -> list[float]:
         return [medians.get((stage, op), 0.0) for stage in range(num_stages)]
 
-    return Costs(forward=column(Op.F), backward=column(Op.B), update=column(Op.U), latency=latency, norm=norm)
+    return Costs(
+        forward=column(Op.F),
+        backward=column(Op.B),
+        reduce_grad=column(Op.REDUCE_GRAD),
+        update=column(Op.U),
+        latency=latency,
+        norm=norm,
+    )

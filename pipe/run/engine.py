@@ -3,7 +3,7 @@
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
-            --GroupStep-> worker.finish
+            --GroupStep, Collective-> worker.take_part; at the end worker.settle waits for all that was begun
 
 Over processes there is one rank, and waiting blocks. In one process the ranks take turns, each running until it
 waits for what is not there yet. Nothing else differs.
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...comm import PipelineError, Transport
-from ...schedules import Action, Message, Op, Schedule, ScheduleError, check
+from ...schedules import Action, Collective, Message, Op, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
 from ..measure.recorder import Recorder
@@ -71,8 +71,8 @@ class Engine:
                                 transport.send(message, peer, worker.take(message), worker.specs(message))
                             else:
                                 transport.post(message, peer, worker.specs(message))
-                        elif isinstance(instruction, GroupStep):
-                            worker.finish(instruction)
+                        elif isinstance(instruction, GroupStep | Collective):
+                            worker.take_part(instruction)
                         elif not one.receive(instruction, self._timeout):
                             break
                         moved = True
@@ -120,6 +120,7 @@ class _Run:
 
     def end(self) -> None:
         """The program is done."""
+        self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)
         self.local.transport.end_of_program()
 
@@ -154,7 +155,8 @@ def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
 
 
 def _story(local: LocalRank, instruction: Instruction | None) -> str:
-    where = f"to {instruction}" if isinstance(instruction, Transfer) else "at the end of the batch"
+    is_named = isinstance(instruction, Transfer | Collective)
+    where = f"to {instruction}" if is_named else "at the end of the batch"
     if isinstance(instruction, Wait) and instruction.before is not None:
         where = f"needed before {instruction.before}"
     last = " ".join(map(str, local.recorder.last_actions())) or "none yet in this batch"

@@ -6,6 +6,7 @@ The driver pulls with `next()` and tells the machine what arrived:
            -> Transfer (post)   post a receive for this message
            -> Wait              nothing can go on before these messages have arrived
            -> Action, GroupStep carry it out now; all its inputs are here
+           -> Collective        begin it now, and go on
            -> None              the program is done
 
 Compute runs in program order. Whether a driver blocks in `Wait` (gloo), lets another rank's machine go on (in

@@ -21,7 +21,7 @@ import torch
 from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import MODEL_INPUT, StageModule
-from ...schedules import Action, Message, MessageKind, Op, Schedule
+from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch
@@ -107,9 +107,17 @@ class Worker(ABC):
     def run(self, action: Action) -> None:
         """Carry out one action; its inputs must be there."""
 
-    def finish(self, step: GroupStep) -> None:
-        """The backwards of an update group are through on this rank."""
-        self._updates.finish(step)
+    def take_part(self, step: GroupStep | Collective) -> None:
+        """The backwards of an update group are through on this rank; or what other processes do, too, begins here and
+        goes on while this rank computes."""
+        if isinstance(step, Collective):
+            self._updates.begin(step)
+        else:
+            self._updates.finish(step)
+
+    def settle(self) -> None:
+        """The program is through: block until what was begun is."""
+        self._updates.settle()
 
     def specs(self, message: Message) -> list[TensorSpec]:
         """Layouts of the tensors of a message."""

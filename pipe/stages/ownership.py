@@ -86,6 +86,13 @@ class Ownership:
                 found.append((name, ranks))
         return found
 
+    def shared(self) -> dict[tuple[int, ...], list[str]]:
+        """Trainable parameters that several ranks hold, by the stages that hold them; the same on every rank."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, _ in self.tied():
+            found.setdefault(self.stages[name], []).append(name)
+        return found
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's parameters under their original names."""
         return [(name, p) for name, p in self._root.named_parameters() if self.is_local(name)]

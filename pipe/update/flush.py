@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ...comm import Collectives
-from ...schedules import Action, Op, Schedule, Timeline, check_lowered, lower
+from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
@@ -19,31 +18,24 @@ from ..measure.recorder import RankRecord, assemble_timeline
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from .dividing import NOTHING_DIVIDED, divide_stages
-from .gradients import (
-    FlatGradients,
-    clip_gradients,
-    flatten,
-    norm_of,
-    norm_part,
-    refuse_sparse_modules,
-    scale_gradients,
-    unflatten,
-)
+from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
 from .interface import Known, Programs, StageState, Update, UpdateParts
 from .loss_scale import LossScale, unscale
-from .optimizers import differing_options
-from .parts import DividedSum, together
-from .rank_update import RankUpdate
-
-_SUMMING = "summing shared gradients (replicas, tied weights)"
+from .parts import together
+from .shared_sums import FlushRank, SharedSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushExecution:
-    """One batch at a time, by `programs` of all ranks."""
+    """One batch at a time, by `programs` of all ranks.
+
+    Arguments:
+        own_batches: whether each data replica passes a batch of its own.
+    """
 
     schedule: Schedule
     programs: Sequence[RankProgram]
+    own_batches: bool
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -51,39 +43,41 @@ class FlushExecution:
 
 
 def make_flush_execution(
-    schedule: Schedule, ownership: Ownership, collectives: Collectives, *, sharding: Sharding, has_loss: bool
+    schedule: Schedule,
+    ownership: Ownership,
+    collectives: Collectives,
+    *,
+    sharding: Sharding,
+    has_loss: bool,
+    own_batches: bool,
 ) -> FlushExecution:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
-    for _, holders in ownership.tied():
-        collectives.subgroup(holders)
-    for stage, count in enumerate(sharding.shards):
-        if count > 1:
-            collectives.subgroup(schedule.owners[stage])
-    return FlushExecution(schedule=schedule, programs=batch_programs(schedule, has_loss=has_loss))
+    sums = () if collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())
+    for each in sums:
+        collectives.subgroup(each.ranks(schedule.owners))
+    for ranks, count in zip(schedule.owners, sharding.shards, strict=True):
+        if count > 1 or own_batches:
+            collectives.subgroup(ranks)
+    programs = batch_programs(schedule, has_loss=has_loss, collectives=sums)
+    return FlushExecution(schedule=schedule, programs=programs, own_batches=own_batches)
 
 
-def batch_programs(schedule: Schedule, *, has_loss: bool) -> Sequence[RankProgram]:
-    """One batch by rank, with its messages."""
-    lowered = lower(schedule, sharing=Sharing(loss=has_loss))
+def batch_programs(
+    schedule: Schedule, *, has_loss: bool, collectives: tuple[Collective, ...] = ()
+) -> Sequence[RankProgram]:
+    """One batch by rank, with its messages, and what processes do together."""
+    lowered = lower(schedule, sharing=Sharing(loss=has_loss, collectives=collectives))
     check_lowered(lowered)
     return lowered.programs
-
-
-class _Shared(NamedTuple):
-    """Gradients that are summed over ranks, each of which needs all of the sums, or parts alone."""
-
-    ranks: tuple[int, ...]
-    gradients: FlatGradients
-    divided: DividedSum | None
 
 
 class FlushUpdate(Update):
     """The `.grad`s of this process's parameters, and what becomes of them behind each batch.
 
     What a batch adds is kept apart from what was there before, since it must be changed by itself: scaled (losses
-    given as sum and count) or summed over the ranks that hold a parameter (replicas, tied weights). Where all that
-    hold a parameter are in this process, its gradients add up by themselves.
-
+    given as sum and count) or summed over the ranks that hold a parameter (replicas, tied weights), beside the
+    backwards that follow (see `shared_sums`). Where all that hold a parameter are in this process, its gradients add up
+    by themselves.
     """
 
     def __init__(self, execution: FlushExecution, parts: UpdateParts) -> None:
@@ -103,10 +97,12 @@ class FlushUpdate(Update):
             if parts.sharding.is_any and len(local) < schedule.num_ranks
             else NOTHING_DIVIDED
         )
+        self._divided = divided
         scale = None if parts.grad_scaler is None else LossScale(parts.grad_scaler)
+        self._flush_ranks = {rank: self._make_rank(rank, execution, parts, scale) for rank in local}
         super().__init__(
             schedule,
-            {rank: RankUpdate(rank, schedule, scale) for rank in local},
+            self._flush_ranks,
             [StageState(one.stage, one, None) for one in optimizers],
             [] if scale is None else [scale],
         )
@@ -117,7 +113,6 @@ class FlushUpdate(Update):
         self._max_grad_norm = parts.max_grad_norm
         self._device = parts.device
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
-        self._divided = divided
         self._is_divided = [id(p) in {id(part.whole) for part in divided.parts.values()} for p in self._parameters]
         counts = parts.collectives.is_first_member  # what a tensor group holds in common
         self._counted = [p for p in ownership.counted_parameters(local) if counts and p.requires_grad]
@@ -126,25 +121,6 @@ class FlushUpdate(Update):
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        by_holders: dict[tuple[int, ...], list[str]] = {}
-        named = dict(ownership.named_parameters())
-        for name, holders in ownership.tied():
-            if not set(holders).isdisjoint(local) and not set(holders) <= set(local):
-                by_holders.setdefault(holders, []).append(name)
-        self._shared = []
-        for holders, names in by_holders.items():
-            own = [name for name in names if name in divided.parts]
-            others = [name for name in names if name not in divided.parts]
-            self._shared += [
-                _Shared(
-                    holders,
-                    FlatGradients([(name, named[name]) for name in some]),
-                    divided.sum_of(local[0], holders, some, parts.collectives) if some is own else None,
-                )
-                for some in (own, others)
-                if some
-            ]
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -162,16 +138,14 @@ class FlushUpdate(Update):
     def losses_known(self) -> None:
         """Every rank has all of them."""
         rank = next(iter(self.ranks.values()))
-        loss, self._scale = rank.total(0)
+        loss, _ = rank.total(0)
+        self._scale = loss.scale(loss.num_samples)  # samples of other replicas count in what was summed already
         self._known = Known(rank.batches[0].step, loss.mean, None)
 
     def gradients_ready(self) -> None:
-        """Scale the batch's gradients, sum what several ranks hold, and add what was there before."""
-        scale_gradients([p.grad for p in self._parameters], self._scale)
-        numbers = self._option_numbers() if self._shared else {}
-        self._present = set()
-        for shared in self._shared:
-            self._sum(shared, numbers)
+        """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before."""
+        self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
+        scale_gradients([p.grad for p in self._updated()], self._scale)
         for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
             if grad is not None and not is_divided:
                 parameter.grad = _sum(grad, parameter.grad)
@@ -211,6 +185,8 @@ class FlushUpdate(Update):
         """The gradients that were there before are there again."""
         for parameter, grad in zip(self._parameters, self._before, strict=True):
             parameter.grad = grad
+        for part in self._divided.parts.values():
+            part.parameter.grad = None
         self._before = []
 
     def accumulated(self) -> Known:
@@ -270,49 +246,48 @@ class FlushUpdate(Update):
         """One batch."""
         return assemble_timeline(self.schedule, records)
 
-    def _sum(self, shared: _Shared, options: Mapping[int, int]) -> None:
-        """All-reduce bucket by bucket; a rank to which nothing came gives zeros."""
-        ranks, flat, divided = shared
-        parameters = flat.parameters
-        numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
-        flags = torch.cat([flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
-        self._collectives.all_reduce(flags, what=_SUMMING, ranks=ranks)
-        present, totals, squares = flags.view(3, -1)
-        differing = (len(ranks) * squares != totals.square()).nonzero().flatten().tolist()
-        if differing:  # the same on all ranks, so that none goes on alone
-            raise ValueError(differing_options([flat.names[position] for position in differing], ranks))
-        present = present.tolist()
-        if divided is not None:
-            self._present |= {name for name, count in zip(flat.names, present, strict=True) if count}
-            divided.begin(present, what=_SUMMING)()
-            return
-        for bucket in flat.buckets:
-            gradients = []
-            for parameter in (parameters[i] for i in bucket if present[i]):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-            if len(gradients) == 1 and gradients[0].is_contiguous():
-                self._collectives.all_reduce(gradients[0], what=_SUMMING, ranks=ranks)
-            elif gradients:
-                size = sum(gradient.numel() for gradient in gradients)
-                buffer = flatten(gradients, out=self._buffer(gradients[0].dtype, size))
-                self._collectives.all_reduce(buffer, what=_SUMMING, ranks=ranks)
-                torch._foreach_copy_(gradients, unflatten(buffer, gradients))
+    def _make_rank(
+        self, rank: int, execution: FlushExecution, parts: UpdateParts, loss_scale: LossScale | None
+    ) -> FlushRank:
+        schedule, ownership = execution.schedule, parts.ownership
+        named, held = dict(ownership.named_parameters()), ownership.shared()
+
+        def sums(collective: Collective) -> list[SharedSum]:
+            """Of divided parameters, and of others."""
+            names, ranks = held[collective.stages], collective.ranks(schedule.owners)
+            own = [name for name in names if name in self._divided.parts]
+            others = [name for name in names if name not in self._divided.parts]
+            return [
+                SharedSum(
+                    collective,
+                    ranks=ranks,
+                    parameters=[(name, named[name]) for name in some],
+                    divided=self._divided.sum_of(rank, ranks, own, parts.collectives) if some is own else None,
+                    collectives=parts.collectives,
+                    device=parts.device,
+                )
+                for some in (own, others)
+                if some
+            ]
+
+        return FlushRank(
+            rank,
+            schedule,
+            loss_scale,
+            sums={each: sums(each) for each in execution.programs[rank].steps if isinstance(each, Collective)},
+            option_numbers=self._option_numbers,
+            replicas=schedule.owners[schedule.placement[rank][0]] if execution.own_batches else (),
+            collectives=parts.collectives,
+            recorder=parts.recorders[rank],
+            device=parts.device,
+        )
 
     def _option_numbers(self) -> dict[int, int]:
-        """Gradients for all parameters of this process."""
+        """Option numbers of all parameters of this process."""
         numbers: dict[int, int] = {}
         for one in self.stages:
             numbers.update(one.optimizers.option_numbers())
         return numbers
-
-    def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Kept from batch to batch: on a CPU fresh memory costs more than the copy into it."""
-        known = self._buffers.get(dtype)
-        if known is None or known.numel() < size:
-            known = self._buffers[dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return known[:size]
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

@@ -153,17 +153,17 @@ class DividedSum:
         self._divisions = [[divisions[each][part.name] for part in parts] for each in ranks]
         self._buckets = buckets_of([part.whole for part in parts])
 
-    def begin(self, present: Sequence[float], *, what: str) -> Callable[[], None]:
-        """Begin; the answer waits, and leaves the sums with the parts.
+    def begin(self, *, what: str, on_through: Callable[[], None]) -> Callable[[], None]:
+        """Begin; the answer waits, and leaves the sums with the parts. A rank to which no gradient came gives zeros.
 
         Arguments:
-            present: by parameter, not 0 where any rank has a gradient; a rank to which none came gives zeros.
+            on_through: as of `Collectives.exchange`, for the last of what is exchanged.
         """
-        return together([self._begin([i for i in bucket if present[i]], what) for bucket in self._buckets])
+        return together(
+            [self._begin(bucket, what, on_through if bucket is self._buckets[-1] else None) for bucket in self._buckets]
+        )
 
-    def _begin(self, bucket: Sequence[int], what: str) -> Callable[[], None]:
-        if not bucket:
-            return lambda: None
+    def _begin(self, bucket: Sequence[int], what: str, on_through: Callable[[], None] | None) -> Callable[[], None]:
         parts = [self.parts[i] for i in bucket]
         grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in parts]
         for part in parts:
@@ -177,6 +177,7 @@ class DividedSum:
             [sum(part.numel() for part in own)] * len(self.ranks),
             what=what,
             ranks=self.ranks,
+            on_through=on_through,
         )
 
         def finish() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
-from ...schedules import Message, Schedule
+from ...schedules import Collective, Message, Schedule
 from ...schedules.program import GroupStep
 from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
 from ..batch.checksum import UNKNOWN
@@ -52,6 +52,14 @@ class RankUpdate:
     def scale_of(self, group: int) -> float:
         """The factor of the losses of an update group."""
         return 1.0 if self.loss_scale is None else self.loss_scale.of(self.loss_scale.newest)
+
+    def begin(self, collective: Collective) -> None:
+        """The program has come to what ranks of several processes do together: it goes on beside compute."""
+        raise AssertionError(f"{collective} in a program of ranks that share nothing")
+
+    def settle(self) -> None:
+        """Block until what was begun is through: the program is."""
+        return
 
     def finish(self, step: GroupStep) -> None:
         """The backwards of an update group are through on this rank."""

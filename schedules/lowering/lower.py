@@ -11,6 +11,8 @@ order of the sends, and one that is consumed late lets later ones pass only by b
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
 
+Collectives, such as the sums of shared gradients behind a stage's last backward, stand where `collectives` places them.
+
 A program with updates in it (U) also gets a `GroupStep` after the last backward of each update group, where the losses
 of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
 """
@@ -19,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir import COMPUTE_OPS, Action, Op, Schedule
+from ..collectives import place_collectives
+from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
@@ -55,7 +58,13 @@ class _Exchange:
         self.schedule = schedule
         self.sharing = sharing
         # Per rank, each step of work with the position of the action that it goes with.
-        self.work_at = [_with_group_steps(schedule, program, norm=sharing.norm) for program in schedule.programs]
+        placed = place_collectives(schedule, sharing.collectives)
+        self.work_at = [
+            _with_group_steps(schedule, program, norm=sharing.norm)
+            if schedule.is_asynchronous
+            else _with_collectives(program, placed[rank])
+            for rank, program in enumerate(schedule.programs)
+        ]
         self.work = [[step for step, _ in work] for work in self.work_at]
         self._updates: list[dict[int, Action]] = [
             {a.index: a for a in reversed(program) if a.op is Op.U} for program in schedule.programs
@@ -89,6 +98,8 @@ class _Exchange:
                 if isinstance(step, GroupStep):
                     self._share_gradients(rank, step)
                     continue
+                if isinstance(step, Collective):
+                    continue  # no messages: its ranks meet in a process group
                 for message, _, _, user, receiver in needs.departures(step):
                     self._add(message, step, rank, user, receiver)
                 if step in loss_behind:
@@ -123,11 +134,8 @@ class _Exchange:
 
 
 def _with_group_steps(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
-    """The actions of a rank with their positions; in a streaming program the steps of an update
-    group go with the last backward of each
-    update group (with its update, where the rank has no backward in it)."""
-    if not schedule.is_asynchronous:
-        return [(action, position) for position, action in enumerate(program)]
+    """The actions of a rank of a stream with their positions; the steps of an update group go with its last backward
+    (with its update, where the rank has no backward in it)."""
     last: dict[int, int] = {}  # update group -> position of its last backward
     for position, action in enumerate(program):
         if action.op in COMPUTE_OPS and action.op is not Op.F:
@@ -145,6 +153,17 @@ def _with_group_steps(schedule: Schedule, program: tuple[Action, ...], *, norm: 
             finished.add(group)
             work += [(GroupStep(op, group), position) for op in ops]
     return work
+
+
+def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, Collective]]) -> list[tuple[Work, int]]:
+    """The actions of a rank with their positions, and its collectives in front of the actions that they precede."""
+    work: list[tuple[Work, int]] = []
+    done = 0
+    for position, collective in placed:
+        work += [(action, at) for at, action in enumerate(program[done:position], start=done)]
+        work.append((collective, position))
+        done = position
+    return work + [(action, at) for at, action in enumerate(program[done:], start=done)]
 
 
 def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..check import check, check_lowered
-from ..ir import Action, Op, Schedule, ScheduleError
+from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..versions import derive_versions
@@ -186,9 +186,9 @@ def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: 
         return Message(kind, src, dst, index) if index >= first_group else None
 
     def work(old: Work) -> Work | None:
-        if isinstance(old, GroupStep):
+        if isinstance(old, GroupStep | Collective):
             index = old.index + by_group
-            return GroupStep(old.op, index) if index >= first_group else None
+            return old._replace(index=index) if index >= first_group else None
         stage, op, index = old
         if op is Op.U:
             index += by_group

@@ -89,7 +89,9 @@ class _Ways:
         return own if self._has_update(stage) else 0.0
 
     def _summing(self, stage: int) -> float:
-        return self.sums[stage].seconds if stage in self.sums else 0.0
+        if stage in self.sums:
+            return self.sums[stage].seconds
+        return self.table.reduce_grad[stage] if len(self.schedule.owners[stage]) > 1 else 0.0
 
     def _has_update(self, stage: int) -> bool:
         return any((Op.U, stage) in counts for counts in self.counts)

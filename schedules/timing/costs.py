@@ -25,6 +25,8 @@ class Costs:
         backward: B [s]; 2 * forward when no backward cost is given.
         input_grad, weight_grad: I and W [s].
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
+        reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
+            begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
@@ -40,6 +42,7 @@ class Costs:
     input_grad: PerStage | None = None
     weight_grad: PerStage | None = None
     latency: PerStage = 0.0
+    reduce_grad: PerStage = 0.0
     update: PerStage = 0.0
     norm: float | None = None
 
@@ -81,6 +84,7 @@ class Costs:
             input_grad=input_grad,
             weight_grad=weight_grad,
             latency=spread("latency", self.latency),
+            reduce_grad=spread("reduce_grad", self.reduce_grad),
             update=spread("update", self.update),
             norm=self.norm,
         )
@@ -110,6 +114,7 @@ class CostTable:
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     latency: tuple[float, ...]
+    reduce_grad: tuple[float, ...]
     update: tuple[float, ...]
     norm: float | None
 

@@ -9,15 +9,17 @@ the lowest rank's first: so links serve whatever is ready first.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from ..ir import LAST_USES, Action, Op, Schedule, ScheduleError
-from ..messages import Message, MessageKind
+from ..collectives import place_collectives
+from ..ir import Action, Collective, Op, Schedule, ScheduleError
+from ..messages import Message
 from ..needs import Needs, Wire
 from .costs import Costs, CostTable
-from .links import Links, Route, Sum, Traffic, wire_bytes
+from .links import Channel, Links, Route, Sum, Traffic, wire_bytes
 from .timeline import RankTrace, Span, Timeline
 
 _OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
@@ -36,7 +38,8 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     Arguments:
         costs: of one stage action each [s].
         links: what carries the messages, and sums of gradients; None: messages take the latency in `costs` and never
-            queue. A latency in `costs` comes on top of that of links.
+            queue. A latency in `costs` comes on top of that of links. A stage of which links have no sum takes
+            `costs.reduce_grad` for one, if it has replicas.
 
     Raises ValueError for costs that do not fit the stages and links that do not fit the schedule, ScheduleError for a
     schedule in which a rank waits for ever. It takes the schedule for complete and each program for sound in itself:
@@ -53,35 +56,28 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
     return max(sum(table.of(a.op, a.stage) for a in program) for program in schedule.programs)
 
 
-class _GroupSum:
-    """The sum of one stage's gradients: when each update group is ready, and when it is through.
+class _StageSum:
+    """The sums of one stage's gradients: where each rank begins them, and when each is through.
 
     Slot of update group g and the owner in place q of R: base + g * R + q, where that owner's update looks.
     """
 
-    def __init__(self, schedule: Schedule, each: Sum, route: Route, *, base: int) -> None:
-        self.route, self.base, self.ways = route, base, each.ways
-        self.num_owners = len(schedule.owners[each.stage])
-        self.group_size = schedule.total_microbatches if schedule.has_epilogue else schedule.group_size
-        self.lacking = Counter(
-            index // self.group_size
-            for rank in set(schedule.owners[each.stage])
-            for stage, op, index in schedule.programs[rank]
-            if stage == each.stage and op in LAST_USES
-        )
-        self.spans: dict[int, tuple[float, float]] = {}  # group -> (ready, through)
+    def __init__(self, schedule: Schedule, stage: int, route: Route, *, base: int) -> None:
+        self.route, self.base = route, base
+        self.owners = schedule.owners[stage]
+        self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
+        self.through: dict[int, float] = {}  # update group -> when all ranks have it [s]
 
-    def count(self, index: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
-        """A backward of microbatch `index` has ended; returns the ranks that stood blocked on its group, if it was the
-        last."""
-        group = index // self.group_size
-        self.lacking[group] -= 1
-        if self.lacking[group]:
+    def begin(self, group: int, rank: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
+        """A rank begins the sum of a group; returns the ranks that stood blocked on it, if it was the last to begin."""
+        begun = self.begun.setdefault(group, {})
+        begun[rank] = now
+        if len(begun) < len(self.owners):
             return []
-        self.spans[group] = (now, self.route.carry(now))
-        slots = range(self.base + group * self.num_owners, self.base + (group + 1) * self.num_owners)
+        self.through[group] = self.route.carry(now)
+        slots = range(self.base + group * len(self.owners), self.base + (group + 1) * len(self.owners))
         for slot in slots:
-            arrived[slot] = self.spans[group][1]
+            arrived[slot] = self.through[group]
         return [blocked.pop(slot) for slot in slots if slot in blocked]
 
 
@@ -99,7 +95,9 @@ class _Simulation:
         count = len(self.durations)
         self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
         self.outputs: list[list[_Output]] = [[] for _ in range(count)]  # by code
-        self.sums: dict[int, _GroupSum] = {}  # by stage
+        self.sums: dict[int, _StageSum] = {}  # by stage
+        # Per rank, the sums that it begins in front of each position of its program.
+        self.begins: list[dict[int, list[Collective]]] = [{} for _ in schedule.programs]
         self.wires = Needs(schedule).wires
         self.traffic = None if links is None else Traffic(links)
         self.end_of_slots = len(self.wires) * self.num_slots
@@ -143,15 +141,31 @@ class _Simulation:
 
     def _find_sums(self) -> None:
         schedule = self.schedule
-        if self.links is None or self.traffic is None or not schedule.has_backward:
-            return
-        for each in self.links.sums:
+        sums: Sequence[Sum] = () if self.links is None else self.links.sums
+        for each in sums:
             if not 0 <= each.stage < self.num_stages:
                 raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
-            self.sums[each.stage] = _GroupSum(schedule, each, self.traffic.sum(each), base=self.end_of_slots)
-            groups = max(1, schedule.num_batches * schedule.groups_per_batch)
-            self.inputs[self._code(Op.U, each.stage)].append(self.end_of_slots)
-            self.end_of_slots += groups * len(schedule.owners[each.stage])
+        if not schedule.has_backward:
+            return
+        groups = range(max(1, schedule.num_batches * schedule.groups_per_batch))
+        routes = {each.stage: self.traffic.sum(each) for each in sums if self.traffic is not None}
+        for stage, route in (self._sums_by_costs() | routes).items():
+            self.sums[stage] = _StageSum(schedule, stage, route, base=self.end_of_slots)
+            self.inputs[self._code(Op.U, stage)].append(self.end_of_slots)
+            self.end_of_slots += len(groups) * len(schedule.owners[stage])
+        wanted = [Collective((stage,), Op.REDUCE_GRAD, group) for stage in self.sums for group in groups]
+        for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
+            for position, collective in placed:
+                begins.setdefault(position, []).append(collective)
+
+    def _sums_by_costs(self) -> dict[int, Route]:
+        """Routes by stage of sums over replicas; each rank has one lane for them."""
+        lanes = [Channel() for _ in self.schedule.placement]
+        return {
+            stage: Route(seconds, 0.0, [lanes[rank] for rank in owners])
+            for stage, (seconds, owners) in enumerate(zip(self.table.reduce_grad, self.schedule.owners, strict=True))
+            if seconds > 0 and len(owners) > 1
+        }
 
     def run(self) -> Timeline:
         programs = self._encode()
@@ -168,10 +182,9 @@ class _Simulation:
         if self.schedule.has_epilogue:
             ranks = self._with_epilogue(ranks)
         if self.links is not None or any(self.table.latency):
-            ranks = [
-                RankTrace(compute=trace.compute, comm=comm)
-                for trace, comm in zip(ranks, self._messages(ranks), strict=True)
-            ]
+            ranks = [replace(trace, comm=comm) for trace, comm in zip(ranks, self._messages(ranks), strict=True)]
+        if self.sums:
+            ranks = [replace(trace, collectives=own) for trace, own in zip(ranks, self._collectives(), strict=True)]
         return Timeline(schedule=self.schedule, ranks=tuple(ranks))
 
     def _encode(self) -> list[tuple[list[int], list[int]]]:
@@ -207,7 +220,8 @@ class _Simulation:
         blocked: dict[int, int] = {}  # slot -> the rank that stands before it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         inputs, outputs, durations = self.inputs, self.outputs, self.durations
-        sum_behind = {self._code(op, stage): each for stage, each in self.sums.items() for op in LAST_USES}
+        begins = self.begins
+        self._begin_at_once(blocked)
         ready = list(range(len(programs)))
         while True:
             for rank in ready:
@@ -244,9 +258,21 @@ class _Simulation:
                 waiter = blocked.pop(base + k, None)
                 if waiter is not None:
                     ready.append(waiter)
-            ready += sum_behind[code].count(k, now, arrived, blocked) if code in sum_behind else ()
+            ready += self._begin(begins[rank][at + 1], rank, now, blocked) if at + 1 in begins[rank] else ()
         self._check_through(position)
         return starts
+
+    def _begin_at_once(self, blocked: dict[int, int]) -> None:
+        """Ranks begin the sums of gradients of which they make none."""
+        for rank, own in enumerate(self.begins):
+            self._begin(own.get(0, ()), rank, 0.0, blocked)
+
+    def _begin(self, sums: Iterable[Collective], rank: int, now: float, blocked: dict[int, int]) -> list[int]:
+        """A rank begins sums; returns the ranks that stood blocked on them."""
+        freed: list[int] = []
+        for (stage,), _, group in sums:
+            freed += self.sums[stage].begin(group, rank, now, self.arrived, blocked)
+        return freed
 
     def _check_through(self, position: list[int]) -> None:
         for rank, program in enumerate(self.schedule.programs):
@@ -259,7 +285,7 @@ class _Simulation:
     def _with_epilogue(self, ranks: list[RankTrace]) -> list[RankTrace]:
         """The optimizer steps of a flush schedule, stage by stage, each behind the sum of its gradients."""
         ends = [trace.compute[-1].end if trace.compute else 0.0 for trace in ranks]
-        summed = {stage: each.spans[0][1] for stage, each in self.sums.items()}
+        summed = {stage: each.through[0] for stage, each in self.sums.items()}
         if self.table.norm is not None:
             ends = [max([*ends, *summed.values()]) + self.table.norm] * len(ranks)
         extended = []
@@ -276,7 +302,7 @@ class _Simulation:
         return extended
 
     def _messages(self, ranks: list[RankTrace]) -> list[tuple[Span[Message], ...]]:
-        """The comm lane of each receiver: each message (or its part of a sum) from when it was ready to its arrival."""
+        """The comm lane of each receiver: each message from when it was ready to its arrival."""
         comm: list[list[Span[Message]]] = [[] for _ in ranks]
         owner = self.schedule.owner
         outgoing: dict[tuple[Op, int], list[tuple[int, Wire]]] = {}
@@ -289,9 +315,13 @@ class _Simulation:
                     receiver = owner(dst, k)
                     if receiver != rank:
                         comm[receiver].append(Span(Message(kind, src, dst, k), end, self.arrived[base + k]))
-        for each in self.sums.values():
-            for group, (made, through) in each.spans.items():
-                for src, dst in each.ways:
-                    if dst < len(comm):
-                        comm[dst].append(Span(Message(MessageKind.SUM, src, dst, group), made, through))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in comm]
+
+    def _collectives(self) -> list[tuple[Span[Collective], ...]]:
+        """The lane of collectives of each rank: each from when this rank began it until it was through."""
+        lanes: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
+        for stage, each in self.sums.items():
+            for group, through in each.through.items():
+                for rank, begun in each.begun[group].items():
+                    lanes[rank].append(Span(Collective((stage,), Op.REDUCE_GRAD, group), begun, through))
+        return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

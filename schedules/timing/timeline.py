@@ -2,6 +2,7 @@
 
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
+           |              ====     collectives: sums of gradients, from begun on this rank to through
 
 All times are in seconds from one origin that the ranks share.
 """
@@ -13,18 +14,18 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..alive import peak_activations
-from ..ir import COMPUTE_OPS, Action, Op, Schedule
+from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import Message, MessageKind
 from ..versions import derive_versions
 
 _JSON_VERSION = 1
 
 
-What = TypeVar("What", Action, Message)
+What = TypeVar("What", Action, Message, Collective)
 
 
 class Span(NamedTuple, Generic[What]):
-    """One action (compute) or message (communication) from `start` to `end` [s]."""
+    """One action (compute), message or collective (communication) from `start` to `end` [s]."""
 
     what: What
     start: float
@@ -35,11 +36,12 @@ class Span(NamedTuple, Generic[What]):
 class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
-    comm holds the messages that this rank received.
+    comm holds the messages that this rank received, collectives what it did together with others.
     """
 
     compute: tuple[Span[Action], ...]
     comm: tuple[Span[Message], ...] = ()
+    collectives: tuple[Span[Collective], ...] = ()
 
     @property
     def busy(self) -> float:
@@ -176,7 +178,9 @@ class Timeline:
         def move(spans: tuple[Span[What], ...]) -> tuple[Span[What], ...]:
             return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
 
-        ranks = tuple(RankTrace(compute=move(r.compute), comm=move(r.comm)) for r in self.ranks)
+        ranks = tuple(
+            RankTrace(compute=move(r.compute), comm=move(r.comm), collectives=move(r.collectives)) for r in self.ranks
+        )
         return Timeline(schedule=self.schedule, ranks=ranks, measured=self.measured)
 
     def to_json(self) -> str:
@@ -185,6 +189,7 @@ class Timeline:
             {
                 "compute": [[str(what), start, end] for what, start, end in rank.compute],
                 "comm": [[list(what), start, end] for what, start, end in rank.comm],
+                "collectives": [[str(what), start, end] for what, start, end in rank.collectives],
             }
             for rank in self.ranks
         ]
@@ -202,6 +207,9 @@ class Timeline:
                 RankTrace(
                     compute=tuple(_span(Action.parse(what), *times) for what, *times in rank["compute"]),
                     comm=tuple(_span(_message(*what), *times) for what, *times in rank["comm"]),
+                    collectives=tuple(
+                        _span(Collective.parse(what), *times) for what, *times in rank.get("collectives", ())
+                    ),
                 )
                 for rank in data["ranks"]
             )

@@ -12,6 +12,7 @@ from hypothesis.strategies import DrawFn
 
 from stagewright.schedules import (
     Action,
+    Collective,
     Costs,
     LinkLevel,
     Links,
@@ -31,7 +32,7 @@ from stagewright.schedules import (
 from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
 from .reference_links import Run
 
-ACT, GRAD, SUM = MessageKind.ACT, MessageKind.GRAD, MessageKind.SUM
+ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 
 
 @st.composite
@@ -81,11 +82,17 @@ def test_it_equals_the_slow_simulator(case: tuple[Schedule, Costs, Links]) -> No
     messages = {(str(m.kind), m.src, m.dst, m.index): (start, end) for t in timeline.ranks for m, start, end in t.comm}
     for key, times in expected.arrivals.items():
         assert messages.pop(key) == times
-    for each in links.sums:
-        for src, dst in each.ways if schedule.has_backward else ():
-            for (stage, group), times in expected.sums.items():
-                if stage == each.stage:  # two stages may sum over the same pair: one of them is in the dictionary
-                    assert Span(Message(SUM, src, dst, group), *times) in timeline.ranks[dst].comm
+    assert not messages
+    summed: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for trace in timeline.ranks:
+        for (stages, _, group), start, end in trace.collectives:
+            summed.setdefault((stages[0], group), []).append((start, end))
+    for key, (ready, through) in expected.sums.items():
+        spans = summed.pop(key)
+        assert len(spans) == len(schedule.owners[key[0]])
+        assert max(start for start, _ in spans) == ready  # when the last rank begins it
+        assert {end for _, end in spans} == {through}
+    assert not summed
 
 
 @steady
@@ -238,9 +245,8 @@ def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
     ring = Sum(stage=0, seconds=2.5, ways=((0, 1), (1, 0)))
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0), replace(links, sums=(ring,)))
     assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(0, Op.U, 0), 8.5, 8.5)] * 2
-    assert [trace.comm for trace in timeline.ranks] == [
-        (Span(Message(SUM, src, dst, 0), 6.0, 8.5),) for src, dst in ((1, 0), (0, 1))
-    ]
+    both = Collective((0,), Op.REDUCE_GRAD, 0)  # rank 1 has one microbatch of the three
+    assert [trace.collectives for trace in timeline.ranks] == [(Span(both, 6.0, 8.5),), (Span(both, 3.0, 8.5),)]
     assert timeline.makespan == 8.5
 
 

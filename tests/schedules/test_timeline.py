@@ -122,8 +122,8 @@ def test_json() -> None:
     timeline = simulate(by_hand("0F0", "1F0", microbatches=1), Costs(forward=1.0, latency=0.5))
     data = json.loads(timeline.to_json())
     assert data["ranks"] == [
-        {"compute": [["0F0", 0.0, 1.0]], "comm": []},
-        {"compute": [["1F0", 1.5, 2.5]], "comm": [[["act", 0, 1, 0], 1.0, 1.5]]},
+        {"compute": [["0F0", 0.0, 1.0]], "comm": [], "collectives": []},
+        {"compute": [["1F0", 1.5, 2.5]], "comm": [[["act", 0, 1, 0], 1.0, 1.5]], "collectives": []},
     ]
     assert (data["version"], data["measured"]) == (1, False)
 

@@ -1,0 +1,223 @@
+"""Sums of gradients that several processes hold (replicas, tied weights), beside the backwards that follow.
+
+    worker meets REDUCE_GRAD -> begin: flags and flat buckets leave, each an all-reduce
+    program is through       -> wait
+    gradients are ready      -> finish: the sums are the gradients now
+
+Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `parts`). A rank to which no
+gradient came gives zeros; one that came nowhere is left None, since optimizers leave such a parameter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from ...comm import Collectives
+from ...partition.profiler.clock import Stamp
+from ...schedules import Collective, Schedule
+from ..batch.batches import Batch
+from ..measure.recorder import Recorder
+from .gradients import FlatGradients, flatten, scale_gradients, unflatten
+from .loss_scale import LossScale
+from .optimizers import differing_options
+from .parts import DividedSum
+from .rank_update import RankUpdate
+
+
+class SharedSum:
+    """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch.
+
+    Arguments:
+        ranks: that take part.
+        parameters: whose gradients they are, with their names, in the same order on all of them.
+        divided: where each rank needs a part of the sums alone.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        *,
+        ranks: Sequence[int],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        divided: DividedSum | None,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        stages = " and ".join(map(str, collective.stages))
+        self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
+        self._ranks = ranks
+        self._flat = FlatGradients(parameters)
+        self._divided = divided
+        self._collectives = collectives
+        self._device = device
+        self._flags = torch.empty(0)
+        self._totals: list[torch.Tensor] = []  # by bucket
+        self._waits: list[Callable[[], None]] = []
+        self._buffers: dict[int, torch.Tensor] = {}  # by bucket
+
+    def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
+        """What this rank has leaves, times `factor`, and must not be touched before `wait`.
+
+        Arguments:
+            options: by id of a parameter, a number of what its optimizer does with it: the same on all ranks.
+            on_through: is called when all ranks' gradients are added up.
+        """
+        parameters = self._flat.parameters
+        scale_gradients([p.grad for p in parameters], factor)
+        numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
+        self._flags = torch.cat([self._flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
+        begin = partial(self._collectives.begin_all_reduce, what=self._what, ranks=self._ranks)
+        self._waits = [begin(self._flags)]
+        if self._divided is not None:
+            self._waits.append(self._divided.begin(what=self._what, on_through=on_through))
+            return
+        buckets = self._flat.buckets
+        self._totals = [self._flatten(at, [parameters[i] for i in bucket]) for at, bucket in enumerate(buckets)]
+        for total in self._totals:
+            self._waits.append(begin(total, on_through=on_through if total is self._totals[-1] else None))
+
+    def wait(self) -> None:
+        """Block until all is added up. Raises PipelineTimeout or PeerLost, with the ranks that it is waited for."""
+        while self._waits:
+            self._waits.pop(0)()
+
+    def finish(self) -> set[str]:
+        """The sums become the gradients (of divided parameters: of this rank's parts); returns the names of those which
+        have one. Raises ValueError where ranks would do different things with them."""
+        present, totals, squares = self._flags.view(3, -1)
+        differing = (len(self._ranks) * squares != totals.square()).nonzero().flatten().tolist()
+        if differing:  # the same on all ranks, so that none goes on alone
+            raise ValueError(differing_options([self._flat.names[position] for position in differing], self._ranks))
+        there = present.tolist()
+        if self._divided is not None:
+            for part, count in zip(self._divided.parts, there, strict=True):
+                if not count:
+                    part.parameter.grad = None
+        for bucket, total in zip(self._flat.buckets, self._totals, strict=False):  # none where they are divided
+            self._put_back(bucket, total, there)
+        self._totals = []
+        return {name for name, count in zip(self._flat.names, there, strict=True) if count}
+
+    def drop(self) -> None:
+        """Forget what is under way (after an error)."""
+        self._waits, self._totals = [], []
+
+    def _put_back(self, bucket: Sequence[int], total: torch.Tensor, there: Sequence[float]) -> None:
+        parameters = [self._flat.parameters[i] for i in bucket]
+        own, summed = [], []
+        for i, p, part in zip(bucket, parameters, unflatten(total, parameters), strict=True):
+            if not there[i]:
+                p.grad = None
+                continue
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            if p.grad.data_ptr() != part.data_ptr():
+                own.append(p.grad)
+                summed.append(part)
+        if own:
+            torch._foreach_copy_(own, summed)
+
+    def _flatten(self, at: int, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradients of a bucket in one tensor: one alone is its own, several a copy in memory that is kept from
+        batch to batch (on a CPU fresh memory costs more than the copy into it)."""
+        gradients = [torch.zeros_like(p.detach()) if p.grad is None else p.grad for p in parameters]
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            return gradients[0].view(-1)
+        if at not in self._buffers:
+            size = sum(p.numel() for p in parameters)
+            self._buffers[at] = torch.empty(size, dtype=parameters[0].dtype, device=self._device)
+        return flatten(gradients, out=self._buffers[at])
+
+
+class FlushRank(RankUpdate):
+    """The one update group of a rank under a flush: losses, and sums of gradients that other processes hold, too.
+
+    Each data replica weighs its samples as if the others had as many. How many they have they tell each other when the
+    batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
+
+    Arguments:
+        sums: of this rank.
+        option_numbers: of the optimizers of this process, see `SharedSum.begin`.
+        replicas: ranks of the same stages which pass batches of their own; none where all ranks pass the same batch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        loss_scale: LossScale | None,
+        *,
+        sums: Mapping[Collective, Sequence[SharedSum]],
+        option_numbers: Callable[[], Mapping[int, int]],
+        replicas: Sequence[int],
+        collectives: Collectives,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        super().__init__(rank, schedule, loss_scale)
+        self._sums = sums
+        self._option_numbers = option_numbers
+        self._replicas = replicas
+        self._collectives = collectives
+        self._recorder = recorder
+        self._device = device
+        self._begun: dict[Collective, list[Stamp]] = {}  # when it began, and when it was through
+        # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
+        self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
+        self._factor = 1.0
+        self._numbers: Mapping[int, int] | None = None
+
+    def enter(self, batch: Batch) -> None:
+        """The one batch."""
+        super().enter(batch)
+        self._factor, self._numbers = 1.0, None
+        if self._sums and self._replicas:
+            number, count = batch.replica
+            samples = torch.tensor([sum(batch.sizes[number::count])], dtype=torch.float64, device=self._device)
+            what = "counting the samples of all data replicas"
+            self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self._replicas)
+
+    def begin(self, collective: Collective) -> None:
+        """The backwards that make these gradients are through on this rank."""
+        self._count_samples()
+        if self._numbers is None:
+            self._numbers = self._option_numbers()
+        stamp = self._recorder.clock.stamp
+        stamps = self._begun[collective] = [stamp()]
+        for each in self._sums[collective]:
+            each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
+
+    def settle(self) -> None:
+        """Block until all that was begun is through."""
+        self._count_samples()
+        for collective, stamps in self._begun.items():
+            for each in self._sums[collective]:
+                each.wait()
+            end = stamps[-1] if len(stamps) > 1 else self._recorder.clock.stamp()
+            self._recorder.collective(collective, stamps[0], end)
+
+    def finish_sums(self) -> set[str]:
+        """The sums become the gradients; returns the names of the parameters that have one."""
+        present = {name for collective in self._begun for each in self._sums[collective] for name in each.finish()}
+        self._begun.clear()
+        return present
+
+    def drop(self) -> None:
+        """Forget all that is under way."""
+        super().drop()
+        self._begun.clear()
+        self._samples = None
+        for sums in self._sums.values():
+            for each in sums:
+                each.drop()
+
+    def _count_samples(self) -> None:
+        if self._samples is not None:
+            samples, wait = self._samples
+            wait()
+            self._samples = None
+            self._factor = self.batches[0].num_samples / float(samples)

@@ -1,0 +1,224 @@
+"""Sums of shared gradients in programs: where they stand, that ranks agree on their order, what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from stagewright.schedules import (
+    Action,
+    Collective,
+    Costs,
+    Lowered,
+    Op,
+    Schedule,
+    ScheduleError,
+    Span,
+    build,
+    check_lowered,
+    lower,
+    lower_bound,
+    simulate,
+)
+from stagewright.schedules.builders.replicas import replicate
+from stagewright.schedules.messages import Sharing
+from stagewright.schedules.program import Step
+
+from .random_schedules import by_hand, schedules, steady
+
+
+def total(*stages: int) -> Collective:
+    return Collective(stages, Op.REDUCE_GRAD, 0)
+
+
+def lowered(schedule: Schedule, *sums: Collective) -> Lowered:
+    return lower(schedule, sharing=Sharing(collectives=sums))
+
+
+def work(made: Lowered, rank: int) -> str:
+    """The program of a rank without its messages."""
+    return " ".join(str(step) for step in made.programs[rank].steps if isinstance(step, Action | Collective))
+
+
+# --- where they stand ---
+
+
+def test_each_stage_right_behind_its_last_backward() -> None:
+    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), 2)
+    made = lowered(schedule, *(total(stage) for stage in range(4)))
+    assert check_lowered(made) > 0
+    assert work(made, 0) == "0F0 0F2 2F0 2F2 2B0 2B2 2REDUCE_GRAD0 0B0 0B2 0REDUCE_GRAD0"
+    assert work(made, 3) == "1F1 1F3 3F1 3B1 3F3 3B3 3REDUCE_GRAD0 1B1 1B3 1REDUCE_GRAD0"
+
+
+def test_its_gradient_leaves_first() -> None:
+    """The stage before waits for that; for the sum nobody does yet."""
+    schedule = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(1, 2))
+    steps = lowered(schedule, total(1)).programs[2].steps
+    assert " ".join(map(str, steps)) == "1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD0"
+
+
+def test_behind_the_last_weight_gradient() -> None:
+    schedule = by_hand("0F0 0F1 0I0 0I1 0W1 0W0", microbatches=2)
+    assert work(lowered(schedule, total(0)), 0) == "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD0"
+
+
+def test_a_replica_without_a_microbatch_begins_at_once() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1, replicas=(2,))
+    made = lowered(schedule, total(0))
+    assert [work(made, rank) for rank in range(2)] == ["0F0 0B0 0REDUCE_GRAD0", "0REDUCE_GRAD0"]
+    assert check_lowered(made) == 0
+
+
+def test_tied_weights_are_ready_behind_the_last_of_their_stages() -> None:
+    schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    made = lowered(schedule, total(0, 2, 3))
+    assert work(made, 0).endswith("0B0 0B1 0+2+3REDUCE_GRAD0")
+    assert work(made, 1).endswith("3B1 0+2+3REDUCE_GRAD0 1B0 1B1")
+
+
+def test_weights_tied_crosswise_are_summed_in_one_order() -> None:
+    """Rank 0 is through with stage 2 first and rank 1 with stage 3: 1+2 and 0+3 are ready in opposite orders."""
+    schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    made = lowered(schedule, total(0, 3), total(1, 2))
+    check_lowered(made)
+    orders = [[each for each in program.steps if isinstance(each, Collective)] for program in made.programs]
+    assert orders[0] == orders[1] == [total(0, 3), total(1, 2)]
+    assert work(made, 0).endswith("2B1 0B0 0B1 0+3REDUCE_GRAD0 1+2REDUCE_GRAD0")
+    assert work(made, 1).endswith("3B1 0+3REDUCE_GRAD0 1B0 1B1 1+2REDUCE_GRAD0")
+
+
+def test_collectives_print_and_parse() -> None:
+    for text in ("3REDUCE_GRAD0", "0+12REDUCE_GRAD7"):
+        assert str(Collective.parse(text)) == text
+    for wrong in ("REDUCE_GRAD0", "0+REDUCE_GRAD0", "3F0", "3REDUCE_GRAD", "3-4REDUCE_GRAD0"):
+        with pytest.raises(ValueError, match="cannot read the collective"):
+            Collective.parse(wrong)
+
+
+# --- for any schedule, replicas and ties ---
+
+
+@st.composite
+def shared(draw: DrawFn) -> tuple[Schedule, list[Collective]]:
+    """A flush schedule, and sums over any sets of its stages."""
+    schedule = draw(schedules(forward_only=False))
+    stages = st.sets(st.sampled_from(range(schedule.num_stages)), min_size=1).map(lambda each: tuple(sorted(each)))
+    return schedule, [total(*each) for each in draw(st.lists(stages, max_size=5, unique=True))]
+
+
+@steady
+@given(shared())
+def test_all_ranks_get_through(case: tuple[Schedule, list[Collective]]) -> None:
+    """Each rank carries out its sums one after the other, each as soon as all its ranks stand before it."""
+    schedule, sums = case
+    made = lowered(schedule, *sums)
+    check_lowered(made)
+    queues = [[each for each in program.steps if isinstance(each, Collective)] for program in made.programs]
+    left = {each: {r for r, own in enumerate(schedule.placement) if set(own) & set(each.stages)} for each in sums}
+    while left:
+        ready = next(each for each, ranks in left.items() if all(queues[r] and queues[r][0] == each for r in ranks))
+        for rank in left.pop(ready):
+            queues[rank].pop(0)
+    assert not any(queues)
+
+
+@steady
+@given(shared())
+def test_none_stands_before_a_backward_that_it_needs(case: tuple[Schedule, list[Collective]]) -> None:
+    schedule, sums = case
+    for program in lowered(schedule, *sums).programs:
+        for position, step in enumerate(program.steps):
+            if isinstance(step, Collective):
+                later = [a for a in program.steps[position:] if isinstance(a, Action) and a.op in (Op.B, Op.W)]
+                assert not {action.stage for action in later} & set(step.stages)
+
+
+# --- what the checker refuses ---
+
+
+def altered(made: Lowered, rank: int, steps: Sequence[Step]) -> Lowered:
+    programs = list(made.programs)
+    programs[rank] = replace(programs[rank], steps=tuple(steps))
+    return replace(made, programs=tuple(programs))
+
+
+def two_ties() -> Lowered:
+    return lowered(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), total(0, 3), total(1, 2))
+
+
+def test_a_sum_before_a_backward_of_its_stage() -> None:
+    made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
+    first, second, third = made.programs[1].steps
+    with pytest.raises(ScheduleError, match="rank 1, step 1: 0REDUCE_GRAD0 stands before 0B1, whose gradient it takes"):
+        check_lowered(altered(made, 1, [first, third, second]))
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_sum_that_a_rank_forgets_or_repeats(times: int) -> None:
+    made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
+    *before, last = made.programs[0].steps
+    with pytest.raises(ScheduleError, match=f"0REDUCE_GRAD0 stands {times} times on rank 0: expected it once on each"):
+        check_lowered(altered(made, 0, [*before, *[last] * times]))
+
+
+def test_a_sum_of_other_ranks() -> None:
+    made = lowered(build("1f1b", num_ranks=3, num_microbatches=2, replicas=(2, 1)), total(0))
+    with pytest.raises(ScheduleError, match="stands 1 times on rank 2: expected it once on each of the ranks 0, 1"):
+        check_lowered(altered(made, 2, [*made.programs[2].steps, total(0)]))
+
+
+def test_sums_in_opposite_orders_print_the_circle() -> None:
+    made = two_ties()
+    *before, first, second = made.programs[0].steps
+    with pytest.raises(ScheduleError) as caught:
+        check_lowered(altered(made, 0, [*before, second, first]))
+    assert sorted(str(caught.value).splitlines()[1:3]) == [
+        "  rank 0 begins 1+2REDUCE_GRAD0 before 0+3REDUCE_GRAD0",
+        "  rank 1 begins 0+3REDUCE_GRAD0 before 1+2REDUCE_GRAD0",
+    ]
+
+
+def test_a_circle_of_three_ranks_prints_three() -> None:
+    schedule = by_hand("0F0 0B0", "1F0 1B0", "2F0 2B0", microbatches=1)
+    made = lowered(schedule, total(0, 1), total(1, 2), total(0, 2))
+    for rank, pair in enumerate([(total(0, 1), total(0, 2)), (total(1, 2), total(0, 1)), (total(0, 2), total(1, 2))]):
+        rest = [step for step in made.programs[rank].steps if not isinstance(step, Collective)]
+        made = altered(made, rank, [*rest, *pair])
+    with pytest.raises(ScheduleError, match="deadlock: 3 ranks begin what they do together"):
+        check_lowered(made)
+
+
+# --- what they cost ---
+
+
+def test_a_sum_runs_beside_compute_and_the_update_waits() -> None:
+    """
+    ranks 0, 1 | 0F 1F 1B 1B 0B 0B .  .  0U 1U      the sum of stage 1 begins at 4 and takes 3, that of stage 0 waits
+    together   |             1  1  1  0             for it on the same lane
+    """
+    schedule = replicate(by_hand("0F0 1F0 1B0 0B0", microbatches=1, placement=[[0, 1]]), 2)
+    costs = Costs(forward=1.0, backward=2.0, update=0.5, reduce_grad=[1.0, 3.0])
+    timeline = simulate(schedule, costs)
+    for trace in timeline.ranks:
+        assert [(str(s.what), s.start) for s in trace.compute[4:]] == [("0U0", 8.0), ("1U0", 8.5)]
+        assert trace.collectives == (Span(total(1), 4.0, 7.0), Span(total(0), 6.0, 8.0))
+    assert lower_bound(schedule, costs) == 7.5  # stage 1 through at 4, its sum and its update
+    assert timeline.makespan == 9.0
+
+
+def test_without_replicas_there_is_no_sum() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    assert simulate(schedule, Costs(reduce_grad=9.0)).makespan == simulate(schedule, Costs()).makespan
+
+
+def test_the_norm_waits_for_every_sum() -> None:
+    schedule = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(1, 2))
+    costs = Costs(forward=1.0, backward=2.0, reduce_grad=20.0, norm=1.0)
+    # Rank 2 is the last to begin: 1F1 ends at 3, 1B1 at 5.
+    assert [trace.compute[-1].start for trace in simulate(schedule, costs).ranks] == [26.0, 26.0, 26.0]
