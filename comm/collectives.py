@@ -143,6 +143,10 @@ class Collectives:
         self._run(lambda group: dist.all_gather(into, wire, group=group), self.tensor_members, what)
         return found
 
+    def tensor_gather_objects(self, mine: T, *, what: str) -> list[T]:
+        """[T] what every member of the tensor group gives."""
+        return [mine] if len(self.tensor_members) == 1 else self._gather(mine, self.tensor_members, what)
+
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""
         if len(self.tensor_members) == 1:

@@ -36,6 +36,7 @@ from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .measure.steps import StepReports
 from .modes import EvaluationModes, links_of, wire
+from .parallel.group_shares import GroupShares, divide_over_group
 from .parallel.sharding import Sharding
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
@@ -97,10 +98,14 @@ def assemble(
     schedule, place, device = layout.schedule, layout.place, settings.device
     num_replicas = place.replica[1]
     example = arguments.cut(schedule.num_microbatches // num_replicas)[0]
-    microbatch, seeder = Signature.of(example), Seeder(settings.seed, device, runs_again=layout.recompute.runs_again)
+    microbatch = Signature.of(example)
+    seeder = Seeder(settings.seed, device, runs_again=layout.recompute.runs_again, member=place.tensor[0])
     root = nn.ModuleList(stages) if model is None else model
     judge = place.process_of(schedule.owners[-1][0], tensor=0)
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
+    collectives = Collectives(place, device=device, timeout=settings.timeout)
+    guard.on_failure(collectives.abort)
+    group = divide_over_group(root, layout.tensor_parallel, collectives, device=device, on_region=seeder.region)
     parts = cut_model(
         model,
         stages,
@@ -114,18 +119,16 @@ def assemble(
         seeder=seeder,
         device=device,
     )
-    stage_num_parameters = tuple(sum(p.numel() for p in stage.module.parameters()) for stage in parts.train.stages)
+    stage_num_parameters = _count_parameters(parts, group)
     train = wire(schedule, parts.train, microbatch)
     evaluate = wire(schedule.forward_only(), parts.evaluate, microbatch)
 
     local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
-    ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages)
+    ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
     unchanged = Unchanged(parts)
     for index in local_stages:
         parts.train.stages[index].module.to(device)
         parts.evaluate.stages[index].module.to(device)
-    collectives = Collectives(place, device=device, timeout=settings.timeout)
-    guard.on_failure(collectives.abort)
     _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank, verify=verify)
     ownership.spread_from_first_owners(collectives)
 
@@ -245,6 +248,12 @@ def assemble(
         ),
         verifier=verifier,
     )
+
+
+def _count_parameters(parts: CutModel, group: GroupShares) -> tuple[int, ...]:
+    """[S] elements of each stage's parameters, those of all members of a tensor group."""
+    full = {id(p): group.full_numel(name, p) for name, p in parts.root.named_parameters()}
+    return tuple(sum(full.get(id(p), p.numel()) for p in each.module.parameters()) for each in parts.train.stages)
 
 
 def _check_agreement(

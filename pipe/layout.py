@@ -20,6 +20,7 @@ from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
 from .model_options import refuse_beside
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
+from .parallel.tensor_option import TensorParallelLike
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 AUTO = "auto"
@@ -40,6 +41,9 @@ class Layout:
         recompute: what is computed again in the backward.
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
+        tensor_parallel: how the members of a tensor group divide modules.
+
+    Raises ValueError for a tensor group that divides nothing.
     """
 
     schedule: Schedule
@@ -48,6 +52,14 @@ class Layout:
     recompute: Recompute
     sharding: Sharding
     place: MeshPlace
+    tensor_parallel: TensorParallelLike | None = None
+
+    def __post_init__(self) -> None:
+        if self.place.tensor[1] > 1 and self.tensor_parallel is None:
+            raise ValueError(
+                f"a tensor group of {self.place.tensor[1]} processes without tensor_parallel=: each of them would do "
+                f"the same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
+            )
 
 
 def choose_layout(
@@ -62,6 +74,7 @@ def choose_layout(
     recompute: RecomputeLike,
     data_parallel: str,
     mesh_order: Sequence[str] | None = None,
+    tensor_parallel: TensorParallelLike | None = None,
 ) -> Callable[[World], Layout] | None:
     """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
 
@@ -74,7 +87,9 @@ def choose_layout(
     decided |= {"data_parallel": None if data_parallel == "replicate" else data_parallel}
     if plan is not None:
         refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes, "mesh_order": mesh_order})
-        return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches)
+        return partial(
+            layout_of_plan, read_plan(plan), num_microbatches=num_microbatches, tensor_parallel=tensor_parallel
+        )
     if schedule == AUTO:
         tensor = (sizes or {}).get("tensor", 1)
         refuse_beside('schedule="auto"', {**decided, "mesh_order": mesh_order})
@@ -93,6 +108,7 @@ def choose_layout(
         split_points=split_points,
         recompute=recompute,
         data_parallel=data_parallel,
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -103,7 +119,9 @@ def mesh_sizes(mesh: Mapping[str, int] | str | None) -> Mapping[str, int] | None
     return None if isinstance(mesh, str) else mesh
 
 
-def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
+def layout_of_plan(
+    plan: Plan, world: World, *, num_microbatches: int | None, tensor_parallel: TensorParallelLike | None = None
+) -> Layout:
     """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
 
     Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
@@ -128,6 +146,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], schedule),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -141,6 +160,7 @@ def layout_of_options(
     split_points: Sequence[str] | None,
     recompute: RecomputeLike,
     data_parallel: str,
+    tensor_parallel: TensorParallelLike | None,
 ) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
@@ -164,6 +184,7 @@ def layout_of_options(
             recompute=read_recompute(recompute, one.num_stages),
             sharding=sharding_of(data_parallel, replicated),
             place=MeshPlace(world=world, mesh=axes),
+            tensor_parallel=tensor_parallel,
         )
 
     return make

@@ -35,6 +35,7 @@ from .model_options import (
     refuse_float16_autocast,
     refuse_float16_parameters,
 )
+from .parallel.tensor_option import TensorParallelLike
 from .settings import Settings
 from .stages.recompute import RecomputeLike
 from .training import Training
@@ -83,6 +84,9 @@ class PipelineModule:
             together; ranks in a row are replicas of a stage. In one process the one batch is shared out. With T > 1
             each rank is run by a tensor group of T processes, which pass the same batch (docs/parallel.md).
         mesh_order: of the axes as process numbers grow, the slowest first: ("pipe", "data", "tensor") by default.
+        tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
+            "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
+            blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
@@ -124,6 +128,7 @@ class PipelineModule:
         batch_dims: Mapping[str | int, int | None] | None = None,
         mesh: Mapping[str, int] | str | None = None,
         mesh_order: Sequence[str] | None = None,
+        tensor_parallel: TensorParallelLike | None = None,
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: RecomputeLike = "none",
@@ -159,6 +164,7 @@ class PipelineModule:
             plan=plan,
             mesh=mesh,
             mesh_order=mesh_order,
+            tensor_parallel=tensor_parallel,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             split_points=split_points,

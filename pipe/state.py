@@ -52,10 +52,11 @@ class State:
         """See PipelineModule.load_state_dict."""
         self.update.refuse_changes("load_state_dict")
         self.ownership.load_state_dict(state)
-        self.update.take_state(state)
+        self.update.take_state(self.ownership.own_parts(state))
 
     def snapshot(self, loader: HasState | None) -> Snapshot:
         """State of this process between two steps, as references; `to_host` copies. A stream is drained before."""
+        self._refuse_parts("save")
         self.training.drain()
         return take_snapshot(
             step=self.training.num_steps,
@@ -88,6 +89,7 @@ class State:
     def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
         """See PipelineModule.load."""
         self._refuse_divided()
+        self._refuse_parts("load")
         if not self.update.is_lost:
             self.training.drain()
         self.training.num_steps = load(
@@ -102,6 +104,13 @@ class State:
             agree=self._agree,
         )
         self.update.restart()
+
+    def _refuse_parts(self, what: str) -> None:
+        if any(not self.ownership.share(name).is_whole for name in self.ownership.stages):
+            raise ValueError(
+                f"{what}: checkpoints hold whole tensors, and a tensor group has divided some: expected "
+                f"full_state_dict() and load_state_dict(), or a mesh without a tensor axis"
+            )
 
     def _agree(self, answer: Answer) -> None:
         """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""

@@ -64,6 +64,8 @@ class AsDTensors(Style):
     def __init__(self, style: ParallelStyle, made: Mapping[str, DTensor]) -> None:
         super().__init__()
         self._style = style
+        self._divides_inputs = _divided(getattr(style, "desired_input_layouts", None))
+        self._divides_outputs = _divided(getattr(style, "output_layouts", None))
         self._specs = {
             name: (each.device_mesh, each.placements, each.shape, each.stride()) for name, each in made.items()
         }
@@ -87,11 +89,18 @@ class AsDTensors(Style):
             module.__dict__[name] = DTensor.from_local(
                 local, mesh, placements, run_check=False, shape=shape, stride=stride
             )
+        group.region(self._divides_inputs)
         try:
             return plain.forward(module, *args, **kwargs)
         finally:
+            group.region(self._divides_outputs)
             for name in self._specs:
                 module.__dict__.pop(name, None)
+
+
+def _divided(layouts: object) -> bool:
+    """Whether one of some placements is a part."""
+    return any(isinstance(one, Shard) for one in (layouts if isinstance(layouts, tuple | list) else (layouts,)))
 
 
 def _foreign(

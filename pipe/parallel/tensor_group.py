@@ -12,12 +12,15 @@ Whatever is cut stands between one of the first or last kind and one of the two 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T", bound=torch.Tensor | None)
 
 
 class TensorGroup:
@@ -26,6 +29,7 @@ class TensorGroup:
     Arguments:
         process_group: None: nobody else is there (the profiler measures one member alone).
         on_bytes: told the size of each tensor that travels [bytes], and what becomes of it: "sum" or "gather".
+        on_region: told when a forward comes to tensors of which each member has its own part (True), and back.
     """
 
     def __init__(
@@ -35,11 +39,13 @@ class TensorGroup:
         index: int,
         count: int,
         on_bytes: Callable[[str, int], None] | None = None,
+        on_region: Callable[[bool], None] | None = None,
     ) -> None:
         self.index = index
         self.count = count
         self._group = process_group
         self._on_bytes = on_bytes
+        self._on_region = on_region
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -47,6 +53,11 @@ class TensorGroup:
         if mesh.ndim != 1:
             raise ValueError(f"a mesh of {mesh.ndim} axes: expected the one of the tensor groups, as in mesh['tensor']")
         return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
+
+    def region(self, is_own: bool) -> None:
+        """What a forward draws from now on is each member's own (True), or the same on all."""
+        if self._on_region is not None:
+            self._on_region(is_own)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all members; a new tensor."""
@@ -131,25 +142,34 @@ class _Split(torch.autograd.Function):
         return ctx.group.all(gradients[0], ctx.dim), None, None
 
 
+def settled(x: T) -> T:
+    """A tensor without a graph, which is there: torch's styles return some that are still on their way."""
+    return cast(T, x.wait()) if isinstance(x, AsyncCollectiveTensor) else x
+
+
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """`x`, which each member holds; in the backward the sum of what it contributed to on each."""
+    group.region(True)
     found: torch.Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """The sum of the members' `x`."""
+    group.region(False)
     found: torch.Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     """The members' parts put together, for computations that all members do alike."""
+    group.region(False)
     found: torch.Tensor = _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     """The own part of what each member holds."""
+    group.region(True)
     found: torch.Tensor = _Split.apply(x, group, dim)  # type: ignore[no-untyped-call]
     return found

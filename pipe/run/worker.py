@@ -25,6 +25,7 @@ from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch
+from ..parallel.tensor_group import settled
 from ..stages.presence import Gradients, pack, unpack
 from ..stages.randomness import Seeder
 from ..stages.stage import Stage
@@ -173,7 +174,7 @@ class Worker(ABC):
     def _emit(self, message: Message, tensors: Gradients) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
         stays = self._owner(message.dst, message.index) == self.rank
-        (self._inbox if stays else self._outbox)[message] = tensors
+        (self._inbox if stays else self._outbox)[message] = tuple(map(settled, tensors))
 
 
 class TrainingWorker(Worker):
@@ -251,7 +252,7 @@ class EvaluationWorker(Worker):
         if loss is not None:
             self._updates.note_loss(k, loss)
         if s == self._last:
-            self.outputs[k] = outputs
+            self.outputs[k] = tuple(map(settled, outputs))
         else:
             self._hand_on(s, k, outputs, batch.specs[k][s])
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
+from ..parallel.group_shares import GroupShares
+from ..parallel.share import Share
 from .build import CutModel
 
 
@@ -21,9 +23,18 @@ class Ownership:
         cut: the cut model.
         owners: [S] the ranks of each stage; of replicas, the first one speaks for all.
         local_stages: of this process.
+        group: parts that the members of this process's tensor group hold.
     """
 
-    def __init__(self, cut: CutModel, *, owners: Sequence[Sequence[int]], local_stages: Collection[int]) -> None:
+    def __init__(
+        self,
+        cut: CutModel,
+        *,
+        owners: Sequence[Sequence[int]],
+        local_stages: Collection[int],
+        group: GroupShares,
+    ) -> None:
+        self.group = group
         self._root = cut.root
         self._let_go = _LetGo()
         self._owners = owners
@@ -40,6 +51,7 @@ class Ownership:
         ]
         # What no stage uses stays with the first one.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
+        self._shares = {name: group.share(name, tensor) for name, tensor in everything}
         self._first_name: dict[str, str] = {}  # of tied names, the first one stands for all
         by_id: dict[int, str] = {}
         for name, tensor in everything:
@@ -49,6 +61,10 @@ class Ownership:
     def is_local(self, name: str) -> bool:
         """Whether a stage of this process holds it."""
         return not self._local.isdisjoint(self.stages[name])
+
+    def share(self, name: str) -> Share:
+        """What a process with this one's place in its tensor group holds of a parameter or buffer."""
+        return self._shares[name]
 
     def stage_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
@@ -70,7 +86,7 @@ class Ownership:
         return [
             p
             for name, p in self._root.named_parameters()
-            if min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
+            if self.group.counts(name) and min(rank for s in self.stages[name] for rank in self._owners[s]) in ranks
         ]
 
     def held_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
@@ -98,7 +114,7 @@ class Ownership:
         return [(name, p) for name, p in self._root.named_parameters() if self.is_local(name)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This process's parameters and persistent buffers, original names."""
+        """This process's parameters and persistent buffers, original names; of what is divided, its part."""
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
     def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
@@ -112,29 +128,39 @@ class Ownership:
                 continue
             source = self._owner_of[self.stages[name][0]]
             value = collectives.broadcast(tensor.detach(), source, what=f"gathering {name!r} from rank {source}")
-            full[name] = value.cpu().clone()
+            full[name] = self.group.gather(name, value).cpu().clone()
         return full
 
     def spread_from_first_owners(self, collectives: Collectives) -> None:
         """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""
         for name, tensor in self._tensors().items():
             ranks = self.holders(name)
+            value = self.group.original(name, tensor.detach())
             if len(ranks) > 1:
-                what = f"spreading {name!r} from rank {ranks[0]}"
-                value = collectives.broadcast(tensor.detach(), ranks[0], what=what)
-                if self.is_local(name):
-                    tensor.data.copy_(value)
+                value = collectives.broadcast(value, ranks[0], what=f"spreading {name!r} from rank {ranks[0]}")
             if self.is_local(name):
-                tensor.data.copy_(collectives.tensor_first(tensor.detach(), what=f"spreading {name!r}"))
+                value = collectives.tensor_first(value, what=f"spreading {name!r}")
+                tensor.data.copy_(self.group.own_part(name, tensor, value))
+        self.group.forget_originals()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict; see `check_state_dict`."""
         self.check_state_dict(state)
         tensors = self._tensors()
+        parts = self.own_parts(state)
         with torch.no_grad():
             for name in tensors:
                 if self.is_local(name):
-                    tensors[name].copy_(state[name])
+                    tensors[name].copy_(parts[name])
+
+    def own_parts(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parts of a full or a local state dict that this process holds."""
+        tensors = self._tensors()
+        return {
+            name: self.group.own_part(name, tensor, state[name])
+            for name, tensor in tensors.items()
+            if self.is_local(name)
+        }
 
     def check_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """ValueError names missing and unknown keys and wrong shapes of a full or a local state dict."""
@@ -149,10 +175,9 @@ class Ownership:
                 f"unknown {unknown[:5]}{'...' if len(unknown) > 5 else ''}: expected the model's original names{hint}"
             )
         for name in wanted:
-            if tensors[name].shape != state[name].shape:
-                raise ValueError(
-                    f"state dict: {name!r} has shape {tuple(state[name].shape)}, expected {tuple(tensors[name].shape)}"
-                )
+            share, shape = self.group.share(name, tensors[name]), tuple(state[name].shape)
+            if shape not in (share.full, share.local):
+                raise ValueError(f"state dict: {name!r} has shape {shape}, expected {share.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         with self._let_go.passing():

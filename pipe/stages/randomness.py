@@ -28,6 +28,7 @@ from ...partition.graph.generators import torch_generators
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
+_OWN_REGION = 1 << 20  # and a member: its number behind that of the unit
 _WORDS = 624  # of the state of a Mersenne Twister, which Python and numpy use; behind them the next one's place
 
 
@@ -55,12 +56,16 @@ class Seeder:
     Arguments:
         device: of the run, whose generator is seeded beside the CPU's.
         runs_again: whether anything runs again: what an action draws may then not depend on what ran before it.
+        member: of its tensor group, that this process is.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, runs_again: bool = False) -> None:
+    def __init__(self, seed: int, device: torch.device, *, runs_again: bool = False, member: int = 0) -> None:
         self.device = device
         self._seed = seed
         self._runs_again = runs_again
+        self._member = member
+        self._in_own_region = False
+        self._other_region: list[torch.Tensor] | None = None  # where torch's generators stand there, in this unit
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Python(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
@@ -92,6 +97,7 @@ class Seeder:
         self._step, self._newest = step, max(self._newest, step)
         self._active = True
         self._unit = None
+        self._in_own_region, self._other_region = False, None
         if self._runs_again:
             for each in self._others:
                 each.seed(self._begun, keep=self._called)
@@ -114,6 +120,7 @@ class Seeder:
         """The unit begins: seed for it. In shape inference, look at what the one before it drew from."""
         if self._active:
             self._keep()
+            self._in_own_region, self._other_region = False, None
             seed = _fold(self._begun, unit)
             for generator in self._torch:
                 generator.manual_seed(seed)
@@ -130,15 +137,34 @@ class Seeder:
         """The loss begins: a unit of its own, which shape inference does not run: its first run shows what it draws."""
         self.enter(_LOSS)
 
+    def region(self, is_own: bool) -> None:
+        """A forward comes to tensors of which each member of the tensor group has its own part, or back.
+
+        What all members hold alike is drawn for alike. In a region of own parts each member has a stream of its own:
+        masks of different heads must not be the same.
+        """
+        if not self._active or is_own is self._in_own_region:
+            return
+        here = [generator.get_state() for generator in self._torch]
+        if self._other_region is None:
+            seed = _fold(_fold(self._begun, self._unit or 0), _OWN_REGION + self._member)
+            for generator in self._torch:
+                generator.manual_seed(seed)
+        else:
+            for generator, state in zip(self._torch, self._other_region, strict=True):
+                generator.set_state(state)
+        self._in_own_region, self._other_region = is_own, here
+
     def state(self) -> Sequence[Any]:
         """Where the generators stand in the midst of a unit, for `resume`."""
         moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
-        return [generator.get_state() for generator in self._torch], moved
+        region = self._in_own_region, self._other_region
+        return [generator.get_state() for generator in self._torch], moved, region, self._unit
 
     def resume(self, state: Sequence[Any]) -> None:
         """In a later action of the same microbatch: they stand there again, for a second run of what followed."""
         self._keep()
-        of_torch, others = state
+        of_torch, others, (self._in_own_region, self._other_region), self._unit = state
         for generator, then in zip(self._torch, of_torch, strict=True):
             generator.set_state(then)
         for each, then in zip(self._others, others, strict=True):

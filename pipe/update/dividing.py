@@ -39,7 +39,11 @@ class Divided:
 
     def counted(self, ownership: Ownership, rank: int) -> list[Part]:
         """Parts that count in the gradient norm here: each element on one rank, with the first stage that holds it."""
-        return [part for name, part in self.parts.items() if ownership.holders(name)[0] in part.division.ranks]
+        return [
+            part
+            for name, part in self.parts.items()
+            if ownership.group.counts(name) and ownership.holders(name)[0] in part.division.ranks
+        ]
 
 
 NOTHING_DIVIDED = Divided(stages=(), parts={}, divisions={})

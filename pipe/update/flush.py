@@ -114,9 +114,8 @@ class FlushUpdate(Update):
         self._device = parts.device
         self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
         self._is_divided = [id(p) in {id(part.whole) for part in divided.parts.values()} for p in self._parameters]
-        counts = parts.collectives.is_first_member  # what a tensor group holds in common
-        self._counted = [p for p in ownership.counted_parameters(local) if counts and p.requires_grad]
-        self._counted_parts = divided.counted(ownership, local[0]) if counts else []
+        self._counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
+        self._counted_parts = divided.counted(ownership, local[0])
         self._before: list[torch.Tensor | None] = []
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last

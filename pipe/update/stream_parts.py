@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
@@ -56,6 +57,7 @@ class StreamExecution:
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
                 loss_scale=None if parts.grad_scaler is None else LossScale(parts.grad_scaler, count=count),
+                add_up=partial(parts.collectives.tensor_sum, what="summing the gradient norm of a tensor group"),
                 device=parts.device,
             )
         return StreamUpdate(self.stream, ranks)
@@ -137,5 +139,9 @@ def _shared_and_counted(
     ranks_of = dict(ownership.tied())
     places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
     shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
-    counted = [place for name, place in places.items() if rank == min(ranks_of.get(name, (rank,)))]
+    counted = [
+        place
+        for name, place in places.items()
+        if rank == min(ranks_of.get(name, (rank,))) and ownership.group.counts(name)
+    ]
     return shared, counted

@@ -9,7 +9,7 @@ U: SUM, TOTAL are here             -> clip, update the versions of the stage
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class StreamRank(RankUpdate):
         counted: the parameters that count in this rank's part of the global norm.
         max_grad_norm: None: no clipping.
         loss_scale: None: no scale, no skipped updates.
+        add_up: sums a tensor over the tensor group, in place.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StreamRank(RankUpdate):
         counted: Sequence[ParameterPlace],
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
+        add_up: Callable[[torch.Tensor], None],
         device: torch.device,
     ) -> None:
         schedule = stream.schedule
@@ -96,6 +98,7 @@ class StreamRank(RankUpdate):
         self._shared = tuple(shared)
         self._counted = tuple(counted)
         self._max_grad_norm = max_grad_norm
+        self._add_up = add_up
         self._device = device
         self._first_batch = 0
         self._groups: dict[int, _Group] = {}
@@ -221,7 +224,8 @@ class StreamRank(RankUpdate):
         counted = [self._gradient(at, index) for at in self._counted]
         part, overflowed = norm_part(counted, device=self._device), group.overflowed
         flag = part.new_zeros(1) if overflowed is None else overflowed.to(part).reshape(1)
-        group.norms[self._rank] = torch.cat([part, flag])
+        own = group.norms[self._rank] = torch.cat([part, flag])
+        self._add_up(own)
         if self._rank == 0:
             self._read_total(group, self._whole_norm(group))
 

@@ -289,6 +289,7 @@ class Verifier:
                 tensor = parameter.detach() if mine is None else mine
                 tensor = tensor.to_dense() if tensor.is_sparse else tensor
                 value = self._collectives.broadcast(tensor, source, what=f"gathering the gradient of {name!r}")
+                value = self._ownership.group.gather(name, value)
                 gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
         return gathered
 

@@ -38,6 +38,7 @@ def make_batch(seed: int) -> tuple[Tensor, Tensor]:
 def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {
         "mesh": MESH,
+        "tensor_parallel": {},
         "num_microbatches": 4,
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -1,0 +1,263 @@
+"""mesh={"tensor": T}, tensor_parallel=: gradients and parameters equal one process on the same batch, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from stagewright.pipe import PipelineModule
+
+WIDTH, HEADS, LENGTH, WORDS = 8, 4, 6, 12
+USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Block(nn.Module):
+    """Attention with separate projections and an MLP, as most transformers have them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        x = x + F.dropout(self.o(mixed.transpose(1, 2).flatten(2)), dropout)
+        return x + F.dropout(self.mlp(x), dropout)
+
+
+class Model(nn.Module):
+    """A tied GPT: embedding, four blocks, norm, head."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+WORDS_ALONE: dict[str, Any] = {
+    **{f"blocks.*.{name}": "column" for name in ("q", "k", "v", "mlp.up")},
+    **{f"blocks.*.{name}": "row" for name in ("o", "mlp.down")},
+}
+TORCHS: dict[str, Any] = {
+    **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v")},
+    "blocks.*.o": RowwiseParallel(),
+    "blocks.*.mlp": PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+    ),
+    "blocks.*.mlp.norm": SequenceParallel(use_local_output=True),
+    "blocks.*.mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.mlp.down": RowwiseParallel(),
+}
+
+
+def make_model(seed: int = 0, **options: Any) -> Model:
+    torch.manual_seed(seed)
+    return Model(**options).double()
+
+
+def make_batch(seed: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(0, WORDS, (size, LENGTH), generator=generator) for _ in range(2))
+    return x, y
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "num_microbatches": 4,
+        "loss_fn": loss_fn,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "max_grad_norm": 0.7,
+        "timeout": 30.0,
+    }
+    return PipelineModule(model, **(settings | options))
+
+
+def batches_of(replica: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return (make_batch(10 * step + replica) for step in range(count))
+
+
+def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
+    """Three steps, an evaluation of a smaller batch; the model's weights differ from process to process."""
+    with make_pipe(make_model(dist.get_rank(), dropout=dropout), **options) as pipe:
+        replica = pipe._building.replica[0]
+        pipe.build(*make_batch(replica))
+        first = pipe.full_state_dict()
+        results = [pipe.train_step(*batch) for batch in batches_of(replica, 3)] + pipe.flush()
+        known = {one.loss_step: one for one in results if one.loss is not None}
+        evaluated = pipe.eval_step(*make_batch(replica, size=5))
+        return {
+            "first": first,
+            "state": pipe.full_state_dict(),
+            "losses": [known[step].loss for step in range(3)],
+            "norms": [known[step].grad_norm for step in range(3)],
+            "eval": evaluated.loss,
+            "held": sum(p.numel() for p in pipe.parameters()),
+            "whole": {n: p.detach() for n, p in pipe.named_parameters() if "norm" in n},
+            "stages": pipe.stage_num_parameters,
+        }
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+CASES = {
+    "tensor": (2, {"mesh": {"pipe": 1, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS}),
+    "pipe-tensor": (4, {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS}),
+    "interleaved": (
+        4,
+        {
+            "mesh": {"pipe": 2, "tensor": 2},
+            "schedule": "interleaved",
+            "tensor_parallel": WORDS_ALONE,
+            "mesh_order": ODD,
+        },
+    ),
+    "data-tensor": (
+        4,
+        {"mesh": {"pipe": 1, "data": 2, "tensor": 2}, "schedule": "gpipe", "tensor_parallel": WORDS_ALONE},
+    ),
+    "2bw": (
+        4,
+        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "2bw", "tensor_parallel": WORDS_ALONE, "recompute": "full"},
+    ),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_process(gloo: Pool, case: str) -> None:
+    processes, options = CASES[case]
+    check(gloo.run(train, ranks=processes, args=(options,)), options)
+
+
+def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    """The same pipeline in one process, without a tensor axis, from the weights that the processes agreed on."""
+    data = options["mesh"].get("data", 1)
+    model = make_model()
+    model.load_state_dict(answers[0]["first"])
+    alone_options = {k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order")}
+    alone = make_pipe(model, **alone_options | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
+    results = []
+    for step in range(3):
+        columns = zip(*(make_batch(10 * step + replica) for replica in range(data)), strict=True)
+        mixed = [
+            torch.cat([part for group in zip(*(x.tensor_split(4) for x in column), strict=True) for part in group])
+            for column in columns
+        ]
+        results.append(alone.train_step(*mixed))
+    results += alone.flush()
+    known = {one.loss_step: one for one in results if one.loss is not None}
+    wanted = alone.full_state_dict()
+    for answer in answers:
+        assert answer["losses"] == pytest.approx([known[step].loss for step in range(3)], abs=1e-12)
+        assert answer["norms"] == pytest.approx([known[step].grad_norm for step in range(3)], abs=1e-12)
+        assert difference(answer["state"], wanted) < 1e-12
+        assert difference(answer["state"], answers[0]["state"]) == 0.0
+        assert answer["stages"] == alone.stage_num_parameters
+    columns = zip(*(make_batch(replica, size=5) for replica in range(data)), strict=True)
+    if data == 1:
+        assert answers[0]["eval"] == pytest.approx(alone.eval_step(*map(torch.cat, columns)).loss, abs=1e-12)
+    held = sum(answer["held"] for answer in answers) / len(answers)
+    whole = sum(p.numel() for p in model.parameters()) / options["mesh"]["pipe"]
+    assert held < 0.7 * whole
+
+
+def say_no() -> list[str]:
+    """What is refused, alike in both processes; the process group lives on."""
+    told = []
+    cases: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ValueError, {"tensor_parallel": None}),
+        (ValueError, {"tensor_parallel": {"blocks.*.mlp.upp": "column"}}),
+        (ValueError, {"mesh": {"tensor": 3}}),
+        (ValueError, {"mesh": {"pipe": 2, "tensor": 2}}),
+        (ValueError, {"max_grad_norm": None, "tensor_parallel": {"blocks.*.mlp.up": "column"}}),
+    ]
+    for kind, options in cases:
+        with pytest.raises(kind) as error:
+            make_pipe(make_model(), **{"mesh": {"tensor": 2}, "tensor_parallel": WORDS_ALONE} | options).build(
+                *make_batch(0)
+            )
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.gloo
+def test_what_is_refused(gloo: Pool) -> None:
+    for told in gloo.run(say_no, ranks=2):
+        assert "a tensor group of 2 processes without tensor_parallel=" in told[0]
+        assert "matches no module" in told[1]
+        assert "'blocks.*.mlp.up'" in told[1]
+        assert 'mesh={"tensor": 3} on 2 processes: expected a size that divides 2' in told[2]
+        assert "asks for 4 processes and the process group has 2" in told[3]
+        assert "no module beside it by 'row'" in told[4]
+
+
+def drop(recompute: Any) -> dict[str, Any]:
+    """Masks of one step: what hidden units (divided) and outputs (whole) were dropped, in the first block."""
+    model = make_model(dropout=0.5)
+    seen: dict[str, list[Tensor]] = {"divided": [], "whole": []}
+    model.blocks[0].mlp.down.register_forward_pre_hook(
+        lambda _, args: seen["divided"].append(args[0].detach()) if model.training else None
+    )
+    model.blocks[1].norm.register_forward_pre_hook(
+        lambda _, args: seen["whole"].append(args[0].detach()) if model.training else None
+    )
+    for block in model.blocks:
+        block.mlp.up.register_forward_hook(lambda _, args, out: F.dropout(out, 0.5))
+    with make_pipe(model, mesh={"tensor": 2}, tensor_parallel=WORDS_ALONE, recompute=recompute) as pipe:
+        pipe.train_step(*make_batch(0))
+        state = pipe.full_state_dict()
+    return {"divided": seen["divided"][:4], "whole": seen["whole"][:4], "state": state}
+
+
+@pytest.mark.gloo
+def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
+    one, other = gloo.run(drop, ranks=2, args=("none",))
+    assert all(torch.equal(a, b) for a, b in zip(one["whole"], other["whole"], strict=True))
+    for a, b in zip(one["divided"], other["divided"], strict=True):
+        assert 0.3 < float((a == 0).double().mean()) < 0.7
+        assert 0.3 < float(((a == 0) == (b == 0)).double().mean()) < 0.7
+    assert difference(one["state"], other["state"]) == 0.0
+    for recompute in ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"}):
+        again, _ = gloo.run(drop, ranks=2, args=(recompute,))
+        assert difference(again["state"], one["state"]) == 0.0
