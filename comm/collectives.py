@@ -55,6 +55,11 @@ class Collectives:
         """Whether there is no other process."""
         return not self._world.distributed
 
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self._world.size
+
     def subgroup(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks in each plane, if there is none yet."""
         self._make(*self._place.planes(ranks))

@@ -233,10 +233,8 @@ def assemble(
             training=training,
             collectives=collectives,
             guard=guard,
-            written_stages=[
-                s for s, ranks in enumerate(schedule.owners) if ranks[0] in place.local_ranks and place.tensor[0] == 0
-            ],
-            device=device,
+            first_stages=frozenset(s for s, ranks in enumerate(schedule.owners) if ranks[0] in place.local_ranks),
+            seed=settings.seed,
         ),
         measurement=Measurement(
             list(recorders.values()),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from ..comm import Collectives, Guard
 from .checkpoint.files import OwnCheckpoints
 from .checkpoint.load import Answer, load, refuse_differing
 from .checkpoint.persist import Processes, SaveResult, persist
-from .checkpoint.snapshot import HasState, Snapshot, take_snapshot
+from .checkpoint.snapshot import Contents, HasState, Snapshot, Writers, take_snapshot
 from .stages.ownership import Ownership
 from .training import Training
 from .update.interface import StageState, Update
@@ -25,7 +26,8 @@ class State:
 
     Arguments:
         training: drained before anything is read or replaced; it counts the steps.
-        written_stages: stages whose first rank is in this process, which writes them.
+        first_stages: stages whose first rank is in this process; their buffers are saved as it has them.
+        others: further state for checkpoints, by name, equal on all processes.
     """
 
     ownership: Ownership
@@ -33,9 +35,11 @@ class State:
     training: Training
     collectives: Collectives
     guard: Guard
-    written_stages: Sequence[int]
-    device: torch.device
+    first_stages: frozenset[int]
+    seed: int
+    others: Mapping[str, HasState] = field(default_factory=dict)
     own_checkpoints: OwnCheckpoints = field(default_factory=OwnCheckpoints)
+    _writers: list[Writers] = field(default_factory=list)  # once they are agreed on
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -55,18 +59,17 @@ class State:
         self.update.take_state(self.ownership.own_parts(state))
 
     def snapshot(self, loader: HasState | None) -> Snapshot:
-        """State of this process between two steps, as references; `to_host` copies. A stream is drained before."""
-        self._refuse_parts("save")
+        """State of this process between two steps, as references; `to_host` copies.
+
+        Collective: a stream is drained before, and the first one agrees on who writes what.
+        """
         self.training.drain()
-        return take_snapshot(
-            step=self.training.num_steps,
-            ownership=self.ownership,
-            stages=self._first(),
-            written_stages=self.written_stages,
-            schedule=self.update.schedule,
-            loader=None if loader is None else loader.state_dict(),
-            loss_scales=self.update.loss_scales,
-        )
+        contents = self._contents()
+        with self.guard.together():
+            if not self._writers:
+                self._writers.append(Writers(contents, self.collectives))
+            place = None if loader is None else loader.state_dict()
+            return take_snapshot(contents, self._writers[0], step=self.training.num_steps, loader=place)
 
     def persist(
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
@@ -76,41 +79,47 @@ class State:
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
         """See PipelineModule.save."""
-        self._refuse_divided()
-        self.training.drain()
+        snapshot = self.snapshot(loader)
         with self.guard.together():
-            result = self.persist(folder, self.snapshot(loader))
+            result = self.persist(folder, snapshot)
         if result.is_mistake:
             raise ValueError(result.problem)
-        if result.problem and self.collectives.rank == 0:
-            warnings.warn(result.problem, stacklevel=3)
+        self._say(result.problem or result.caution)
         return result
 
     def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
         """See PipelineModule.load."""
-        self._refuse_divided()
-        self._refuse_parts("load")
         if not self.update.is_lost:
             self.training.drain()
-        self.training.num_steps = load(
-            folder,
-            ownership=self.ownership,
+        loaded = load(
+            Path(folder),
+            self._contents(),
             stages=self.update.stages,
-            schedule=self.update.schedule,
-            device=self.device,
             loader=loader,
-            loss_scales=self.update.loss_scales,
             own=self.own_checkpoints,
+            collectives=self.collectives,
             agree=self._agree,
         )
+        self.training.num_steps = loaded.step
         self.update.restart()
+        self._say(f"of the checkpoint {folder}: {'; '.join(loaded.lost)}" if loaded.lost else "")
 
-    def _refuse_parts(self, what: str) -> None:
-        if any(not self.ownership.share(name).is_whole for name in self.ownership.stages):
-            raise ValueError(
-                f"{what}: checkpoints hold whole tensors, and a tensor group has divided some: expected "
-                f"full_state_dict() and load_state_dict(), or a mesh without a tensor axis"
-            )
+    def _say(self, text: str) -> None:
+        """A warning from rank 0, for the line that called PipelineModule."""
+        if text and self.collectives.rank == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def _contents(self) -> Contents:
+        owned = self.ownership.stages.items()
+        return Contents(
+            ownership=self.ownership,
+            stages=self._first(),
+            first=frozenset(name for name, stages in owned if stages[0] in self.first_stages),
+            schedule=self.update.schedule,
+            seed=self.seed,
+            others=self.others,
+            loss_scales=self.update.loss_scales,
+        )
 
     def _agree(self, answer: Answer) -> None:
         """ValueError on every rank unless all have read the same checkpoint; one that is alone knows why not."""
@@ -129,14 +138,6 @@ class State:
         dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())
-
-    def _refuse_divided(self) -> None:
-        divided = next((one.stage for one in self.update.stages if one.optimizers.parts), None)
-        if divided is not None:
-            raise ValueError(
-                f"the optimizer's state of stage {divided} is divided over its ranks, which checkpoints do not join "
-                f"yet: expected data_parallel='replicate', or full_state_dict() and load_state_dict() for weights alone"
-            )
 
     def _first(self) -> dict[int, StageState]:
         """By stage, that of its first local rank: the others are equal."""

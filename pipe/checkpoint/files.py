@@ -1,55 +1,34 @@
-"""Checkpoints on a disk: written beside the last one, switched by an atomic rename, checked before they are used.
+"""Checkpoints on a disk: written beside the last one, switched by an atomic rename, found again.
 
-    folder/                   of pipe.save(folder) and pipe.load(folder)
-      latest                  name of the newest whole checkpoint
-      step-8-3f9c21ab/        a checkpoint; the one before it is kept, too, and any of another run
-      step-9-70d2b1aa.partial one that is being written, or never was completed
-        checkpoint.json       version, its name, step, and size and SHA-256 of each stage's file
-        stage-0.pt ...        a file a stage, which says whose it is
+    folder/                        of pipe.save(folder) and pipe.load(folder)
+      latest                       name of the newest whole checkpoint
+      step-8-3f9c21ab/             a checkpoint; the one before it is kept, too, and any of another run
+        checkpoint.json            see `manifest`
+        process-0.safetensors ...  what each process wrote
+      step-9-70d2b1aa.partial/     one that is being written, or never was completed
 
 Each file and folder is flushed to the disk before `latest` names it, so a kill at any moment leaves a whole checkpoint.
-Files are read with `weights_only=True`: loading executes no code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import torch
+from .manifest import Manifest
+from .tensor_file import Entry, TensorFile, write_tensors
 
-_VERSION = 3
+MANIFEST = "checkpoint.json"
+
 _LATEST = "latest"
 _PARTIAL = ".partial"
-_MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFile:
-    """Size [bytes] and SHA-256, in hex, of a stage's file."""
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """A whole checkpoint: its name, the step after which it was saved, and [S] its files."""
-
-    name: str
-    step: int
-    files: tuple[StageFile, ...]
 
 
 def new_name(step: int) -> str:
@@ -69,14 +48,12 @@ def is_begun(folder: Path, name: str) -> bool:
     return _partial(folder, name).is_dir()
 
 
-def write_stage(folder: Path, name: str, stage: int, content: Mapping[str, Any]) -> StageFile:
-    """Write a stage's file of the checkpoint `name`."""
-    place = _partial(folder, name)
-    with _flushed(_stage_path(place, stage)) as file:
-        hashed = _HashedFile(file)
-        torch.save({"of": [name, stage], **content}, hashed)  # type: ignore[arg-type]  # it needs write and flush alone
-    _flush_folder(place)
-    return StageFile(num_bytes=hashed.num_bytes, sha256=hashed.digest.hexdigest())
+def write_file(folder: Path, name: str, file_name: str, entries: Sequence[Entry]) -> TensorFile:
+    """Write a file of the checkpoint `name`."""
+    with _flushed(_partial(folder, name) / file_name) as file:
+        written = write_tensors(file, entries, {"checkpoint": name})
+    _flush_folder(_partial(folder, name))
+    return written
 
 
 class OwnCheckpoints:
@@ -98,144 +75,86 @@ class OwnCheckpoints:
     def adopt(self, place: Path) -> None:
         """Go on from the checkpoint `place`: all that are beside it are this run's from now on."""
         names = {each.name.removesuffix(_PARTIAL) for each in place.parent.iterdir()}
-        latest = _latest(place.parent)
-        for name in sorted(filter(_NAME.fullmatch, names), key=lambda name: (name == latest, _step_of(name))):
+        latest = latest_name(place.parent)
+        for name in sorted(filter(_NAME.fullmatch, names), key=lambda name: (name == latest, step_of(name))):
             self._names.pop(name, None)
             self._names[name] = None
 
     def older(self, folder: Path, name: str) -> list[str]:
         """Those in `folder` that `name` replaces: all but the last whole one."""
         others = [each for each in self._names if each != name and _exists(folder, each)]
-        whole = [each for each in others if (folder / each / _MANIFEST).exists()]
+        whole = [each for each in others if (folder / each / MANIFEST).exists()]
         return [each for each in others if each not in whole[-1:]]
 
 
-def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> None:
+def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
     """Write the manifest, make this checkpoint the latest, and remove the run's own ones but the one before it.
 
-    All stages' files must be written. A warning tells where another run has saved into the folder. After an OSError the
-    latest checkpoint is the one before, and nothing is left of this one.
+    All files must be written, and are seen from here: ValueError where one is not, or is of another size. After an
+    error the latest checkpoint is the one before. Returns a word of caution where another run has saved there.
     """
     partial, place = _partial(folder, manifest.name), folder / manifest.name
-    before = _latest(folder)
-    try:
-        _write_text(partial / _MANIFEST, json.dumps({"version": _VERSION, **asdict(manifest)}, indent=1))
-        _flush_folder(partial)
-        partial.replace(place)
-        _flush_folder(folder)  # before `latest` names it
-        pointer = folder / f"{_LATEST}{_PARTIAL}"
-        _write_text(pointer, manifest.name)
-        pointer.replace(folder / _LATEST)
-    except OSError:
-        discard(folder, manifest.name)
-        raise
-    _flush_folder(folder)
-    if before is not None and before not in own:
-        warnings.warn(
-            f"{folder / before} was saved by another run, or by this one before it was started again without "
-            f"pipe.load: it stays, but the latest checkpoint in {folder} is now {manifest.name}. Expected a folder for "
-            f"each run",
-            stacklevel=8,
-        )
+    before = latest_name(folder)
+    for name, record in manifest.files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != record.num_bytes:
+            raise ValueError(f"{partial / name} is not there as it was written: expected a folder that all ranks share")
+    _write_text(partial / MANIFEST, manifest.to_text())
+    _flush_folder(partial)
+    partial.replace(place)
+    _flush_folder(folder)  # before `latest` names it
+    pointer = folder / f"{_LATEST}{_PARTIAL}"
+    pointer.unlink(missing_ok=True)
+    _write_text(pointer, manifest.name)
+    pointer.replace(folder / _LATEST)
+    with suppress(OSError):  # it is the latest; the one before is whole, too
+        _flush_folder(folder)
     for name in own.older(folder, manifest.name):
         discard(folder, name)
+    if before is None or before in own:
+        return ""
+    return (
+        f"{folder / before} was saved by another run, or by this one before it was started again without pipe.load: it "
+        f"stays, but the latest checkpoint in {folder} is now {manifest.name}. Expected a folder for each run"
+    )
 
 
 def discard(folder: Path, name: str) -> None:
     """Remove a checkpoint, whole or not, as far as that can be done."""
     with suppress(OSError):
-        (folder / name / _MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
+        (folder / name / MANIFEST).unlink()  # without it nobody takes what is left for a checkpoint
     for place in (folder / name, _partial(folder, name)):
         if place.is_dir():
             shutil.rmtree(place, ignore_errors=True)
 
 
-def read(folder: Path) -> tuple[Path, Manifest, list[dict[str, Any]]]:
-    """The latest checkpoint in `folder`, or the one that `folder` is: place, manifest, and [S] contents, on the CPU.
+def find(folder: Path) -> Path:
+    """Place of the latest checkpoint in `folder`, or of the one that `folder` is. Raises ValueError for none."""
+    if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
+        return folder
+    name = latest_name(folder)
+    if name is None:
+        raise ValueError(f"{folder} is no checkpoint: expected a folder from pipe.save")
+    return folder / name
 
-    Raises ValueError for what is no whole checkpoint; it names the file, and a checkpoint that can be used instead.
-    """
-    place = folder
-    if not (folder / _MANIFEST).exists():
-        name = _latest(folder)
-        if name is None:
-            raise ValueError(f"{folder} is no checkpoint: expected a folder from pipe.save")
-        place = folder / name
+
+def others(place: Path) -> list[Path]:
+    """Other checkpoints beside one, that of the last step last."""
+    found = [each.parent for each in place.parent.glob(f"step-*/{MANIFEST}") if each.parent != place]
+    return sorted((each for each in found if _NAME.fullmatch(each.name)), key=lambda each: step_of(each.name))
+
+
+def latest_name(folder: Path) -> str | None:
+    """Name of the newest whole checkpoint in `folder`, if there is one."""
     try:
-        manifest = _read_manifest(place)
-        return place, manifest, [_read_stage(place, manifest, stage) for stage in range(len(manifest.files))]
-    except ValueError as error:
-        found = [each.parent for each in place.parent.glob(f"step-*/{_MANIFEST}") if each.parent != place]
-        others = sorted((each for each in found if _NAME.fullmatch(each.name)), key=lambda each: _step_of(each.name))
-        hint = f"; there is another one: pipe.load({str(others[-1])!r})" if others else ""
-        raise ValueError(f"{error}{hint}") from None
+        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if _NAME.fullmatch(name) else None
 
 
-def _read_manifest(place: Path) -> Manifest:
-    path = place / _MANIFEST
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields.pop("version") != _VERSION:
-            raise ValueError(f"expected version {_VERSION}")
-        files = tuple(StageFile(**file) for file in fields.pop("files"))
-        manifest = Manifest(**fields, files=files)
-        if not files or type(manifest.step) is not int or manifest.step < 0:
-            raise ValueError("expected a step and at least one stage")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is unreadable: {error}") from None
-    return manifest
-
-
-def _read_stage(place: Path, manifest: Manifest, stage: int) -> dict[str, Any]:
-    path, expected = _stage_path(place, stage), manifest.files[stage]
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    if sha256 != expected.sha256:
-        raise ValueError(f"{path} {_what_is_wrong(path, manifest.name, stage, size, expected.num_bytes)}")
-    return _load(path)
-
-
-def _what_is_wrong(path: Path, name: str, stage: int, size: int, expected: int) -> str:
-    """Why a file is not the one that was saved."""
-    try:
-        owner, number = _load(path)["of"]
-    except (ValueError, TypeError, KeyError):
-        owner, number = name, stage
-    if (owner, number) != (name, stage):
-        return f"is stage {number} of the checkpoint {owner}: expected stage {stage} of {name}"
-    if size != expected:
-        return f"has {size} bytes of {expected}: it was cut off"
-    return "is damaged: its SHA-256 is not that of the file that was saved"
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}") from None
-    return content
-
-
-class _HashedFile:
-    """A file for writing that counts and hashes what is written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.num_bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint."""
+    return int(name.split("-")[1])
 
 
 def _exists(folder: Path, name: str) -> bool:
@@ -246,24 +165,6 @@ def _partial(folder: Path, name: str) -> Path:
     return folder / f"{name}{_PARTIAL}"
 
 
-def _stage_path(place: Path, stage: int) -> Path:
-    return place / f"stage-{stage}.pt"
-
-
-def _latest(folder: Path) -> str | None:
-    """Name of the newest whole checkpoint in `folder`, if there is one."""
-    try:
-        name = (folder / _LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return name if _NAME.fullmatch(name) else None
-
-
-def _step_of(name: str) -> int:
-    """The step in the name of a checkpoint."""
-    return int(name.split("-")[1])
-
-
 def _write_text(path: Path, text: str) -> None:
     with _flushed(path) as file:
         file.write(text.encode())
@@ -271,8 +172,8 @@ def _write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _flushed(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that is on the disk when the block ends."""
-    with path.open("wb") as file:
+    """A new file that is on the disk when the block ends; never one that is there, nor behind a link."""
+    with path.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

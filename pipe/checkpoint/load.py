@@ -1,31 +1,31 @@
-"""Going on from a checkpoint: weights, optimizers, learning-rate schedulers, step.
+"""Going on from a checkpoint: weights, optimizers, schedules of learning rates, older versions, generators, step.
 
-    stage's file    model: name -> tensor; state and optimizers: see `optimizers`
-                    versions: number -> name -> tensor, the older weights that an asynchronous schedule still uses
-    rule: weight rule and updates a step by which they are numbered; another one begins with the newest weights
-    loader (stage 0's file alone): where the data loader stands; loss_scale (likewise): of float16, by age of version
+everything is checked on every rank -> agreed -> copied
 
-Everything stands under the model's original names, so a checkpoint loads on any other number of ranks or stages.
-`persist` and `files` bring it to the disk and back.
+Everything stands under the model's original names, and each process reads the pieces that it needs, so a checkpoint
+loads on any other number of ranks, stages, replicas and members. What cannot be kept is said once, by rank 0.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...schedules import Schedule
+from ...comm import Collectives
+from ..parallel.share import Share
 from ..stages.ownership import Ownership
+from ..stages.weights import WeightVersions
 from ..update.interface import StageState
-from ..update.loss_scale import LossScale
-from .files import Manifest, OwnCheckpoints, read
+from .files import OwnCheckpoints
+from .generators import GENERATORS, check_generator, set_generators
+from .manifest import model_key
 from .optimizers import SavedOptimizers
-from .snapshot import HasState, rule_of
+from .reader import Checkpoint
+from .snapshot import Contents, HasState, other_key, random_key, rule_of
 
 
 class Answer(NamedTuple):
@@ -36,45 +36,40 @@ class Answer(NamedTuple):
     problem: str
 
 
+class Loaded(NamedTuple):
+    """Step of the checkpoint, and what of it could not be kept, for people."""
+
+    step: int
+    lost: list[str]
+
+
 def load(
-    folder: str | os.PathLike[str],
+    folder: Path,
+    contents: Contents,
     *,
-    ownership: Ownership,
     stages: Sequence[StageState],
-    schedule: Schedule,
-    device: torch.device,
     loader: HasState | None,
-    loss_scales: Sequence[LossScale],
     own: OwnCheckpoints,
+    collectives: Collectives,
     agree: Callable[[Answer], None],
-) -> int:
-    """Load what this process holds; returns the step.
+) -> Loaded:
+    """Load what this process holds.
 
     Everything is checked before anything is changed, on every rank: `agree` is told what was found, and raises
-    where ranks would not load the same. Raises ValueError for no whole checkpoint of
-    this model.
+    where ranks would not load the same. Raises ValueError for no whole checkpoint of this model.
+
+    Arguments:
+        stages: of all local ranks.
     """
-    path = Path(folder)
     try:
-        found = _read(path, ownership=ownership, stages=stages, schedule=schedule)
+        found = _Fitting(Checkpoint(folder), contents, stages, loader, collectives)
     except ValueError as error:
-        agree(Answer("", path, str(error)))
+        agree(Answer("", folder, str(error)))
         raise
-    agree(Answer(found.manifest.name, found.place, ""))
-    step = found.manifest.step
-    _load_loader(path, found.loader, loader)
-    ownership.load_state_dict(found.model)
-    for stage_weights in (one.versions for one in stages if one.versions is not None):
-        for parameter, name in zip(stage_weights.own, stage_weights.names, strict=True):
-            parameter.data.copy_(found.model[name])
-        stage_weights.restore(step * schedule.groups_per_batch, found.versions)
-    for one in stages:
-        found.optimizers.load_into(one.optimizers, device)
-    for scale in loss_scales:
-        if found.loss_scale is not None:
-            scale.load(step * schedule.groups_per_batch, found.loss_scale)
-    own.adopt(found.place)
-    return step
+    agree(Answer(found.checkpoint.manifest.name, found.checkpoint.place, ""))
+    found.take()
+    own.adopt(found.checkpoint.place)
+    return Loaded(found.checkpoint.manifest.step, found.lost)
 
 
 def refuse_differing(answers: Sequence[Answer]) -> None:
@@ -89,46 +84,213 @@ def refuse_differing(answers: Sequence[Answer]) -> None:
             )
 
 
-class _Read(NamedTuple):
-    """A checkpoint that fits, before anything is changed."""
+class _Fitting:
+    """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
 
-    place: Path
-    manifest: Manifest
-    model: Mapping[str, torch.Tensor]
-    versions: Mapping[int, Mapping[str, torch.Tensor]]
-    optimizers: SavedOptimizers
-    loader: Mapping[str, Any] | None
-    loss_scale: Mapping[int, Sequence[float]] | None
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        contents: Contents,
+        stages: Sequence[StageState],
+        loader: HasState | None,
+        collectives: Collectives,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.lost: list[str] = []
+        self._contents = contents
+        self._stages = stages
+        self._loader = loader
+        self._process = {"process": collectives.rank, "num_processes": collectives.size}
+        ownership = contents.ownership
+        self._sources = _sources(checkpoint, ownership)
+        for name in ownership.state_dict():
+            checkpoint.check(self._sources[name], ownership.share(name))
+        for one in stages:
+            if one.versions is not None:
+                for key, share in self._older(one.versions).values():
+                    checkpoint.check(key, share)
+        self._optimizers = None if checkpoint.manifest.kind == "weights" else SavedOptimizers(checkpoint)
+        if self._optimizers is not None:
+            for one in stages:
+                self._optimizers.check(one.optimizers, ownership)
+        self._generators = self._check_generators()
+        self._place = self._check_loader()
+        self._others = {
+            key: state for key in contents.others if (state := checkpoint.value(other_key(key))) is not None
+        }
+        self._loss_scale: Mapping[int, Sequence[float]] | None = checkpoint.value("loss_scale")
+        if self._loss_scale is not None and not self._is_same_rule:
+            self._loss_scale = {0: self._loss_scale[0]}
+        self._note_lost()
+
+    def take(self) -> None:
+        """Copy everything to its place."""
+        ownership, checkpoint = self._contents.ownership, self.checkpoint
+        if self._loader is not None and self._place is not None:
+            self._loader.load_state_dict(self._place)  # it alone may still refuse
+        for key, state in self._others.items():
+            self._contents.others[key].load_state_dict(state)
+        with torch.no_grad():
+            for name, tensor in ownership.state_dict().items():
+                tensor.copy_(checkpoint.read(self._sources[name], ownership.share(name)))
+            for one in self._stages:
+                if one.versions is not None:
+                    self._take_versions(one.versions)
+                if self._optimizers is not None:
+                    self._optimizers.load_into(one.optimizers, ownership)
+        if self._loss_scale is not None:
+            for scale in self._contents.loss_scales:
+                scale.load(self._newest, self._loss_scale)
+        set_generators(self._generators)
+
+    def _take_versions(self, versions: WeightVersions) -> None:
+        for parameter, name in zip(versions.own, versions.names, strict=True):
+            share = self._contents.ownership.share(name)
+            parameter.data.copy_(self.checkpoint.read(self._sources[name], share))
+        older: dict[int, dict[str, torch.Tensor]] = {}
+        for (number, name), (key, share) in self._older(versions).items():
+            older.setdefault(number, {})[name] = self.checkpoint.read(key, share)
+        versions.restore(self._newest, older)
+
+    @property
+    def _newest(self) -> int:
+        """Number of the newest version."""
+        return self.checkpoint.manifest.step * self._contents.schedule.groups_per_batch
+
+    @property
+    def _is_same_rule(self) -> bool:
+        return bool(self.checkpoint.value("rule") == rule_of(self._contents.schedule))
+
+    def _older(self, versions: WeightVersions) -> dict[tuple[int, str], tuple[str, Share]]:
+        """Older versions of these parameters in the checkpoint: by number and name, key and share."""
+        if not self._is_same_rule:
+            return {}
+        return {
+            (number, name): (keys[name], self._contents.ownership.share(name))
+            for number, keys in self.checkpoint.manifest.versions.items()
+            for name in versions.names
+            if name in keys
+        }
+
+    def _check_generators(self) -> Mapping[str, Any]:
+        """States of the generators that can go on; the others are told of."""
+        found: dict[str, Any] = {}
+        for generator in GENERATORS:
+            key = random_key(generator)
+            there, state = self.checkpoint.of_process(key, **self._process)
+            if there and state is not None:
+                check_generator(generator, state)
+                found[generator] = state
+            elif generator == "torch" and key in self.checkpoint.manifest.values:  # the others may never be seeded
+                self.lost.append(
+                    f"torch's generator stood elsewhere in each of its {len(self.checkpoint.manifest.values[key])} "
+                    f"processes, and there are {self._process['num_processes']} now: what your own code draws goes on "
+                    f"from where it stands here"
+                )
+        return found
+
+    def _check_loader(self) -> Mapping[str, Any] | None:
+        there, place = self.checkpoint.of_process("loader", **self._process)
+        is_saved = "loader" in self.checkpoint.manifest.values
+        if self._loader is None:
+            if is_saved:
+                self.lost.append(
+                    f"it knows where the data loader stood ({place!r:.120}), and nobody takes it: data begins from the "
+                    f"start. Type pipe.load(folder, loader=loader)"
+                )
+            return None
+        if not is_saved and self.checkpoint.manifest.kind == "training":
+            raise ValueError(
+                f"checkpoint {self.checkpoint.place} has no place in the data: expected one from "
+                f"pipe.save(..., loader=)"
+            )
+        if is_saved and not there:
+            raise ValueError(
+                f"checkpoint {self.checkpoint.place} has another place in the data for each of "
+                f"{len(self.checkpoint.manifest.values['loader'])} processes, and there are "
+                f"{self._process['num_processes']} now: expected as many, or a loader whose state is the same for all, "
+                f"as that of pipe.loader"
+            )
+        found: Mapping[str, Any] | None = place
+        return found
+
+    def _note_lost(self) -> None:
+        manifest, schedule = self.checkpoint.manifest, self._contents.schedule
+        if manifest.kind == "weights":
+            return
+        if manifest.versions and not self._is_same_rule:
+            rule, groups = self.checkpoint.value("rule") or ("unknown", 1)
+            self.lost.append(
+                f"it has older weight versions of the rule {rule!r} with {groups} updates a step, and this run has "
+                f"{schedule.weight_rule!r} with {schedule.groups_per_batch}: every stage begins with the newest weights"
+            )
+        seed = self.checkpoint.value("seed")
+        if seed != self._contents.seed:
+            self.lost.append(
+                f"it was saved with seed={seed}, and this run has seed={self._contents.seed}: dropout and the like "
+                f"draw other numbers from here on"
+            )
+        saved = {key.partition("/")[2] for key in manifest.values if key.startswith(other_key(""))}
+        for key in sorted(saved - self._contents.others.keys()):
+            self.lost.append(f"it has the state of {key!r}, which this run has not")
 
 
-def _read(path: Path, *, ownership: Ownership, stages: Sequence[StageState], schedule: Schedule) -> _Read:
-    place, manifest, contents = read(path)
-    model: dict[str, torch.Tensor] = {}
-    versions: dict[int, dict[str, torch.Tensor]] = {}
-    for content in contents:
-        model.update(content["model"])
-        is_alike = content.get("rule") == rule_of(schedule)
-        for number, tensors in content.get("versions", {}).items() if is_alike else ():
-            versions.setdefault(number, {}).update(tensors)
-    optimizers = SavedOptimizers.of(contents, where=str(path))
-    for one in stages:
-        optimizers.check(one.optimizers)
-    ownership.check_state_dict(model)
-    scale = contents[0].get("loss_scale")
-    if scale is not None and contents[0].get("rule") != rule_of(schedule):
-        scale = {0: scale[0]}
-    return _Read(place, manifest, model, versions, optimizers, contents[0].get("loader"), scale)
+def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
+    """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model."""
+    manifest = checkpoint.manifest
+    own, tied = ownership.names(), ownership.tied_names()
+    groups: dict[str, list[str]] = {}  # tied names, by the first
+    for name in own:
+        groups.setdefault(tied.get(name, name), []).append(name)
+    saved = set(manifest.names)
+    missing = [name for name in own if not saved & set(groups[tied.get(name, name)])]
+    unknown = [name for name in manifest.names if name not in set(own)]
+    if missing or unknown:
+        raise ValueError(f"checkpoint {checkpoint.place} is of another model: {_differing(missing, unknown, own)}")
+    sources: dict[str, str] = {}
+    for first, names in groups.items():
+        keys = dict.fromkeys(model_key(manifest.tied.get(name, name)) for name in names if name in saved)
+        key, *more = keys
+        for other in more:
+            if not _are_equal(checkpoint, key, other):
+                raise ValueError(
+                    f"checkpoint {checkpoint.place} has different tensors for {names}, which are one tensor in this "
+                    f"model: expected a checkpoint of a model whose weights are tied, too"
+                )
+        sources |= dict.fromkeys(names, key)
+        _check_kind(checkpoint, key, first, ownership)
+    return sources
 
 
-def _load_loader(path: Path, state: Mapping[str, Any] | None, loader: HasState | None) -> None:
-    """Give a loader its place; a warning where nobody takes it."""
-    if loader is not None:
-        if state is None:
-            raise ValueError(f"checkpoint {path} has no place in the data: expected one from pipe.save(..., loader=)")
-        loader.load_state_dict(state)
-    elif state is not None:
-        warnings.warn(
-            f"checkpoint {path} knows where the data loader stood ({dict(state)!r:.120}), and nobody takes it: data "
-            f"begins from the start. Type pipe.load(folder, loader=loader)",
-            stacklevel=6,
+def _check_kind(checkpoint: Checkpoint, key: str, name: str, ownership: Ownership) -> None:
+    record, shape = checkpoint.record(key), ownership.share(name).full
+    if record.shape != shape:
+        raise ValueError(
+            f"checkpoint {checkpoint.place} is of another model: {name!r} has shape {record.shape}, expected {shape}"
         )
+    dtype = str(ownership.dtype(name)).removeprefix("torch.")
+    if record.dtype != dtype:
+        raise ValueError(
+            f"checkpoint {checkpoint.place} has {name!r} in {record.dtype}, and it is in {dtype} here: expected the "
+            f"same type, or begin with its weights in another one: stagewright export, then load_state_dict"
+        )
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    first, second = checkpoint.record(one), checkpoint.record(other)
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(checkpoint.full(one), checkpoint.full(other))
+
+
+def _differing(missing: Sequence[str], unknown: Sequence[str], own: Sequence[str]) -> str:
+    near = [(name, close[0]) for name in unknown if (close := difflib.get_close_matches(name, own, n=1))]
+    hint = f"; its {near[0][0]!r} looks like {near[0][1]!r}" if near else ""
+    return (
+        f"it lacks {_shown(missing)} and has {_shown(unknown)}, which the model has not: expected the model's original "
+        f"names{hint}"
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"{list(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else "nothing"

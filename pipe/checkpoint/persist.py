@@ -15,13 +15,16 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from .files import Manifest, OwnCheckpoints, StageFile, begin, complete, discard, is_begun, new_name, write_stage
-from .snapshot import Snapshot
+from .files import OwnCheckpoints, begin, complete, discard, is_begun, new_name, write_file
+from .manifest import FileRecord, Manifest, Piece, TensorRecord
+from .snapshot import HeldPiece, Snapshot
+from .tensor_file import Entry
+from .values import Json, dtype_name
 
 T = TypeVar("T")
 
@@ -39,6 +42,16 @@ class Processes(Protocol):
         """[size] what every process gives, on every process."""
 
 
+class Alone:
+    """A single process."""
+
+    rank = 0
+
+    def gather(self, mine: T, *, what: str) -> list[T]:
+        """What it gives."""
+        return [mine]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
     """What became of a save, alike on all ranks.
@@ -47,11 +60,23 @@ class SaveResult:
         path: the new checkpoint; None: there is none, and those before are as they were.
         problem: why not, for people; empty if there is one.
         is_mistake: whether the next save would fail alike, as in a folder that cannot be written.
+        caution: what the user should know of the folder, or nothing.
     """
 
     path: Path | None
     problem: str = ""
     is_mistake: bool = False
+    caution: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What a process has written, and its values."""
+
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    values: Mapping[str, Json]
+    by_process: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +84,7 @@ class _Answer:
     """A process's part."""
 
     name: str = ""
-    files: tuple[tuple[int, StageFile], ...] = ()
+    written: _Written | None = None
     problem: str = ""
     is_mistake: bool = False
 
@@ -73,41 +98,95 @@ def persist(
     """
     path = Path(folder)
     name = new_name(snapshot.step)
-    begun = _tried(lambda: begin(path, name), path) if processes.rank == 0 else None
-    first = processes.gather(begun or _Answer(name=name), what=f"beginning the checkpoint {path}")[0]
+    mine = _Answer(name=name)
+    if processes.rank == 0:
+        mine = _tried(lambda: begin(path, name), path) or mine
+    first = processes.gather(mine, what=f"beginning the checkpoint {path}")[0]
     if first.problem:
-        return _failed(path, [first])
-    name = first.name or name
+        return _failed(path, name, [first], processes)
+    name = first.name
     own.begin(name)
 
-    written: dict[int, StageFile] = {}
-
-    def write() -> None:
-        if not is_begun(path, name):
-            raise ValueError(
-                f"{path.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes into: expected one "
-                f"folder that all ranks share (a network file system)"
-            )
-        for stage, content in snapshot.stages.items():
-            written[stage] = write_stage(path, name, stage, content)
-
-    problem = _tried(write, path)
-    mine = problem or _Answer(files=tuple(written.items()))
-    answers = processes.gather(mine, what=f"writing the checkpoint {path}")
+    written: list[_Written] = []
+    problem = _tried(lambda: written.append(_write(path, name, processes.rank, snapshot)), path)
+    answers = processes.gather(
+        problem or _Answer(written=written[0]), what=f"writing the checkpoint {path} (process {processes.rank})"
+    )
     if any(answer.problem for answer in answers):
-        if processes.rank == 0:
-            discard(path, name)
-        return _failed(path, answers)
+        return _failed(path, name, answers, processes)
 
-    everywhere = dict(pair for answer in answers for pair in answer.files)
-    files = tuple(everywhere[stage] for stage in range(snapshot.num_stages))
-    manifest = Manifest(name=name, step=snapshot.step, files=files)
-    ended = _tried(lambda: complete(path, manifest, own), path) if processes.rank == 0 else None
-    last = processes.gather(ended or _Answer(), what=f"completing the checkpoint {path}")[0]
-    return _failed(path, [last]) if last.problem else SaveResult(path=path / name)
+    caution: list[str] = []
+    mine = _Answer()
+    if processes.rank == 0:
+        parts = [answer.written for answer in answers if answer.written is not None]
+        mine = _tried(lambda: caution.append(complete(path, _manifest(name, snapshot, parts), own)), path) or mine
+        mine = replace(mine, name="".join(caution))
+    last = processes.gather(mine, what=f"completing the checkpoint {path}")[0]
+    if last.problem:
+        return _failed(path, name, [last], processes)
+    return SaveResult(path=path / name, caution=last.name)
 
 
-def _tried(action: Callable[[], None], path: Path) -> _Answer | None:
+def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> _Written:
+    """Write this process's file, if it has any tensor to write."""
+    if not is_begun(path, name):
+        raise ValueError(
+            f"{path.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes into: expected one "
+            f"folder that all ranks share (a network file system)"
+        )
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+    if snapshot.pieces:
+        file_name = f"process-{process}.safetensors"
+        entries = [_entry(piece) for piece in snapshot.pieces]
+        file = write_file(path, name, file_name, entries)
+        files[file_name] = FileRecord(num_bytes=file.num_bytes, header=file.header)
+        for held, entry in zip(snapshot.pieces, entries, strict=True):
+            piece = Piece(
+                file=file_name, entry=entry.name, start=held.start, sizes=entry.shape, sha256=file.tensors[entry.name]
+            )
+            before = tensors[held.key].pieces if held.key in tensors else ()
+            tensors[held.key] = TensorRecord(shape=held.shape, dtype=entry.dtype, pieces=(*before, piece))
+    return _Written(files=files, tensors=tensors, values=snapshot.values, by_process=snapshot.by_process)
+
+
+def _entry(piece: HeldPiece) -> Entry:
+    sizes = tuple(piece.tensor.shape)
+    at = "" if sizes == piece.shape else f"@{','.join(map(str, piece.start))}"
+    return Entry(
+        name=f"{piece.key}{at}", dtype=dtype_name(piece.tensor, what=piece.key), shape=sizes, make=lambda: piece.tensor
+    )
+
+
+def _manifest(name: str, snapshot: Snapshot, parts: Sequence[_Written]) -> Manifest:
+    """What all processes have written, together. Raises ValueError for pieces that do not make whole tensors."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+    values: dict[str, Json] = {}
+    for part in parts:
+        files |= part.files
+        values |= part.values
+        for key, record in part.tensors.items():
+            known = tensors.setdefault(key, replace(record, pieces=()))
+            if (known.shape, known.dtype) != (record.shape, record.dtype):
+                raise ValueError(f"processes differ in shape or type of {key!r}: {known.shape} and {record.shape}")
+            tensors[key] = replace(known, pieces=(*known.pieces, *record.pieces))
+    for key in dict.fromkeys(key for part in parts for key in part.by_process):
+        each = [part.by_process.get(key) for part in parts]
+        values[key] = each[:1] if all(one == each[0] for one in each) else each
+    return Manifest(
+        name=name,
+        step=snapshot.step,
+        kind=snapshot.kind,
+        names=snapshot.names,
+        tied=snapshot.tied,
+        files=files,
+        tensors=tensors,
+        values=values,
+    )
+
+
+def _tried(action: Callable[[], object], path: Path) -> _Answer | None:
     """None where it was done; else why not."""
     try:
         action()
@@ -119,7 +198,9 @@ def _tried(action: Callable[[], None], path: Path) -> _Answer | None:
     return None
 
 
-def _failed(path: Path, answers: Sequence[_Answer]) -> SaveResult:
+def _failed(path: Path, name: str, answers: Sequence[_Answer], processes: Processes) -> SaveResult:
+    if processes.rank == 0:
+        discard(path, name)
     said = [f"rank {rank}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem]
     shown = "; ".join(said[:3]) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
     return SaveResult(

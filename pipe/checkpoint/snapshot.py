@@ -1,26 +1,39 @@
-"""Snapshots: what this process holds of a run's state, before it is on the disk.
+"""Snapshots: what this process writes of a run's state, before it is on the disk.
 
-Taking one is collective only in that a stream is drained before; it reads weights, and copies none until `to_host`.
+    model/...       parameters and buffers      \\
+    version/...     older weights                } each piece on one of the processes that hold it
+    optimizer/...   what optimizers keep        /
+    values          options of optimizers and schedules, the loader's place, generators, seeds, other named state
+
+Taking one reads tensors and copies none until `to_host`. Before the first one of a run processes agree on who writes
+what (`Writers`), so that replicas share the writing out among themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ...comm import Collectives
 from ...schedules import Schedule
+from ..parallel.share import Box, Share
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
 from ..update.loss_scale import LossScale
-from .optimizers import optimizer_content
+from .generators import generator_states
+from .manifest import model_key, optimizer_key, version_key
+from .optimizers import held_state, optimizer_content, state_share
+from .values import Json, encode
+
+_Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: what it is of, start, sizes
 
 
 class HasState(Protocol):
-    """A data loader that can say where it stands and go on from there, as `pipe.loader` makes them."""
+    """What can say where it stands and go on from there, as a data loader of `pipe.loader` or a GradScaler can."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, numbers and text, in dicts and lists."""
@@ -30,23 +43,44 @@ class HasState(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """State behind `step` steps.
+class HeldPiece:
+    """A box of a tensor, to be written by this process.
 
     Arguments:
-        num_stages: S of the run.
-        stages: content of each stage's file that this process writes.
+        key: see `manifest`.
+        shape: of the full tensor.
+        start: where the piece begins in it.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """State behind `step` steps, the part that this process writes.
+
+    Arguments:
+        names: of the model's tensors, in order.
+        tied: name -> the name under which its tensor is kept.
+        values: by key, which another process has not, or with an equal value.
+        by_process: values of each process.
     """
 
     step: int
-    num_stages: int
-    stages: Mapping[int, Mapping[str, Any]]
+    kind: str
+    names: tuple[str, ...]
+    tied: Mapping[str, str]
+    pieces: tuple[HeldPiece, ...]
+    values: Mapping[str, Json]
+    by_process: Mapping[str, Json]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
-        tensors = [leaf for leaf in pytree.tree_leaves(dict(self.stages)) if isinstance(leaf, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(piece.tensor.nbytes for piece in self.pieces)
 
     def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Snapshot:
         """The same state in memory of its own, which training does not change.
@@ -55,39 +89,121 @@ class Snapshot:
             copy: a tensor -> its copy in host memory, if there is a faster way than one after the other.
         """
         made = copy or _host_copy
-        stages = pytree.tree_map_only(torch.Tensor, made, dict(self.stages))
-        return Snapshot(step=self.step, num_stages=self.num_stages, stages=stages)
+        return replace(self, pieces=tuple(replace(piece, tensor=made(piece.tensor)) for piece in self.pieces))
 
 
-def take_snapshot(
-    *,
-    step: int,
-    ownership: Ownership,
-    stages: Mapping[int, StageState],
-    written_stages: Sequence[int],
-    schedule: Schedule,
-    loader: Mapping[str, Any] | None,
-    loss_scales: Sequence[LossScale],
-) -> Snapshot:
-    """State of this process's stages; the tensors are those that train.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What there is to save in this process.
 
-    Raises ValueError for a tensor of an optimizer that has no name in the model.
+    Arguments:
+        stages: by stage, that of its first local rank: the others are equal.
+        first: names of the tensors whose first owner is in this process; buffers are written by it alone.
+        others: further named state, equal on all processes.
+        loss_scales: of the local ranks that have one each, or one for all.
     """
+
+    ownership: Ownership
+    stages: Mapping[int, StageState]
+    first: frozenset[str]
+    schedule: Schedule
+    seed: int
+    others: Mapping[str, HasState]
+    loss_scales: Sequence[LossScale]
+
+
+class Writers:
+    """What this process writes of each tensor, agreed once with the others. Making it is collective."""
+
+    def __init__(self, contents: Contents, collectives: Collectives) -> None:
+        mine: dict[_Place, int] = {}
+        ownership = contents.ownership
+        parameters = dict(ownership.named_parameters())
+        tied = ownership.tied_names()
+        for name, tensor in ownership.state_dict().items():
+            if name not in tied and (name in parameters or name in contents.first):
+                mine |= {
+                    (model_key(name), box.start, box.sizes): tensor[box.of_local()].nbytes
+                    for box in _boxes(ownership.share(name))
+                }
+        for one in contents.stages.values():
+            for name in dict.fromkeys(one.optimizers.names.values()):
+                boxes = _boxes(state_share(one.optimizers, name, ownership))
+                mine |= {(_state(name), box.start, box.sizes): 2 * prod(box.sizes) for box in boxes}
+                mine |= {(_rest(name), (), ()): 1} if boxes else {}
+        everyone = collectives.gather(mine, what="agreeing on who writes what of a checkpoint")
+        self._mine = _shared_out(everyone)[collectives.rank]
+
+    def boxes(self, what: str, share: Share) -> list[Box]:
+        """Boxes of a share of this tensor that this process writes."""
+        return [box for box in _boxes(share) if (what, box.start, box.sizes) in self._mine]
+
+    def rest(self, name: str) -> bool:
+        """Whether this process writes what is not divided of an optimizer's state of a parameter."""
+        return (_rest(name), (), ()) in self._mine
+
+
+def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Mapping[str, Any] | None) -> Snapshot:
+    """State of this process; the tensors are those that train.
+
+    Raises ValueError for state that a checkpoint has no name or no form for.
+    """
+    ownership = contents.ownership
+    tied = ownership.tied_names()
+    pieces: list[HeldPiece] = []
     state = ownership.state_dict()
-    contents: dict[int, dict[str, Any]] = {}
-    for stage in written_stages:
-        model = {key: value.detach() for key, value in state.items() if stage in ownership.stages[key]}
-        kept = stages.get(stage)
-        content = {"model": model, **optimizer_content(None if kept is None else kept.optimizers)}
-        if kept is not None and kept.versions is not None:
-            content["versions"] = kept.versions.older()
-            content["rule"] = rule_of(schedule)
-        if stage == 0 and loader is not None:
-            content["loader"] = dict(loader)
-        if stage == 0 and loss_scales:
-            content["loss_scale"] = loss_scales[0].content()
-        contents[stage] = content
-    return Snapshot(step=step, num_stages=schedule.num_stages, stages=contents)
+    for name, tensor in state.items():
+        if name not in tied:
+            share = ownership.share(name)
+            pieces += _pieces(model_key(name), tensor, share, writers.boxes(model_key(name), share))
+    values: dict[str, Json] = {"rule": encode(rule_of(contents.schedule), what="the weight rule")}
+    optimizers: list[Json] = []
+    for one in contents.stages.values():
+        optimizers += optimizer_content(one.optimizers)
+        of_stage, rest = _stage_state(one, ownership, writers)
+        pieces += of_stage
+        values |= rest
+    by_process: dict[str, Json] = {"optimizers": optimizers}
+    for generator, where in generator_states().items():
+        by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
+    if loader is not None:
+        by_process["loader"] = encode(dict(loader), what="the loader's state")
+    values["seed"] = contents.seed
+    if contents.loss_scales:
+        values["loss_scale"] = encode(contents.loss_scales[0].content(), what="the loss scale")
+    for key, other in contents.others.items():
+        values[other_key(key)] = encode(dict(other.state_dict()), what=f"the state of {key!r}")
+    return Snapshot(
+        step=step,
+        kind="training",
+        names=tuple(ownership.names()),
+        tied=tied,
+        pieces=tuple(pieces),
+        values=values,
+        by_process=by_process,
+    )
+
+
+def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> tuple[list[HeldPiece], dict[str, Json]]:
+    """What a stage's optimizers keep, and its older weights: pieces, and what is no tensor."""
+    pieces: list[HeldPiece] = []
+    values: dict[str, Json] = {}
+    for held in held_state(stage.optimizers, ownership):
+        key = optimizer_key(held.entry, held.name)
+        if held.is_like_parameter:
+            assert held.share is not None
+            pieces += _pieces(key, held.value, held.share, writers.boxes(_state(held.name), held.share))
+        elif not writers.rest(held.name):
+            continue
+        elif held.share is None:
+            values[key] = encode(held.value, what=f"{held.entry!r} of the optimizer's state of {held.name!r}")
+        else:
+            pieces += _pieces(key, held.value, held.share, _boxes(held.share))
+    for number, tensors in ({} if stage.versions is None else stage.versions.older()).items():
+        for name, tensor in tensors.items():
+            share = ownership.share(name)
+            pieces += _pieces(version_key(number, name), tensor, share, writers.boxes(model_key(name), share))
+    return pieces, values
 
 
 def rule_of(schedule: Schedule) -> list[str | int]:
@@ -95,5 +211,55 @@ def rule_of(schedule: Schedule) -> list[str | int]:
     return [schedule.weight_rule, schedule.groups_per_batch]
 
 
+def random_key(generator: str) -> str:
+    """Key of a generator among the values of each process."""
+    return f"random/{generator}"
+
+
+def other_key(name: str) -> str:
+    """Key of further named state among the values."""
+    return f"other/{name}"
+
+
+def _pieces(key: str, tensor: torch.Tensor, share: Share, boxes: Sequence[Box]) -> list[HeldPiece]:
+    assert tuple(tensor.shape) == share.local, f"{key} of shape {tuple(tensor.shape)}, and the share is {share.local}"
+    return [
+        HeldPiece(key=key, shape=share.full, start=box.start, tensor=tensor.detach()[box.of_local()]) for box in boxes
+    ]
+
+
+def _boxes(share: Share) -> Sequence[Box]:
+    """Boxes of a share; of a tensor without elements one without elements, so that it is not forgotten."""
+    if prod(share.full):
+        return share.boxes
+    start = (0,) * len(share.full)
+    return (Box(start=start, local=start, sizes=share.full),)
+
+
+def _state(name: str) -> str:
+    return f"optimizer state of {name}"
+
+
+def _rest(name: str) -> str:
+    return f"rest of {_state(name)}"
+
+
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def _shared_out(everyone: Sequence[Mapping[_Place, int]]) -> list[set[_Place]]:
+    """By process, what it writes: the largest first, each to the holder that has least to write."""
+    holders: dict[_Place, list[int]] = {}
+    sizes: dict[_Place, int] = {}
+    for process, held in enumerate(everyone):
+        for place, num_bytes in held.items():
+            holders.setdefault(place, []).append(process)
+            sizes[place] = num_bytes
+    loads = [0] * len(everyone)
+    found: list[set[_Place]] = [set() for _ in everyone]
+    for place in sorted(sizes, key=lambda place: (len(holders[place]) > 1, -sizes[place], place)):
+        writer = min(holders[place], key=loads.__getitem__)
+        loads[writer] += sizes[place]
+        found[writer].add(place)
+    return found

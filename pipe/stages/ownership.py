@@ -66,6 +66,21 @@ class Ownership:
         """What a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
 
+    def names(self) -> list[str]:
+        """Names of all parameters and persistent buffers of the model, in order."""
+        return list(self._tensors())
+
+    def tied_names(self) -> dict[str, str]:
+        """Names of the model's state whose tensor has another name before: name -> that one."""
+        firsts: dict[str, str] = {}
+        for name in self._tensors():
+            firsts.setdefault(self._first_name[name], name)
+        return {name: first for name in self._tensors() if (first := firsts[self._first_name[name]]) != name}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a parameter or buffer."""
+        return self._tensors()[name].dtype
+
     def stage_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
         hold goes to the first of them."""

@@ -98,6 +98,18 @@ class StageOptimizers:
                 if "param_names" in group:
                     group["param_names"] = [group["param_names"][position] for position, _ in kept]
 
+    def names_in(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+        """Names of the parameters of a group, those of empty parts too; ValueError for a tensor without a name."""
+        away = [whole for _, theirs, whole in self._away if theirs is group]
+        for parameter in group["params"]:
+            if id(parameter) not in self.names:
+                raise ValueError(
+                    f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is "
+                    f"none of the model's, so that a checkpoint has no name for it: expected the module that owns it "
+                    f"as loss_fn="
+                )
+        return list(dict.fromkeys(self.names[id(parameter)] for parameter in [*group["params"], *away]))
+
     def share(self, name: str, of: Share) -> Share:
         """What the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
 

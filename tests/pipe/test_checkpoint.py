@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,73 +161,166 @@ def refused(folder: Path, match: str) -> None:
     assert all(map(torch.equal, before, state_of(pipe)))
 
 
+def rewrite(place: Path, **changes: Any) -> None:
+    """The manifest with other fields, and a hash that fits: who can write the one can write the other."""
+    path = place / "checkpoint.json"
+    content = json.loads(path.read_text()) | changes
+    fields = {key: value for key, value in content.items() if key not in ("version", "sha256")}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(content | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", r"nothing is no checkpoint: expected a folder from pipe\.save")
     manifest = saved(tmp_path / "c") / "checkpoint.json"
-    good = json.loads(manifest.read_text())
+    good = manifest.read_text()
     for changed, message in [
-        (json.dumps(good | {"version": 9}), r"checkpoint\.json is unreadable: expected version 3"),
-        (json.dumps(good | {"files": []}), "at least one stage"),
-        (json.dumps(good | {"more": 1}), "more"),
-        (json.dumps(good | {"step": -1}), "expected a step"),
-        ("[" * 100_000, "is unreadable"),
-        ("{", "is unreadable"),
-        ("7", "is unreadable"),
+        (
+            good.replace('"version": 4', '"version": 5'),
+            "format 5, and this stagewright reads format 4: expected a newer",
+        ),
+        (good.replace('"version": 4', '"version": 3'), "it is of format 3: expected format 4"),
+        (good.replace('"step": 1', '"step": 2'), "it is damaged: its SHA-256 is not that of what was saved"),
+        ("[" * 100_000, "cannot be used"),
+        ("{", "cannot be used"),
+        ("7", "it is no manifest of a checkpoint"),
+        (good[:-100], "cannot be used"),
     ]:
         manifest.write_text(changed)
-        refused(tmp_path / "c", message)
+        refused(tmp_path / "c", rf"checkpoint\.json cannot be used: .*{message}|{message}")
     manifest.unlink()
-    refused(tmp_path / "c", r"checkpoint\.json is unreadable: .*No such file")
+    refused(tmp_path / "c", r"checkpoint\.json cannot be used: No such file")
+
+
+def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Though its hash fits."""
+    place = saved(tmp_path / "c")
+    path = place / "checkpoint.json"
+    good = path.read_text()
+    content = json.loads(good)
+    file, entry, start, sizes, sha256 = content["tensors"]["model/0.weight"][2][0]
+    assert (start, sizes) == ([0, 0], [6, 6])
+
+    def tensor(*pieces: list[Any], shape: tuple[int, ...] = (6, 6), dtype: str = "float64") -> dict[str, Any]:
+        return {"tensors": content["tensors"] | {"model/0.weight": [list(shape), dtype, list(pieces)]}}
+
+    def in_file(name: str) -> dict[str, Any]:
+        return {"files": content["files"] | {name: [100, "0" * 64]}}
+
+    top, bottom = [file, entry, [0, 0], [3, 6], sha256], [file, entry, [3, 0], [3, 6], sha256]
+    for changes, message in [
+        ({"step": -1}, "step=-1: expected a whole number"),
+        ({"more": 1}, "it has the fields .*'more'"),
+        ({"kind": "other"}, "kind='other': expected one of training, weights"),
+        (in_file("../process-0.safetensors"), r"file '\.\./process-0\.safetensors': expected the plain name"),
+        (in_file("/etc/passwd.safetensors"), "file '/etc/passwd.safetensors': expected the plain name"),
+        (in_file("stage.pt"), "expected the plain name of a .safetensors file"),
+        ({"files": {}}, "which is not among the files"),
+        (tensor(), "'model/0.weight' has no pieces"),
+        (tensor(top), r"pieces of 18 elements in all: expected 36"),
+        (tensor(top, top), "some of which overlap"),
+        (tensor(top, bottom, top), "pieces of 54 elements in all, some of which overlap"),
+        (tensor(top, [file, entry, [4, 0], [3, 6], sha256]), r"has a piece at \(4, 0\) of \(3, 6\)"),
+        (tensor(["other.safetensors", entry, start, sizes, sha256]), "in 'other.safetensors', which is not among"),
+        (tensor([file, entry, start, sizes, "x"]), "a piece without a hash"),
+        (tensor([file, entry, start, sizes, sha256], dtype="object"), "is of 'object': expected one of float64"),
+        (tensor([file, entry, start, sizes, sha256], dtype="int64"), "'0.weight' in int64, and it is in float64 here"),
+        (tensor([file, entry, [0], [36], sha256], shape=(36,)), r"'0.weight' has shape \(36,\), expected \(6, 6\)"),
+        (tensor([file, entry + "x", start, sizes, sha256]), "is not what the manifest says: it has no tensor"),
+        (tensor([file, "model/0.bias", start, sizes, sha256]), r"'model/0.bias' has shape \(6,\): expected \(6, 6\)"),
+        (tensor(top, bottom), r"'model/0.weight' has shape \(6, 6\): expected \(3, 6\)"),
+        ({"names": [*content["names"], "0.weight"]}, "names of the model stand there twice"),
+        ({"names": [*content["names"], "more"]}, "the model's 'more' is not in it"),
+        ({"values": content["values"] | {"optimizers": [[{"class": "AdamW"}]]}}, "has no optimizers as they are saved"),
+        ({"values": content["values"] | {"random/torch": [{"exec": "x"}]}}, "has a bad value of 'random/torch'"),
+        ({"values": content["values"] | {"random/python": [[1, 2]]}}, "state of the generator 'python' is none"),
+    ]:
+        rewrite(place, **changes)
+        refused(tmp_path / "c", message)
+        path.write_text(good)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Bits over the whole file: tensors, names, archive; torch.load alone takes most of them in silence."""
-    path = saved(tmp_path / "c") / "stage-1.pt"
+    """Bits over the whole file, header and elements."""
+    path = saved(tmp_path / "c") / "process-0.safetensors"
     whole = path.read_bytes()
     pipe = make("1f1b", 2)
     for at in range(0, len(whole), len(whole) // 60):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match=r"stage-1\.pt is damaged: its SHA-256 is not that of the file"):
+        message = r"process-0\.safetensors (is damaged: the SHA-256 of '(model|optimizer)/|is damaged, or of)"
+        with pytest.raises(ValueError, match=message):
             pipe.load(tmp_path / "c")
     path.write_bytes(whole)
     pipe.load(tmp_path / "c")
 
 
 def test_a_file_that_was_cut_off_or_is_gone_is_refused_by_name(tmp_path: Path) -> None:
-    path = saved(tmp_path / "c") / "stage-1.pt"
+    path = saved(tmp_path / "c") / "process-0.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
-    refused(tmp_path / "c", rf"stage-1\.pt has {len(whole) - 7} bytes of {len(whole)}: it was cut off")
+    refused(tmp_path / "c", rf"process-0\.safetensors has {len(whole) - 7} bytes of {len(whole)}: it was cut off")
+    path.write_bytes(whole + b"more")
+    refused(tmp_path / "c", rf"process-0\.safetensors has {len(whole) + 4} bytes of {len(whole)}: it is another file")
     path.unlink()
-    refused(tmp_path / "c", r"stage-1\.pt cannot be read: No such file")
+    refused(tmp_path / "c", r"process-0\.safetensors cannot be read: No such file")
+    (tmp_path / "moved").write_bytes(whole)
+    path.symlink_to(tmp_path / "moved")
+    refused(tmp_path / "c", r"process-0\.safetensors is a link: expected the file itself")
 
 
-def test_a_file_of_another_step_stage_or_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_of_another_step_or_run_is_refused_by_name(tmp_path: Path) -> None:
     one, other, again = saved(tmp_path / "a"), saved(tmp_path / "b", steps=2), saved(tmp_path / "c")
-    for source, what in (
-        (other / "stage-1.pt", rf"is stage 1 of the checkpoint {other.name}: expected stage 1 of {one.name}"),
-        (again / "stage-1.pt", rf"is stage 1 of the checkpoint {again.name}: expected"),
-        (one / "stage-0.pt", rf"is stage 0 of the checkpoint {one.name}: expected stage 1"),
-    ):
-        (one / "stage-1.pt").write_bytes(source.read_bytes())
-        refused(tmp_path / "a", what)
+    for source in (other, again):
+        (one / "process-0.safetensors").write_bytes((source / "process-0.safetensors").read_bytes())
+        refused(tmp_path / "a", r"process-0\.safetensors is damaged, or of another checkpoint")
+    (one / "checkpoint.json").write_bytes((again / "checkpoint.json").read_bytes())
+    refused(tmp_path / "a", f"it is that of {again.name}")
 
 
-def test_a_checkpoint_without_optimizer_or_of_another_model_changes_nothing(tmp_path: Path) -> None:
-    def plain(width: int) -> PipelineModule:
-        layers = [nn.Linear(6, width), nn.Linear(width, 2)]
-        return PipelineModule(
-            nn.Sequential(*layers).double(),
-            mesh={"pipe": 2},
-            loss_fn=nn.functional.mse_loss,
-            example_inputs=batch(0)[:1],
-        )
+def plain(model: nn.Module, **options: Any) -> PipelineModule:
+    """A pipeline without an optimizer, of a model in float64."""
+    return PipelineModule(
+        model.double(),
+        mesh={"pipe": 2},
+        loss_fn=nn.functional.mse_loss,
+        example_inputs=batch(0)[:1],
+        **options,
+    )
 
-    plain(5).save(tmp_path / "other")
-    refused(tmp_path / "other", r"has no optimizer state of")
-    plain(5).load(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"'\d\.\w+' has shape .*5.*, expected .*4"):
-        plain(4).load(tmp_path / "other")
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    plain(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))).save(tmp_path / "narrow")
+    refused(tmp_path / "narrow", r"it lacks \['3.weight', .*'9.weight'\] and 8 more and has \['1.weight', '1.bias'\]")
+    plain(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))).load(tmp_path / "narrow")
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(5, 6\), expected \(4, 6\)"):
+        plain(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))).load(tmp_path / "narrow")
+    with pytest.raises(ValueError, match=r"'0.weight' in float64, and it is in float32 here: expected the same type"):
+        PipelineModule(
+            nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)), mesh={"pipe": 2}, example_inputs=(torch.zeros(8, 6),)
+        ).load(tmp_path / "narrow")
+
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.second(self.first(x))
+            return found
+
+    plain(Renamed()).save(tmp_path / "named")
+    other = nn.Sequential()
+    other.add_module("frist", nn.Linear(6, 5))
+    other.add_module("second", nn.Linear(5, 2))
+    with pytest.raises(ValueError, match=r"has \['first.weight', .*; its 'first.weight' looks like 'frist.weight'"):
+        plain(other).load(tmp_path / "named")
+
+
+def test_a_checkpoint_without_optimizer_is_told(tmp_path: Path) -> None:
+    """To go on with a new one in silence would be another training."""
+    pipe = make("1f1b", 2)
+    plain(pipe._model).save(tmp_path / "c")  # type: ignore[arg-type]
+    refused(tmp_path / "c", r"has no optimizer state of \['0.bias', .*: expected one saved with an optimizer")
 
 
 class Evil:
@@ -238,14 +332,16 @@ class Evil:
 
 def test_loading_executes_no_code(tmp_path: Path) -> None:
     place = saved(tmp_path / "c")
-    path, manifest = place / "stage-1.pt", json.loads((place / "checkpoint.json").read_text())
-    for save in (lambda: torch.save(Evil(), path), lambda: path.write_bytes(pickle.dumps(Evil()))):
+    path, files = place / "process-0.safetensors", "process-0.safetensors"
+    for save in (lambda: torch.save(Evil(), path), lambda: path.write_bytes(pickle.dumps(Evil()) * 9)):
         save()
-        refused(tmp_path / "c", r"stage-1\.pt (has \d+ bytes|is damaged)")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()  # whoever can write the one can write the other
-        manifest["files"][1] = {"num_bytes": path.stat().st_size, "sha256": digest}
-        (place / "checkpoint.json").write_text(json.dumps(manifest))
-        refused(tmp_path / "c", r"stage-1\.pt cannot be read")
+        refused(tmp_path / "c", r"process-0\.safetensors (has \d+ bytes|is damaged)")
+        rewrite(place, files={files: [path.stat().st_size, "0" * 64]})
+        refused(tmp_path / "c", r"process-0\.safetensors is damaged")
+    header = path.read_bytes()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    rewrite(place, files={files: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]})
+    refused(tmp_path / "c", r"process-0\.safetensors cannot be read: .*header")
 
 
 # --- a save that is cut off ---
@@ -262,7 +358,7 @@ WRITTEN: set[str] = set()  # names of files that were opened for writing
 def _count_down(event: str, arguments: tuple[object, ...]) -> None:
     if CUT_AT and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
         CUT_AT[0] -= 1
-        if event == "open" and "w" in str(arguments[1]):
+        if event == "open" and set("wx") & set(str(arguments[1])):
             WRITTEN.add(Path(str(arguments[0])).name)
         if CUT_AT[0] < 0:
             raise Cut

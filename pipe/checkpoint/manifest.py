@@ -1,0 +1,246 @@
+"""The manifest of a checkpoint: what is in it, where each piece of each tensor lies, and what each must hash to.
+
+checkpoint.json
+  version, sha256        of all that follows
+  name, step, kind       "training", or "weights" that came from elsewhere
+  names, tied            the model's tensors in order; name -> the name under which its tensor is kept
+  files                  name -> bytes, SHA-256 of the header
+  tensors                key -> shape, type, pieces [file, entry, start, sizes, SHA-256]
+  values                 key -> what is no tensor of the model's size
+
+model/0.weight                  a parameter or buffer
+optimizer/exp_avg/0.weight      state of an optimizer
+version/3/0.weight              an older version, under an asynchronous schedule
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import prod
+from typing import Any
+from urllib.parse import quote, unquote
+
+from .values import DTYPES, Json
+
+VERSION = 4
+KINDS = ("training", "weights")
+
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_FIELDS = ("name", "step", "kind", "names", "tied", "files", "tensors", "values")
+
+
+def model_key(name: str) -> str:
+    """Key of a parameter or buffer."""
+    return f"model/{name}"
+
+
+def optimizer_key(entry: str, name: str) -> str:
+    """Key of what an optimizer keeps for a parameter under `entry`."""
+    return f"optimizer/{quote(entry, safe='')}/{name}"
+
+
+def version_key(number: int, name: str) -> str:
+    """Key of an older version of a parameter."""
+    return f"version/{number}/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a tensor: the file and the entry in it, where it begins in the full tensor, sizes, SHA-256."""
+
+    file: str
+    entry: str
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """A tensor: full shape, type, and the pieces that make it up, each element in one of them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Size [bytes] and SHA-256 of the header of a file."""
+
+    num_bytes: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A whole checkpoint; see above. Raises ValueError, which names what is wrong, for one that cannot be."""
+
+    name: str
+    step: int
+    kind: str
+    names: tuple[str, ...]
+    tied: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    values: Mapping[str, Json]
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            raise ValueError(f"step={self.step!r}: expected a whole number, at least 0")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("names of the model stand there twice")
+        for name, record in self.files.items():
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"file {name!r}: expected the plain name of a .safetensors file in the same folder")
+            if type(record.num_bytes) is not int or record.num_bytes < 8 or not _HASH.fullmatch(record.header):
+                raise ValueError(f"file {name!r} has no size or hash")
+        for key, tensor in self.tensors.items():
+            self._check(key, tensor)
+        for name in self.names:
+            if model_key(self.tied.get(name, name)) not in self.tensors:
+                raise ValueError(f"the model's {name!r} is not in it")
+        if not self.tied.keys() <= set(self.names):
+            raise ValueError(f"tied names {sorted(self.tied.keys() - set(self.names))[:3]} are none of the model's")
+
+    def _check(self, key: str, record: TensorRecord) -> None:
+        if record.dtype not in DTYPES:
+            raise ValueError(f"tensor {key!r} is of {record.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if not _are_sizes(record.shape):
+            raise ValueError(f"tensor {key!r} has shape {record.shape}")
+        for piece in record.pieces:
+            fits = len(piece.start) == len(piece.sizes) == len(record.shape) and _are_sizes(piece.start)
+            fits = fits and _are_sizes(piece.sizes)
+            if not fits or any(a + n > size for a, n, size in zip(piece.start, piece.sizes, record.shape, strict=True)):
+                raise ValueError(
+                    f"tensor {key!r} of shape {record.shape} has a piece at {piece.start} of {piece.sizes}"
+                )
+            if piece.file not in self.files:
+                raise ValueError(f"tensor {key!r} has a piece in {piece.file!r}, which is not among the files")
+            if not _HASH.fullmatch(piece.sha256):
+                raise ValueError(f"tensor {key!r} has a piece without a hash")
+        if not record.pieces:
+            raise ValueError(f"tensor {key!r} has no pieces")
+        covered = sum(prod(piece.sizes) for piece in record.pieces)
+        if covered != prod(record.shape) or _overlap(record.pieces):
+            raise ValueError(
+                f"tensor {key!r} of shape {record.shape} has pieces of {covered} elements in all"
+                f"{', some of which overlap' if _overlap(record.pieces) else f': expected {prod(record.shape)}'}"
+            )
+
+    @property
+    def optimizer_entries(self) -> dict[str, dict[str, str]]:
+        """Keys of what optimizers keep, by parameter and entry."""
+        found: dict[str, dict[str, str]] = {}
+        for key in self.tensors:
+            section, _, rest = key.partition("/")
+            if section == "optimizer":
+                entry, _, name = rest.partition("/")
+                found.setdefault(name, {})[unquote(entry)] = key
+        return found
+
+    @property
+    def versions(self) -> dict[int, dict[str, str]]:
+        """Keys of older versions, by number and parameter."""
+        found: dict[int, dict[str, str]] = {}
+        for key in self.tensors:
+            section, _, rest = key.partition("/")
+            if section == "version":
+                number, _, name = rest.partition("/")
+                if not number.isdecimal():
+                    raise ValueError(f"tensor {key!r} has no number of a version")
+                found.setdefault(int(number), {})[name] = key
+        return found
+
+    def to_text(self) -> str:
+        """As JSON, with a hash of itself."""
+        content = {
+            "name": self.name,
+            "step": self.step,
+            "kind": self.kind,
+            "names": list(self.names),
+            "tied": dict(self.tied),
+            "files": {name: [record.num_bytes, record.header] for name, record in self.files.items()},
+            "tensors": {key: _tensor_as_json(record) for key, record in self.tensors.items()},
+            "values": dict(self.values),
+        }
+        lines = ",\n".join(f" {json.dumps(key)}: {_compact(value)}" for key, value in content.items())
+        return f'{{\n "version": {VERSION},\n "sha256": "{_hash(content)}",\n{lines}\n}}\n'
+
+    @classmethod
+    def from_text(cls, text: str) -> Manifest:
+        """Raises ValueError for what is none, is damaged, or of a newer format."""
+        try:
+            content = json.loads(text)
+            version = content.pop("version")
+            if type(version) is int and version > VERSION:
+                raise ValueError(
+                    f"it is of format {version}, and this stagewright reads format {VERSION}: expected a newer "
+                    f"stagewright"
+                )
+            if version != VERSION:
+                raise ValueError(f"it is of format {version!r}: expected format {VERSION}")
+            if content.pop("sha256") != _hash(content):
+                raise ValueError("it is damaged: its SHA-256 is not that of what was saved")
+            if sorted(content) != sorted(_FIELDS):
+                raise ValueError(f"it has the fields {sorted(content)}: expected {sorted(_FIELDS)}")
+            files = {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in content["files"].items()}
+            tensors = {key: _tensor_from_json(record) for key, record in content["tensors"].items()}
+            fields = content | {"files": files, "tensors": tensors, "names": tuple(content["names"])}
+            return cls(**fields)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def _tensor_as_json(record: TensorRecord) -> Json:
+    pieces = [[p.file, p.entry, list(p.start), list(p.sizes), p.sha256] for p in record.pieces]
+    return [list(record.shape), record.dtype, pieces]
+
+
+def _tensor_from_json(record: Json) -> TensorRecord:
+    shape, dtype, pieces = record
+    return TensorRecord(
+        shape=tuple(shape),
+        dtype=dtype,
+        pieces=tuple(
+            Piece(file=file, entry=entry, start=tuple(start), sizes=tuple(sizes), sha256=sha256)
+            for file, entry, start, sizes, sha256 in pieces
+        ),
+    )
+
+
+def _are_sizes(numbers: Iterable[Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether any element is in two pieces."""
+    if len(pieces) < 2:
+        return False
+    for dim in range(len(pieces[0].start)):  # pieces in a row along one dimension, as most are
+        rows = sorted((piece.start[dim], piece.start[dim] + piece.sizes[dim]) for piece in pieces)
+        if all(one[1] <= other[0] for one, other in pairwise(rows)):
+            return False
+    return any(_meet(one, other) for one, other in combinations(pieces, 2))
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    sides = zip(one.start, one.sizes, other.start, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def _compact(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _hash(content: Mapping[str, Json]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
