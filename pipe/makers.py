@@ -20,6 +20,7 @@ from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .stages.build import CutModel
+from .stages.compiled import Compiled, refuse_graphs
 from .stages.loss import UntrainedLeaves
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
@@ -52,14 +53,20 @@ class Makers:
         schedule, loss_of = self.layout.schedule, self._loss_of()
         last = schedule.num_stages - 1
 
+        if self.parts.is_traced:
+            refuse_graphs(self.settings.compile)
+
         def make(rank: int, s: int) -> Stage:
+            stage = self.parts.train.stages[s]
+            rules = self.parts.recomputed.of_stage(s, stage)
             return Stage(
                 index=s,
                 name=self.parts.names[s],
-                module=self.parts.train.stages[s].module,
+                module=stage.module,
                 loss_of=loss_of if s == last else None,
                 runs_again=self.layout.recompute.stages[s] == "full",
-                reruns=Reruns(self.parts.recomputed.of_stage(s, self.parts.train.stages[s]), self.seeder),
+                reruns=Reruns(rules, self.seeder),
+                compiled=Compiled(self.settings.compile, stage.units, rules),
                 weights=self.update.versions_of(rank, s),
             )
 

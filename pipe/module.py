@@ -37,6 +37,7 @@ from .model_options import (
 )
 from .parallel.tensor_option import TensorParallelLike
 from .settings import Settings
+from .stages.compiled import read_compile
 from .stages.recompute import RecomputeLike
 from .training import Training
 from .update.loss_scale import read_grad_scaler
@@ -100,6 +101,7 @@ class PipelineModule:
         seed: of dropout and the like.
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
+        compile: True, or arguments of torch.compile: each cut unit runs compiled (docs/precision.md).
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
 
@@ -137,6 +139,7 @@ class PipelineModule:
         seed: int = 0,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
+        compile: bool | Mapping[str, Any] = False,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         check_model(model, stages, split_points)
@@ -155,6 +158,7 @@ class PipelineModule:
             seed=seed,
             device=device_of(root) if device is None else torch.device(device),
             timeout=timeout,
+            compile=read_compile(compile),
             on_step=on_step,
         )
         self._is_verified = not check_flag("verify", verify)

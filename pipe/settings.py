@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -30,6 +30,7 @@ class Settings:
     seed: int
     device: torch.device
     timeout: float
+    compile: Mapping[str, Any] | None = None
     on_step: Callable[[StepRecord], object] | None = None
 
     def __post_init__(self) -> None:

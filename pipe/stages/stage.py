@@ -23,6 +23,7 @@ from ...partition.graph.forms import Tensors
 from ...partition.graph.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
+from .compiled import Compiled
 from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -64,6 +65,7 @@ class Stage:
         loss_of: on the last stage: (flat outputs, target, training) -> (loss, count or None).
         runs_again: whether the backward runs the whole stage again.
         reruns: the modules that run again by themselves.
+        compiled: the modules that run compiled, also where they run again.
         weights: the versions of its parameters, under an asynchronous schedule.
     """
 
@@ -76,12 +78,14 @@ class Stage:
         loss_of: LossOf | None,
         runs_again: bool,
         reruns: Reruns,
+        compiled: Compiled,
         weights: WeightVersions | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self._runs_again = runs_again
         self._reruns = reruns
+        self._compiled = compiled
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
@@ -113,6 +117,7 @@ class Stage:
         runs_again = self._runs_again
         if weights is not None:
             weights.bind(version)
+        self._compiled.begin()
         self._reruns.begin()
         try:  # the module is called from here: every function in between costs each microbatch time
             buffers = self._buffers.before_forward() if runs_again else ()
@@ -124,6 +129,7 @@ class Stage:
                 buffers = self._buffers.after_forward(buffers)
         finally:
             self._reruns.end()
+            self._compiled.end()
             if weights is not None:
                 weights.release()
         seen = target if before is None else before.seen_by_loss()
@@ -137,7 +143,7 @@ class Stage:
         self, module: StageModule, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
     ) -> tuple[Tensors, LossValue | None]:
         """Run a microbatch without a graph, in evaluation mode; with a target the last stage returns a loss, too."""
-        with torch.no_grad():
+        with torch.no_grad(), self._compiled.through():
             outputs = module.detached(module.run(tuple(inputs)))
             loss = self._loss_of(outputs, target, False) if has_target and self._loss_of is not None else None
         return outputs, loss
@@ -203,7 +209,13 @@ class Stage:
 
     def _recomputed(self, live: _Live, autocast: Autocast) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
-        with torch.enable_grad(), autocast.again(), no_checkpoints_inside(), self._buffers.put_back(live.buffers):
+        with (
+            torch.enable_grad(),
+            autocast.again(),
+            no_checkpoints_inside(),
+            self._buffers.put_back(live.buffers),
+            self._compiled.through(),
+        ):
             outputs, _ = self._with_loss(live.module.run(live.leaves), live.target)
         return outputs
 

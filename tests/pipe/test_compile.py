@@ -1,0 +1,191 @@
+"""`compile=`: units compiled by torch.compile, against the same pipeline uncompiled; how often they are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from stagewright.partition.graph.model_units import TracedModelWarning
+from stagewright.pipe import PipelineModule
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+
+WIDTH, M = 6, 4
+EAGER = {"backend": "aot_eager"}  # its graphs draw random numbers as torch does; inductor's do not
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.norm(self.linear(x))))
+
+
+class Skipping(nn.Module):
+    """Recorded: code between its blocks, and a skip over two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x) * 2
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x + first
+
+
+class Hooked(Skipping):
+    """Runs as a traced graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, given, output: None)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(4)])
+
+
+def made(model: Any, dtype: torch.dtype = torch.float64, **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "num_microbatches": M,
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+        "mesh": {"pipe": 2},
+    }
+    return PipelineModule(model().to(dtype), **(settings | options))
+
+
+def trained(
+    model: Any, sizes: tuple[int, ...] = (16, 16, 16, 16), **options: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters and buffers, and losses of evaluations, after batches of these sizes."""
+    torch._dynamo.reset()
+    counters.clear()
+    pipe = made(model, **options)
+    losses = []
+    for step, size in enumerate(sizes):
+        data = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(size, WIDTH, generator=data, dtype=torch.float64) for _ in range(2))
+        pipe.train_step(x, y)
+        if step % 2:
+            losses.append(pipe.eval_step(x, y).loss or 0.0)
+    state = pipe.full_state_dict()
+    pipe.close()
+    return state, losses
+
+
+def assert_equal(found: tuple[dict[str, Tensor], list[float]], expected: tuple[dict[str, Tensor], list[float]]) -> None:
+    for name, value in expected[0].items():
+        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-12), name
+    assert found[1] == pytest.approx(expected[1], abs=1e-12)
+
+
+CASES = [
+    ("1f1b", chain, {}, 3),
+    ("interleaved", Skipping, {}, 3),
+    ("2bw", chain, {}, 3),
+    ("pipedream", Skipping, {"recompute": "layer"}, 3),
+    ("1f1b", chain, {"recompute": "full"}, 5),  # in training without a graph, too
+    ("2bw", Skipping, {"mesh": {"pipe": 2, "data": 2}}, 3),
+]
+NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES]
+
+
+@pytest.mark.parametrize(("schedule", "model", "options", "graphs"), CASES, ids=NAMES)
+def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any], graphs: int) -> None:
+    """And compiled twice for training (the model's input wants no gradient), once for evaluation: not for each unit,
+    and not for each weight version."""
+    settings = {"schedule": schedule, **options}
+    expected = trained(model, **settings)
+    assert not counters["stats"]["unique_graphs"]
+    assert_equal(trained(model, compile=EAGER, **settings), expected)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+def test_batches_of_other_sizes() -> None:
+    sizes = (8, 12, 16, 20, 24, 11, 13)
+    expected = trained(chain, sizes, schedule="2bw")
+    assert_equal(trained(chain, sizes, schedule="2bw", compile=EAGER), expected)
+    assert counters["stats"]["unique_graphs"] <= 6
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
+def test_inductor() -> None:
+    """Its random numbers are its own, the same for any cut and when they are drawn again; or torch's, where told so."""
+    own = trained(chain, compile=True, mesh={"pipe": 1})
+    assert_equal(trained(chain, compile=True, recompute="layer"), own)
+    options = {"options": {"fallback_random": True}}
+    expected = trained(chain, schedule="2bw")
+    assert_equal(trained(chain, schedule="2bw", compile=options), expected)
+
+
+@pytest.mark.slow
+def test_float16_and_autocast() -> None:
+    def run(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        pipe = made(chain, torch.float32, grad_scaler=torch.amp.GradScaler("cpu", init_scale=64.0), **options)
+        x, y = torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH), torch.zeros(16, WIDTH)
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                pipe.train_step(x, y)
+        state = list(pipe.full_state_dict().values())
+        pipe.close()
+        return state
+
+    for found, expected in zip(run(compile=EAGER), run(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_and_users_own_compiled_modules_stay() -> None:
+    seen: list[str] = []
+
+    def model() -> nn.Module:
+        made = chain()
+        made[1].register_forward_hook(lambda *_: seen.append("forward"))
+        made[2].register_full_backward_hook(lambda *_: seen.append("backward"))
+        made[3].compile(backend="eager")
+        return made
+
+    expected = trained(model, recompute="layer")
+    before, length = list(seen), len(seen)
+    assert_equal(trained(model, recompute="layer", compile=EAGER), expected)
+    assert seen[length:] == before
+    assert counters["stats"]["unique_graphs"] > 3
+
+
+def test_what_is_refused() -> None:
+    x = torch.randn(16, WIDTH, dtype=torch.float64)
+    for option, message in {
+        "inductor": "compile='inductor': expected True, or arguments of torch.compile",
+        ("backend", "nonsense"): "compile={'backend': 'nonsense'}: torch.compile refuses it",
+        ("bakend", "eager"): "compile={'bakend': ...}: expected arguments of torch.compile",
+    }.items():
+        with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):
+            made(chain, compile=option if isinstance(option, str) else dict([option]))
+    for recompute, message in {
+        "selective": r"recompute= keeps results of operations in .* expected recompute='layer'",
+        "nested": r"recompute= runs '0.linear' again, which is a part of a module that compile= compiles whole",
+    }.items():
+        rule: Any = {"*.linear": "full"} if recompute == "nested" else recompute
+        with pytest.raises(ValueError, match=message):
+            made(chain, compile=EAGER, recompute=rule, example_inputs=(x,))
+    with (
+        pytest.warns(TracedModelWarning),
+        pytest.raises(ValueError, match="compile= is for modules, and this model runs as a traced graph"),
+    ):
+        made(Hooked, compile=EAGER, example_inputs=(x,))
