@@ -70,7 +70,8 @@ def place_collectives(
     O(actions + members of all collectives).
     """
     ready = [ready_positions(schedule, rank, collectives) for rank in range(schedule.num_ranks)]
-    orders = [sorted(own, key=lambda each: (own[each], each)) for own in ready]
+    # Of those that are ready at once, ties last: what holds them up does not hold up the others.
+    orders = [sorted(own, key=lambda each: (own[each], len(each.stages), each)) for own in ready]
     if not schedule.has_epilogue:
         return tuple(tuple((at[each], each) for each in own) for at, own in zip(ready, orders, strict=True))
     order = _common_order(orders)

@@ -349,6 +349,44 @@ def test_a_rank_that_stalls_is_named_with_who_waits_for_what(fragile: Pool) -> N
         assert (closed.kind, closed.seconds < 1.0) == ("none", True)
 
 
+def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
+    """Replica 1 dies or stalls in its last backward; replica 0 computes longer than a time-out in its own."""
+    rank = dist.get_rank()
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    torch.manual_seed(0)
+    model = layers(2)
+    trips = [lambda: time.sleep(1.5 * timeout), die if how == "dies" else stall]
+    backwards: list[None] = []
+
+    def behind_a_backward(*_: object) -> None:
+        backwards.append(None)
+        if len(backwards) == 4:
+            trips[rank]()
+
+    model[1].register_full_backward_hook(behind_a_backward)
+    pipe = make(model=model, mesh={"pipe": 1, "data": 2}, timeout=timeout)
+    found = told(step(pipe)), told(pipe.close)
+    if how == "stalls":
+        os.kill(processes[1], signal.SIGKILL)
+    return found
+
+
+@pytest.mark.parametrize("how", [pytest.param("dies", marks=pytest.mark.slow), "stalls"])
+def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str) -> None:
+    first, _ = fragile.replies(lose_a_replica, ranks=2, args=(how, SHORT), timeout=50.0)
+    assert first.kind == "ok", first.text
+    lost, closed = first.value
+    assert lost.kind == ("PeerLost" if how == "dies" else "PipelineTimeout")
+    assert "0: summing shared gradients (replicas, tied weights) of stage 0, together with " in lost.text
+    assert ", at the end of the batch; last actions of rank 0: " in lost.text
+    assert f"reports nothing: it {'died' if how == 'dies' else 'is stalled, or still busy'}" in lost.text
+    assert lost.seconds < 2.5 * SHORT + PATIENCE
+    if how == "stalls":  # a wait is what runs out, not the seconds in which this rank computed
+        assert lost.seconds > 2.5 * SHORT - 0.1
+    assert (closed.kind, closed.seconds < 1.0) == ("none", True)
+
+
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     """Without a launcher rank 0 hosts the rendezvous, and the reports go with it."""

@@ -1,0 +1,207 @@
+"""Sums of gradients over processes beside the backwards that follow: issued where they stand, exact, and told of.
+
+Two data replicas of two ranks with two stages each, whose weights are tied crosswise: rank 0 is through with stage 2
+first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import NonFiniteLossError, PipelineModule
+
+WIDTH = 5
+SIZES = ((6, 6), (7, 4), (3, 9))  # samples by step and replica
+
+
+class Branch(nn.Module):
+    """Another weight for batches that begin above zero, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above, self.below, self.unused = (nn.Parameter(torch.full((WIDTH,), 1.5)) for _ in range(3))
+        self.only_in_replica_0 = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x[0, 0] > 0):
+            return x * self.above + self.only_in_replica_0
+        return x * self.below
+
+
+def tied_model() -> nn.Sequential:
+    """Four stages; stages 0 and 3 share a weight, and stages 1 and 2."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    linears[3].weight, linears[2].weight = linears[0].weight, linears[1].weight
+    first = nn.Sequential(Branch(), linears[0])
+    return nn.Sequential(first, *(nn.Sequential(linear, nn.Tanh()) for linear in linears[1:])).double()
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Samples of replica 0 begin above zero in steps 0 and 2, those of replica 1 never."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, y = (torch.randn(SIZES[step][replica], WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    x[:, 0] = x[:, 0].abs() * (1 if replica == 0 and step != 1 else -1)
+    return x, y
+
+
+def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over the targets above -0.5."""
+    mask = target > -0.5
+    return F.mse_loss(output, target, reduction="none")[mask].sum(), mask.sum()
+
+
+def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
+    settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 30.0}
+    return PipelineModule(
+        tied_model(),
+        schedule="interleaved",
+        split_points=["1", "2", "3"],
+        loss_fn=loss_fn,
+        **(settings | options),
+    )
+
+
+def accumulated(masks: bool) -> list[dict[str, Tensor | None]]:
+    """This rank's gradients behind one step, and behind two more, without an optimizer."""
+    replica = torch.distributed.get_rank() % 2
+    pipe = make_pipe(masked if masks else F.mse_loss)
+    found = []
+    for steps in ((0,), (1, 2)):
+        for step in steps:
+            pipe.forward_backward(*batch_of(step, replica))
+        found.append({n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()})
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    pipe.close()
+    return found
+
+
+def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
+    """The same of one process, each step on both replicas' samples together."""
+    model = tied_model()
+    for step in steps:
+        parts = [batch_of(step, replica) for replica in range(2)]
+        loss = torch.zeros((), dtype=torch.float64)
+        count = sum(int((y > -0.5).sum()) if masks else y.numel() for _, y in parts)
+        for x, y in parts:  # the branch goes by the first sample of each
+            output = model(x)
+            loss = loss + (masked(output, y)[0] if masks else F.mse_loss(output, y, reduction="sum")) / count
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("masks", [False, True], ids=["mean", "sum-and-count"])
+def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> None:
+    """Also those that one replica alone has, or nobody (None), and those of several calls."""
+    answers = gloo.run(accumulated, ranks=4, args=(masks,))
+    for at, steps in enumerate(((0,), (1, 2))):
+        wanted = alone(steps, masks=masks)
+        assert wanted["0.0.unused"] is None
+        names = set()
+        for answer in answers:
+            names |= answer[at].keys()
+            for name, gradient in answer[at].items():
+                if wanted[name] is None:
+                    assert gradient is None, name
+                else:
+                    torch.testing.assert_close(
+                        gradient, wanted[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+        assert names == wanted.keys()
+
+
+def stamped() -> tuple[list[str], list[str]]:
+    """What this rank did, in the order of its stamps (a sum: when it was begun); and what it had waited for before."""
+    pipe = make_pipe(F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=1.0)
+    replica, rank = torch.distributed.get_rank() % 2, torch.distributed.get_rank()
+    for _ in range(2):
+        result = pipe.train_step(*batch_of(0, replica))
+    trace = result.timeline().ranks[rank]
+    events = sorted((span.start, str(span.what)) for span in (*trace.compute, *trace.collectives))
+    first_update = min(span.start for span in trace.compute if str(span.what).endswith("U0"))
+    through = [str(span.what) for span in trace.collectives if span.end <= first_update]
+    costs = pipe.measured_costs().table(num_stages=4).reduce_grad
+    pipe.close()
+    assert all(seconds > 0 for seconds in costs)
+    return [what for _, what in events], through
+
+
+@pytest.mark.gloo
+def test_a_sum_is_begun_before_the_backwards_that_follow(gloo: Pool) -> None:
+    """By the stamps of each rank's own clock: the order is that of the program, not behind it."""
+    answers = gloo.run(stamped, ranks=4)
+    for rank, (events, through) in enumerate(answers):
+        a, b = rank % 2, 2 + rank % 2  # microbatches of this replica
+        if rank < 2:
+            ends = f"2B{a} 2B{b} 2REDUCE_GRAD0 0B{a} 0B{b} 0+3REDUCE_GRAD0 1+2REDUCE_GRAD0 0REDUCE_GRAD0 0U0 2U0"
+        else:
+            ends = f"3B{a} 3B{b} 3REDUCE_GRAD0 0+3REDUCE_GRAD0 1B{a} 1B{b} 1REDUCE_GRAD0 1+2REDUCE_GRAD0 1U0 3U0"
+        tail = [event for event in events if not event.startswith(("0F", "1F", "2F", "3F"))]
+        if rank >= 2:  # an interleaved backward of the first microbatch stands between forwards
+            tail = tail[tail.index(f"3B{a}") :]
+        assert " ".join(tail) == ends
+        assert len(through) == 4
+
+
+def through_a_bad_batch() -> list[float | None]:
+    """A loss that is not finite in replica 1 stops both alike, sums under way or not; the next batch is as without."""
+    replica = torch.distributed.get_rank() % 2
+    pipe = make_pipe(F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    losses = []
+    for step, spoilt in ((0, False), (1, True), (2, False)):
+        x, y = batch_of(step, replica)
+        if spoilt and replica == 1:
+            y = y * float("inf")
+        try:
+            losses.append(pipe.train_step(x, y).loss)
+        except NonFiniteLossError:
+            losses.append(None)
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+    state = pipe.full_state_dict()
+    pipe.close()
+    return [*losses, *(float(value.sum()) for value in state.values())]
+
+
+@pytest.mark.gloo
+def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
+    answers = gloo.run(through_a_bad_batch, ranks=4)
+    model = tied_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in (0, 2):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for replica in range(2):
+            x, y = batch_of(step, replica)
+            total = total + F.mse_loss(model(x), y, reduction="sum") / (sum(SIZES[step]) * WIDTH)
+        total.backward()
+        optimizer.step()
+        losses.append(float(total.detach()))
+    wanted = [losses[0], None, losses[1], *(float(value.sum()) for value in model.state_dict().values())]
+    for answer in answers:
+        assert answer[1] is None
+        assert [x for x in answer if x is not None] == pytest.approx([x for x in wanted if x is not None], abs=1e-11)
+
+
+def test_in_one_process_nothing_is_summed() -> None:
+    """Replicas share their Parameters: backwards add up by themselves, as the gradients of one process."""
+    pipe = make_pipe(F.mse_loss)
+    x, y = (torch.cat(parts) for parts in zip(*(batch_of(1, replica) for replica in range(2)), strict=True))
+    result = pipe.forward_backward(x, y)
+    assert not any(trace.collectives for trace in result.timeline().ranks)
+    model = tied_model()
+    F.mse_loss(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        found = dict(pipe.named_parameters())[name].grad
+        if parameter.grad is None:
+            assert found is None
+        else:
+            torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-12)
