@@ -297,6 +297,8 @@ def _execution(
         return make_stream_execution(
             schedule,
             ownership,
+            collectives,
+            sharding=sharding,
             max_grad_norm=settings.max_grad_norm,
             scales_loss=settings.grad_scaler is not None,
         )

@@ -144,7 +144,7 @@ def layout_of_plan(
         split_points=None,
         plan=plan,
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
-        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], schedule),
+        sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], world),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
         tensor_parallel=tensor_parallel,
     )
@@ -182,7 +182,7 @@ def layout_of_options(
             split_points=split_points,
             plan=None,
             recompute=read_recompute(recompute, one.num_stages),
-            sharding=sharding_of(data_parallel, replicated),
+            sharding=sharding_of(data_parallel, replicated, world),
             place=MeshPlace(world=world, mesh=axes),
             tensor_parallel=tensor_parallel,
         )

@@ -26,7 +26,7 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """Kind of an action: compute (F, B, I, W) or update (U). The last two are steps that lowering inserts."""
+    """Kind of an action: compute (F, B, I, W) or update (U). The others are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -35,6 +35,7 @@ class Op(StrEnum):
     U = "U"  # optimizer step of a stage: makes its next weight version
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
+    UNSHARD = "UNSHARD"  # weights are whole, of which each of several ranks has updated a part
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})

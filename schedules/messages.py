@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class MessageKind(StrEnum):
     SUM = "sum"  # gradients of an update group that several ranks add up (replicas, tied weights)
     NORM = "norm"  # squared gradient norm of one rank, to rank 0
     TOTAL = "total"  # that of all ranks, from rank 0
+    WEIGHTS = "weights"  # a rank's updated parts of weights, to another rank that holds them
 
 
 STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
@@ -54,6 +56,8 @@ class Message(NamedTuple):
                 return f"gradient norm of update group {index} from rank {src} to rank {dst}"
             case MessageKind.TOTAL:
                 return f"global gradient norm of update group {index} from rank {src} to rank {dst}"
+            case MessageKind.WEIGHTS:
+                return f"weights updated by group {index} from rank {src} to rank {dst}"
 
 
 class Transfer(NamedTuple):
@@ -80,21 +84,37 @@ class Sharing:
         loss: the losses, from the ranks of the last stage to every rank.
         norm: the global gradient norm of each update group (only where the program holds updates).
         sums: groups of ranks that add up gradients before each update (likewise).
+        parts: groups of ranks that each update parts of their weights, and tell the others (likewise).
         collectives: what ranks do together in a program without updates, such as sums of shared gradients.
     """
 
     loss: bool = False
     norm: bool = False
     sums: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
     collectives: tuple[Collective, ...] = ()
 
     def partners(self, rank: int) -> list[int]:
         """The ranks with which `rank` adds up gradients, ascending."""
-        return sorted({other for group in self.sums if rank in group for other in group if other != rank})
+        return _others(rank, self.sums)
 
     def counts_for(self, rank: int) -> list[int]:
-        """The partners whose gradients `rank` needs for its part of the norm: a sum counts on its first rank."""
-        return sorted({other for group in self.sums if rank == min(group) for other in group if other != rank})
+        """The partners whose gradients `rank` needs for its part of the norm: a sum counts on its first rank, and on
+        those that have parts of what that one holds."""
+        counting = [
+            group
+            for group in self.sums
+            if rank == min(group) or any(rank in parts and min(group) in parts for parts in self.parts)
+        ]
+        return _others(rank, counting)
+
+    def part_partners(self, rank: int) -> list[int]:
+        """The ranks to which `rank` tells the parts that it has updated, ascending."""
+        return _others(rank, self.parts)
+
+
+def _others(rank: int, groups: Sequence[tuple[int, ...]]) -> list[int]:
+    return sorted({other for group in groups if rank in group for other in group if other != rank})
 
 
 NOTHING_SHARED = Sharing()

@@ -10,10 +10,11 @@ from .messages import Message, Transfer
 
 
 class GroupStep(NamedTuple):
-    """A step of a rank after its last backward of an update group.
+    """A step of a rank that goes with an update group.
 
     REDUCE_GRAD: the losses of the group are here; gradients that other ranks add up with their own leave.
     GRAD_NORM: they have arrived and are added; the squared norm of this rank's part is next.
+    UNSHARD: parts of weights have arrived from the ranks that updated them, in front of the first use of the version.
     """
 
     op: Op

@@ -32,6 +32,7 @@ MESSAGE_HUES = {
     MessageKind.SUM: OP_HUES[Op.W],
     MessageKind.NORM: "#56B4E9",  # sky blue
     MessageKind.TOTAL: OP_HUES[Op.I],
+    MessageKind.WEIGHTS: "#882255",  # wine
 }
 MESSAGE_WORDS = {
     MessageKind.ACT: "activations arriving",
@@ -40,6 +41,7 @@ MESSAGE_WORDS = {
     MessageKind.SUM: "shared gradients arriving",
     MessageKind.NORM: "gradient norm arriving",
     MessageKind.TOTAL: "global norm arriving",
+    MessageKind.WEIGHTS: "updated weights arriving",
 }
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",

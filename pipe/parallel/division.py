@@ -35,7 +35,7 @@ class Division:
         """The part of a rank, as a view; without elements where it has none."""
         place = self.ranks.index(rank)
         if self.dim is None:
-            return tensor if place == self.owner else tensor.reshape(-1)[:0]
+            return tensor if place == self.owner else tensor.new_empty(0)
         size = tensor.shape[self.dim]
         step = -(-size // self.count)
         begin, end = min(place * step, size), min((place + 1) * step, size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...comm import World
 from ...schedules import Schedule
 
 DATA_PARALLEL = ("replicate", "zero1")
@@ -39,21 +40,16 @@ def check_data_parallel(data_parallel: str) -> str:
     return data_parallel
 
 
-def sharding_of(data_parallel: str, schedule: Schedule) -> Sharding:
+def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
     """The same for each stage, over all ranks that hold it."""
-    return _for(schedule, [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners])
+    return _for([1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners], world)
 
 
-def sharding_of_plan(shards: Sequence[int], schedule: Schedule) -> Sharding:
+def sharding_of_plan(shards: Sequence[int], world: World) -> Sharding:
     """As a plan says, by stage."""
-    return _for(schedule, shards)
+    return _for(shards, world)
 
 
-def _for(schedule: Schedule, shards: Sequence[int]) -> Sharding:
-    sharding = Sharding(shards=tuple(shards))
-    if sharding.is_any and schedule.is_asynchronous:
-        raise ValueError(
-            f"the optimizer's state would be divided under the asynchronous schedule {schedule.name!r}: expected "
-            f"data_parallel='replicate', or a flush schedule such as schedule='1f1b'"
-        )
-    return sharding
+def _for(shards: Sequence[int], world: World) -> Sharding:
+    """Ranks of one process share their Parameters: nothing is divided there."""
+    return Sharding(shards=tuple(shards) if world.distributed else (1,) * len(shards))

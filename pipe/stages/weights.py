@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..parallel.part import Part
+
 _SAMPLED = 1024  # elements of a parameter
 
 Gradients = list[torch.Tensor | None]
@@ -57,11 +59,12 @@ class WeightVersions:
         _refuse_other_places(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
+        self._parts: list[Part | None] = [None] * len(self.own)
         self.take_hooks()
         self._gradients: dict[int, Gradients] = {}
         steps = [max(1, -(-own.numel() // _SAMPLED)) for own in self.own]
         self._sampled_at = [(own.numel() // step, step) for own, step in zip(self.own, steps, strict=True)]
-        self._note()
+        self.note()
 
     # Forward and backward
 
@@ -102,6 +105,16 @@ class WeightVersions:
         for leaf in leaves:
             leaf.grad = None
 
+    def divide(self, parts: Mapping[str, Part]) -> None:
+        """From now on updates are of parts of these parameters, whose gradients are then those of the parts."""
+        self._parts = [parts.get(name) for name in self.names]
+
+    def kept(self, version: int, name: str) -> torch.Tensor | None:
+        """A parameter in a version, if that is still kept; see `note`."""
+        if version <= self.newest - self._count:
+            return None
+        return self._leaves(version)[self.names.index(name)].data
+
     def tensors(self) -> list[torch.Tensor]:
         """All versions, and the gradients of the update groups under way."""
         leaves: list[torch.Tensor] = [leaf for version in self._sets for leaf in version or ()]
@@ -127,16 +140,20 @@ class WeightVersions:
         if leaves is not current and leaves:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p in leaves], [p.data for p in current])
-        for own, leaf, gradient in zip(self.own, leaves, self.gradients(group), strict=True):
+        for own, leaf, part, gradient in zip(self.own, leaves, self._parts, self.gradients(group), strict=True):
             own.data = leaf.data
-            own.grad = gradient
+            if part is None:
+                own.grad = gradient
+            else:
+                part.follow()
+                part.parameter.grad = gradient
         del self._gradients[group]
         step()
         self._check_storage(leaves)
         if leaves:  # a graph that still held the overwritten version must fail loudly
             torch.autograd.graph.increment_version(leaves)
         self.newest = version
-        self._note()
+        self.note()
 
     def _check_storage(self, leaves: Sequence[nn.Parameter]) -> None:
         for name, own, leaf in zip(self.names, self.own, leaves, strict=True):
@@ -203,7 +220,7 @@ class WeightVersions:
                         leaf.data.copy_(own.data)
         for own, leaf in zip(self.own, newest, strict=True):
             own.data = leaf.data
-        self._note()
+        self.note()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
         """The other versions that are kept, by number and name, for a checkpoint."""
@@ -225,13 +242,17 @@ class WeightVersions:
         self.take_hooks()
         for own, leaf in zip(self.own, self._leaves(newest), strict=True):
             own.data = leaf.data
-        self._note()
+        self.note()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of groups that were not updated (after an error)."""
         self._gradients.clear()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """What the parameters hold now is no change from outside."""
+        for part in self._parts:
+            if part is not None:
+                part.follow()
         self._seen = [(own._version, own.data_ptr()) for own in self.own]
         self._sampled = self._sample()
 

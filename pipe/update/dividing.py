@@ -13,10 +13,11 @@ from torch import nn
 from ...comm import Collectives
 from ...schedules import Schedule
 from ..parallel.division import Division, divide
+from ..parallel.part import Part
 from ..stages.ownership import Ownership
 from .interface import UpdateParts
 from .optimizers import StageOptimizers
-from .parts import DividedSum, Part, StageParts
+from .parts import DividedSum, StageParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

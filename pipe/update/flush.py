@@ -92,11 +92,7 @@ class FlushUpdate(Update):
             for s in sorted(first)
             if parts.optimizer is not None
         ]
-        divided = (
-            divide_stages(local[0], schedule, parts, optimizers)
-            if parts.sharding.is_any and len(local) < schedule.num_ranks
-            else NOTHING_DIVIDED
-        )
+        divided = divide_stages(local[0], schedule, parts, optimizers) if parts.sharding.is_any else NOTHING_DIVIDED
         self._divided = divided
         scale = None if parts.grad_scaler is None else LossScale(parts.grad_scaler)
         self._flush_ranks = {rank: self._make_rank(rank, execution, parts, scale) for rank in local}

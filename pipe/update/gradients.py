@@ -96,21 +96,53 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
     scale_gradients(gradients, clip_factor(norm=norm, max_norm=max_norm))
 
 
+class Flat:
+    """How tensors travel to other ranks: in flat buckets.
+
+    A bucket holds tensors of one type, together at most BUCKET_BYTES; a larger one stands alone, an empty one nowhere.
+
+    Arguments:
+        like: shapes and types, in the same order on both sides.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self.like = tuple(like)
+        self._buckets = buckets_of(self.like)
+
+    def specs(self) -> list[TensorSpec]:
+        """Layouts of the buckets."""
+        numels = [sum(self.like[i].numel() for i in bucket) for bucket in self._buckets]
+        types = [self.like[bucket[0]].dtype for bucket in self._buckets]
+        return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Every bucket as a copy."""
+        return tuple(flatten([tensors[i] for i in bucket]) for bucket in self._buckets)
+
+    def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, views of the buckets."""
+        found = list(self.like)  # empty ones stay
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
+                found[i] = part
+        return found
+
+
 class FlatGradients:
     """How the gradients of some parameters travel to other ranks: a flag for each, and flat buckets.
 
-    A bucket holds gradients of one type, together at most BUCKET_BYTES; a larger one stands alone. A flag is 1, or 0
-    where no gradient came: one that no rank has is left None, since optimizers leave such a parameter alone. A note
-    of the sender's travels with the flags: any n + 1 numbers.
+    A flag is 1, or 0 where no gradient came: one that no rank has is left None, since optimizers leave such a parameter
+    alone. A note of the sender's travels with the flags: any n + 1 numbers.
 
     Arguments:
-        parameters: n of them, with their names, in the same order on all ranks.
+        parameters: n of them, with their names, in the same order on all ranks; or what travels of each.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.names = tuple(name for name, _ in parameters)
         self.parameters = tuple(parameter for _, parameter in parameters)
         self.buckets = tuple(buckets_of(self.parameters))
+        self._flat = Flat(self.parameters)
 
     def flags(self, gradients: Grads) -> torch.Tensor:
         """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""
@@ -119,10 +151,7 @@ class FlatGradients:
 
     def specs(self) -> list[TensorSpec]:
         """Layouts of the tensors of a message."""
-        numels = [sum(self.parameters[i].numel() for i in bucket) for bucket in self.buckets]
-        types = [self.parameters[bucket[0]].dtype for bucket in self.buckets]
-        flat = [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
-        return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *flat]
+        return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *self._flat.specs()]
 
     def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
         """A message: flags and the note, then every bucket as a copy, zeros where no gradient came."""
@@ -131,7 +160,7 @@ class FlatGradients:
             torch.zeros_like(parameter) if gradient is None else gradient.detach()
             for parameter, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        return (flags, *(flatten([whole[i] for i in bucket]) for bucket in self.buckets))
+        return (flags, *self._flat.pack(whole))
 
     def unpack(self, message: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[float]]:
         """The gradients of a message, views of it, and the note."""
@@ -139,11 +168,8 @@ class FlatGradients:
         count = len(self.parameters)
         numbers: list[float] = flags.tolist()
         present, note = numbers[:count], numbers[count:]
-        found: list[torch.Tensor | None] = [None] * count
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            for i, part in zip(bucket, unflatten(flat, [self.parameters[i] for i in bucket]), strict=True):
-                found[i] = part if present[i] else None
-        return found, note
+        gradients = zip(self._flat.unpack(flats), present, strict=True)
+        return [gradient if is_there else None for gradient, is_there in gradients], note
 
     def _numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.parameters[0].device)
@@ -166,9 +192,11 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def buckets_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Positions by bucket: of each type in order."""
+    """Positions by bucket: of each type in order, without empty ones."""
     by_type: dict[torch.dtype, list[int]] = {}
     for position, parameter in enumerate(parameters):
+        if not parameter.numel():
+            continue
         by_type.setdefault(parameter.dtype, []).append(position)
     found = []
     for positions in by_type.values():

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+from ..parallel.part import Part
 from ..parallel.share import Share
-from .parts import Part
 from .separable import separable
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -120,7 +120,8 @@ class StageOptimizers:
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
-        """Within: `take` gets each parameter's name and gradient instead of a step; weights and rates stay."""
+        """Within: `take` gets each parameter's name and gradient (of a divided one the part's) instead of a step, and
+        weights and rates stay."""
         self._take = take
         try:
             yield
@@ -160,7 +161,9 @@ class StageOptimizers:
         """
         if self._take is not None:
             for parameter in self._parameters:
-                self._take(self.names[id(parameter)], parameter.grad)
+                name = self.names[id(parameter)]
+                own = self.parts[name].parameter if name in self.parts else parameter
+                self._take(name, own.grad)
         elif not skipped:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -169,6 +172,8 @@ class StageOptimizers:
                     scheduler.step()
                 elif loss is not None:
                     scheduler.step(loss)  # type: ignore[arg-type]  # torch types the one of ReduceLROnPlateau by itself
+            for part in self.parts.values():
+                part.settle()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:

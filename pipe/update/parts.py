@@ -8,53 +8,13 @@ weights     the part --exchange--> [all of them] on every rank               (an
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from ...comm import Collectives
 from ..parallel.division import Division
-from ..parallel.share import Share
+from ..parallel.part import Part
 from .gradients import buckets_of, flatten, unflatten
-
-
-class Part:
-    """This rank's part of a parameter.
-
-    Attributes:
-        whole: the model's own Parameter.
-        parameter: what the optimizer holds in its place: a view of it while `whole` is there.
-    """
-
-    def __init__(self, name: str, whole: nn.Parameter, division: Division, rank: int) -> None:
-        self.name = name
-        self.whole = whole
-        self.division = division
-        self._rank = rank
-        self.parameter = nn.Parameter(division.view(whole.data, rank), requires_grad=whole.requires_grad)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether other ranks have all of it."""
-        return self.parameter.numel() == 0
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor like the parameter, as a view."""
-        return self.division.view(tensor, self._rank)
-
-    def share(self, of: Share) -> Share:
-        """The part, of what this rank would hold alone."""
-        return self.division.share(self._rank, of)
-
-    def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of the whole parameter, for this part."""
-        return {
-            key: self.of(value).clone()
-            if isinstance(value, torch.Tensor) and value.shape == self.whole.shape
-            else value
-            for key, value in state.items()
-        }
 
 
 class StageParts:
@@ -71,11 +31,6 @@ class StageParts:
         self._collectives = collectives
         self._all = list(parts.values())
         self._ranks = self._all[0].division.ranks if self._all else ()
-
-    def follow(self) -> None:
-        """The parts are views of the whole parameters, wherever these are now."""
-        for part in self._all:
-            part.parameter.data = part.of(part.whole.data)
 
     def begin_gather(self) -> Callable[[], None]:
         """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters."""

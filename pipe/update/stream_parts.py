@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ...comm import Collectives
 from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
 from ...schedules.lowering.stream import Stream, make_stream
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
+from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from .dividing import NOTHING_DIVIDED, Divided, divide_stages
 from .gradients import refuse_sparse_modules
 from .interface import UpdateParts
 from .loss_scale import LossScale
@@ -42,17 +45,22 @@ class StreamExecution:
             count = schedule.rule.versions_kept(peaks[rank])
             weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
             taken.update(name for one in weights.values() for name in one.names)
-            shared, counted = _shared_and_counted(rank, parts.ownership, weights)
+            optimizers = {
+                stage: parts.make_optimizers(stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False)
+                for stage, one in weights.items()
+            }
+            divided = NOTHING_DIVIDED
+            if parts.sharding.is_any:
+                divided = divide_stages(rank, schedule, parts, list(optimizers.values()))
+                for one in weights.values():
+                    one.divide(divided.parts)
+            shared, counted = _shared_and_counted(rank, parts.ownership, weights, divided)
             ranks[rank] = StreamRank(
                 rank,
                 stream=self.stream,
                 weights=weights,
-                optimizers={
-                    stage: parts.make_optimizers(
-                        stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False
-                    )
-                    for stage, one in weights.items()
-                },
+                optimizers=optimizers,
+                divided=divided,
                 shared=shared,
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
@@ -64,17 +72,27 @@ class StreamExecution:
 
 
 def make_stream_execution(
-    schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None, scales_loss: bool
+    schedule: Schedule,
+    ownership: Ownership,
+    collectives: Collectives,
+    *,
+    sharding: Sharding,
+    max_grad_norm: float | None,
+    scales_loss: bool,
 ) -> StreamExecution:
-    """Calls of an asynchronous schedule.
+    """Calls of an asynchronous schedule. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
-    sharing = _sharing_of(schedule, ownership, max_grad_norm=max_grad_norm, scales_loss=scales_loss)
+    sharing = _sharing_of(schedule, ownership, sharding, max_grad_norm=max_grad_norm, scales_loss=scales_loss)
+    for ranks in sharing.parts:
+        collectives.subgroup(ranks)  # for what is done with an empty pipeline
     return StreamExecution(stream=make_stream(_with_late_updates(schedule, sharing), sharing=sharing))
 
 
-def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: float | None, scales_loss: bool) -> Sharing:
+def _sharing_of(
+    schedule: Schedule, ownership: Ownership, sharding: Sharding, *, max_grad_norm: float | None, scales_loss: bool
+) -> Sharing:
     """Messages that the updates need, besides activations and gradients.
 
     Raises ValueError for what a rule cannot have: a global norm, an update that all stages skip, or weights tied over
@@ -97,7 +115,10 @@ def _sharing_of(schedule: Schedule, ownership: Ownership, *, max_grad_norm: floa
         raise ValueError(
             f"parameter {name!r} is tied over the ranks {ranks} under schedule {schedule.name!r}: {rule.why_no_ties}"
         )
-    return Sharing(loss=True, norm=max_grad_norm is not None or scales_loss, sums=tuple(sums))
+    trained = {stage for name, _ in ownership.tied() for stage in ownership.stages[name]}
+    parts = {tuple(schedule.owners[s]) for s in trained if sharding.shards[s] > 1}
+    has_norm = max_grad_norm is not None or scales_loss
+    return Sharing(loss=True, norm=has_norm, sums=tuple(sums), parts=tuple(sorted(parts)))
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
@@ -133,15 +154,17 @@ def _weights_of(
 
 
 def _shared_and_counted(
-    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions]
+    rank: int, ownership: Ownership, weights: Mapping[int, WeightVersions], divided: Divided
 ) -> tuple[Sequence[SharedGradient], Sequence[ParameterPlace]]:
     """Gradients that this rank adds up with others, by name in one order everywhere; those that its norm counts."""
     ranks_of = dict(ownership.tied())
     places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
     shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
+    parts = {part.name for part in divided.counted(ownership, rank)}
     counted = [
         place
         for name, place in places.items()
-        if rank == min(ranks_of.get(name, (rank,))) and ownership.group.counts(name)
+        if (name in parts if name in divided.parts else rank == min(ranks_of.get(name, (rank,))))
+        and ownership.group.counts(name)
     ]
     return shared, counted

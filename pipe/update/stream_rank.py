@@ -22,7 +22,8 @@ from ...schedules.lowering.stream import Stream
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
 from ..stages.weights import WeightVersions
-from .gradients import FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
+from .dividing import Divided
+from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
 from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
@@ -66,7 +67,8 @@ class StreamRank(RankUpdate):
         weights: of its stages.
         optimizers: of its stages.
         shared: the gradients that it adds up with other ranks, in the same order on all of them.
-        counted: the parameters that count in this rank's part of the global norm.
+        counted: the parameters that count in this rank's part of the global norm; of a divided one, the part.
+        divided: what this rank has parts of.
         max_grad_norm: None: no clipping.
         loss_scale: None: no scale, no skipped updates.
         add_up: sums a tensor over the tensor group, in place.
@@ -81,6 +83,7 @@ class StreamRank(RankUpdate):
         optimizers: Mapping[int, StageOptimizers],
         shared: Sequence[SharedGradient],
         counted: Sequence[ParameterPlace],
+        divided: Divided,
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
         add_up: Callable[[torch.Tensor], None],
@@ -109,10 +112,19 @@ class StreamRank(RankUpdate):
         self._with = {
             peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
         }
-        self._flat = {
-            peer: FlatGradients([(names[p], self._parameter(self._shared[p].at)) for p in positions])
-            for peer, positions in self._with.items()
+        self._divided = divided
+        self._names = names
+        # By peer, what of each shared gradient goes there, and what comes from there.
+        self._to = {peer: self._flat(positions, of=peer) for peer, positions in self._with.items()}
+        self._from = {peer: self._flat(positions, of=rank) for peer, positions in self._with.items()}
+        self._parts = {
+            peer: [part for part in divided.parts.values() if peer in part.division.ranks]
+            for peer in range(self._num_ranks)
+            if peer != rank
         }
+        self._stage_of = {name: stage for stage, one in self.weights.items() for name in one.names}
+        self._updated: dict[int, dict[int, Tensors]] = {}  # by update group and rank: parts that it has updated
+        self._made: dict[tuple[int, int], int] = {}  # (stage, update group) -> the version that its update made
 
     def enter(self, batch: Batch, *, first_batch: int = 0) -> None:
         """A batch comes, in a stream that began with `first_batch`; it goes when its last update is done."""
@@ -136,12 +148,19 @@ class StreamRank(RankUpdate):
             case MessageKind.LOSS:
                 return super().specs(message)
             case MessageKind.SUM:
-                return self._flat[message.src if message.dst == self._rank else message.dst].specs()
+                comes = message.dst == self._rank
+                return (self._from[message.src] if comes else self._to[message.dst]).specs()
+            case MessageKind.WEIGHTS:
+                peer = message.src if message.dst == self._rank else message.dst
+                return self._flat_parts(peer, of=message.src).specs()
             case _:
                 return [TensorSpec((3,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
+        if message.kind is MessageKind.WEIGHTS:
+            self._updated.setdefault(message.index, {})[message.src] = tensors
+            return
         group = self._group(message.index)
         match message.kind:
             case MessageKind.LOSS:
@@ -155,14 +174,22 @@ class StreamRank(RankUpdate):
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
+        if message.kind is MessageKind.WEIGHTS:
+            parts = self._parts[message.dst]
+            return self._flat_parts(message.dst, of=self._rank).pack([part.parameter.data for part in parts])
         group = self._group(message.index)
         match message.kind:
             case MessageKind.LOSS:
                 return super().take(message)
             case MessageKind.SUM:
                 positions = self._with[message.dst]
-                gradients = [self._gradient(self._shared[position].at, message.index) for position in positions]
-                return self._flat[message.dst].pack(gradients, self._same_options.note(positions))
+                gradients = [
+                    None
+                    if (own := self._gradient(self._shared[at].at, message.index)) is None
+                    else self._part(at, message.dst, own)
+                    for at in positions
+                ]
+                return self._to[message.dst].pack(gradients, self._same_options.note(positions))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
@@ -174,6 +201,9 @@ class StreamRank(RankUpdate):
         """The gradients of a group are whole up to what other ranks add; or their norm is next."""
         if step.op is Op.GRAD_NORM:
             self._find_norm(step.index)
+            return
+        if step.op is Op.UNSHARD:
+            self._take_parts(step.index)
             return
         loss, scale = self.total(step.index)
         self.forget(step.index)
@@ -201,6 +231,8 @@ class StreamRank(RankUpdate):
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
         self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped))
+        if self._divided.parts:
+            self._made[stage, index] = self.weights[stage].newest
         group.updates += 1
         if group.updates == len(self.weights):
             del self._groups[index]
@@ -215,6 +247,8 @@ class StreamRank(RankUpdate):
         self._groups.clear()
         self._known_losses.clear()
         self._same_options.drop()
+        self._updated.clear()
+        self._made.clear()
         for weights in self.weights.values():
             weights.drop_gradients()
 
@@ -236,6 +270,35 @@ class StreamRank(RankUpdate):
     def _whole_norm(self, group: _Group) -> torch.Tensor:
         return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)
 
+    def _take_parts(self, index: int) -> None:
+        """The weights that an update has made become whole, where they are still kept."""
+        versions = {stage: self._made.pop((stage, index)) for stage in self.weights}
+        for peer, message in self._updated.pop(index, {}).items():
+            parts = self._parts[peer]
+            for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
+                stage = self._stage_of[part.name]
+                whole = self.weights[stage].kept(versions[stage], part.name)
+                if whole is not None and value.numel():
+                    part.division.view(whole, peer).copy_(value)
+        for weights in self.weights.values():
+            weights.note()
+
+    def _flat(self, positions: Sequence[int], *, of: int) -> FlatGradients:
+        """The parts of shared gradients that a rank needs."""
+        parameters = [(self._names[at], self._parameter(self._shared[at].at)) for at in positions]
+        return FlatGradients(
+            [(n, self._part(at, of, _like(p))) for at, (n, p) in zip(positions, parameters, strict=True)]
+        )
+
+    def _flat_parts(self, peer: int, *, of: int) -> Flat:
+        """The parts of a rank, among what this one and `peer` divide."""
+        return Flat([part.division.view(_like(part.whole), of) for part in self._parts[peer]])
+
+    def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """What a rank needs of a shared gradient: its part, or all of it."""
+        division = self._divided.divisions.get(rank, {}).get(self._names[position])
+        return tensor if division is None else division.view(tensor, rank)
+
     def _batch_loss(self, batch: int) -> float:
         """Mean over the batch, all of whose groups are known."""
         parts = self._known_losses[batch]
@@ -251,7 +314,7 @@ class StreamRank(RankUpdate):
             return
         parts: dict[int, dict[int, torch.Tensor | None]] = {}  # position -> rank -> gradient
         for peer, message in group.sums.items():
-            gradients, note = self._flat[peer].unpack(message)
+            gradients, note = self._from[peer].unpack(message)
             if peer not in group.notes:
                 group.notes.add(peer)
                 self._same_options.told(peer, self._with[peer], note)
@@ -263,9 +326,11 @@ class StreamRank(RankUpdate):
                 continue
             group.added.add(position)
             own = self.weights[stage].gradients(index)
-            by_rank[self._rank] = own[number]
+            mine = own[number]
+            by_rank[self._rank] = None if mine is None else self._part(position, self._rank, mine)
             present = [gradient for rank in ranks if (gradient := by_rank[rank]) is not None]
-            if present:
+            own[number] = None
+            if present and present[0].numel():
                 total = present[0].clone()
                 for gradient in present[1:]:
                     total += gradient
@@ -288,3 +353,8 @@ class StreamRank(RankUpdate):
 
     def _group(self, index: int) -> _Group:
         return self._groups.setdefault(index, _Group())
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type that takes no memory."""
+    return parameter.new_empty(()).expand(parameter.shape)

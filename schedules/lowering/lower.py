@@ -14,7 +14,8 @@ order of the sends, and one that is consumed late lets later ones pass only by b
 Collectives, such as the sums of shared gradients behind a stage's last backward, stand where `collectives` places them.
 
 A program with updates in it (U) also gets a `GroupStep` after the last backward of each update group, where the losses
-of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them.
+of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them. Where each
+rank updates parts alone, they leave behind the update, and another step waits for those of the others (UNSHARD).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, RECEIVES_AHEAD, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..needs import Needs
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
+from ..versions import derive_versions
 
 
 def lower(
@@ -59,23 +61,28 @@ class _Exchange:
         self.sharing = sharing
         # Per rank, each step of work with the position of the action that it goes with.
         placed = place_collectives(schedule, sharing.collectives)
+        steps = _GroupSteps(schedule, sharing) if schedule.is_asynchronous else None
         self.work_at = [
-            _with_group_steps(schedule, program, norm=sharing.norm)
-            if schedule.is_asynchronous
-            else _with_collectives(program, placed[rank])
+            _with_collectives(program, placed[rank]) if steps is None else steps.among(rank, program)
             for rank, program in enumerate(schedule.programs)
         ]
         self.work = [[step for step, _ in work] for work in self.work_at]
         self._updates: list[dict[int, Action]] = [
             {a.index: a for a in reversed(program) if a.op is Op.U} for program in schedule.programs
         ]  # by rank and update group: its first update
+        self._last_updates = [{a.index: a for a in program if a.op is Op.U} for program in schedule.programs]
         self.on_link: dict[tuple[int, int], list[Message]] = {}  # (sender, receiver) -> in the order sent
         self.outputs: list[dict[Work, list[tuple[Message, int]]]] = [{} for _ in ranks]
         self.inputs: list[dict[Work, list[Message]]] = [{} for _ in ranks]
         self.finally_needs: list[list[Message]] = [[] for _ in ranks]
         self._find()
         # Per rank, the call of each step of work; and the call in which each message is sent.
-        self.calls = None if calls is None else [[calls[r][position] for _, position in self.work_at[r]] for r in ranks]
+        after = schedule.num_batches  # behind the end of a program: with the drain
+        self.calls = (
+            None
+            if calls is None
+            else [[[*calls[r], after][position] for _, position in self.work_at[r]] for r in ranks]
+        )
         self.sent_in: dict[Message, int] = {}
         for rank, own in enumerate(self.calls or ()):
             for step, call in zip(self.work[rank], own, strict=True):
@@ -102,6 +109,8 @@ class _Exchange:
                     continue  # no messages: its ranks meet in a process group
                 for message, _, _, user, receiver in needs.departures(step):
                     self._add(message, step, rank, user, receiver)
+                if step.op is Op.U and self._last_updates[rank][step.index] == step:
+                    self._share_parts(rank, step)
                 if step in loss_behind:
                     self._share_loss(rank, step, loss_behind[step])
 
@@ -117,6 +126,11 @@ class _Exchange:
                 self.on_link.setdefault((rank, receiver), []).append(message)
                 self.finally_needs[receiver].append(message)
 
+    def _share_parts(self, rank: int, update: Action) -> None:
+        for peer in self.sharing.part_partners(rank):
+            message = Message(MessageKind.WEIGHTS, rank, peer, update.index)
+            self._add(message, update, rank, GroupStep(Op.UNSHARD, update.index), peer)
+
     def _share_gradients(self, rank: int, step: GroupStep) -> None:
         group = step.index
         norm, ranks = self.sharing.norm, range(self.schedule.num_ranks)
@@ -125,6 +139,8 @@ class _Exchange:
                 wants_now = norm and rank in self.sharing.counts_for(peer)
                 consumer: Work = GroupStep(Op.GRAD_NORM, group) if wants_now else self._updates[peer][group]
                 self._add(Message(MessageKind.SUM, rank, peer, group), step, rank, consumer, peer)
+        elif step.op is Op.UNSHARD:
+            return  # it sends nothing
         elif rank > 0:
             self._add(Message(MessageKind.NORM, rank, 0, group), step, rank, step, 0)
         else:
@@ -133,26 +149,46 @@ class _Exchange:
                 self._add(message, step, 0, self._updates[peer][group], peer)
 
 
-def _with_group_steps(schedule: Schedule, program: tuple[Action, ...], *, norm: bool) -> list[tuple[Work, int]]:
-    """The actions of a rank of a stream with their positions; the steps of an update group go with its last backward
-    (with its update, where the rank has no backward in it)."""
-    last: dict[int, int] = {}  # update group -> position of its last backward
-    for position, action in enumerate(program):
-        if action.op in COMPUTE_OPS and action.op is not Op.F:
-            last[action.index // schedule.group_size] = position
-    ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if norm else (Op.REDUCE_GRAD,)
-    work: list[tuple[Work, int]] = []
-    finished: set[int] = set()
-    for position, action in enumerate(program):
-        group = action.index if action.op is Op.U else action.index // schedule.group_size
-        if action.op is Op.U and group not in finished:
-            finished.add(group)
-            work += [(GroupStep(op, group), position) for op in ops]
-        work.append((action, position))
-        if last.get(group) == position:
-            finished.add(group)
-            work += [(GroupStep(op, group), position) for op in ops]
-    return work
+class _GroupSteps:
+    """Steps of update groups among the actions of a program with updates.
+
+    REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group on the rank (with its update, where the
+    rank has no backward in it). UNSHARD stands in front of the first forward that uses a version which the update, or
+    a later one, has made; at the end, where there is none.
+    """
+
+    def __init__(self, schedule: Schedule, sharing: Sharing) -> None:
+        self._schedule = schedule
+        self._sharing = sharing
+        self._used = derive_versions(schedule).used if sharing.parts else {}
+
+    def among(self, rank: int, program: tuple[Action, ...]) -> list[tuple[Work, int]]:
+        """The work of a rank of a stream, each step with the position of the action that it goes with."""
+        size = self._schedule.group_size
+        last: dict[int, int] = {}  # update group -> position of its last backward
+        for position, action in enumerate(program):
+            if action.op in COMPUTE_OPS and action.op is not Op.F:
+                last[action.index // size] = position
+        ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if self._sharing.norm else (Op.REDUCE_GRAD,)
+        work: list[tuple[Work, int]] = []
+        finished: set[int] = set()
+        tells = bool(self._sharing.part_partners(rank))
+        to_unshard = dict.fromkeys(action.index for action in program if action.op is Op.U) if tells else {}
+        for position, action in enumerate(program):
+            group = action.index if action.op is Op.U else action.index // size
+            if action.op is Op.U and group not in finished:
+                finished.add(group)
+                work += [(GroupStep(op, group), position) for op in ops]
+            elif action.op is Op.F:
+                due = [one for one in to_unshard if one < self._used.get((action.stage, action.index), 0)]
+                for one in due:
+                    del to_unshard[one]
+                    work.append((GroupStep(Op.UNSHARD, one), position))
+            work.append((action, position))
+            if last.get(group) == position:
+                finished.add(group)
+                work += [(GroupStep(op, group), position) for op in ops]
+        return [*work, *((GroupStep(Op.UNSHARD, one), len(program)) for one in to_unshard)]
 
 
 def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, Collective]]) -> list[tuple[Work, int]]:

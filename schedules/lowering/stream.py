@@ -238,12 +238,40 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
             )
         check(unrolled)
         check_lowered(Lowered(schedule=unrolled, programs=tuple(programs)))
+        _check_progress(programs)
     for (stage, index), version in used.items():
         if stream.version(stage, index, first_batch=0) != version:
             raise ScheduleError(
                 f"{stage}F{index} of schedule {schedule.name!r} uses weight version {version}, not "
                 f"{stream.version(stage, index, first_batch=0)} as the same microbatch of its other batches does: "
                 f"expected versions that grow by {schedule.groups_per_batch} a batch"
+            )
+
+
+def _check_progress(programs: Sequence[RankProgram]) -> None:
+    """Raise ScheduleError where ranks wait for each other's messages for ever, whatever these are about."""
+    sent: set[Message] = set()
+    at = [0] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program.steps):
+                step = program.steps[at[rank]]
+                if isinstance(step, Transfer):
+                    sent.update([step.message] if step.is_send else [])
+                elif not sent.issuperset(program.inputs.get(step, ())):
+                    break
+                at[rank] += 1
+                moved = True
+    for program, position in zip(programs, at, strict=True):
+        if position < len(program.steps):
+            step = program.steps[position]
+            assert not isinstance(step, Transfer)
+            missing = next(message for message in program.inputs[step] if message not in sent)
+            raise ScheduleError(
+                f"deadlock: rank {program.rank} waits before {step} for the {missing}, whose sender waits as well: "
+                f"expected updates that stand in front of all that uses the version which they make"
             )
 
 
