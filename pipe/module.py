@@ -357,7 +357,7 @@ class PipelineModule:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this process's stages."""
-        return self._building.built("parameters and state").state.ownership.state_dict()
+        return self._building.built("parameters and state").state.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""

@@ -46,6 +46,11 @@ class State:
         """Optimizers of the local stages, in order, each copy's own; of a stage as they were returned."""
         return [optimizer for one in self.update.stages for optimizer in one.optimizers.optimizers]
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """See PipelineModule.state_dict."""
+        self.update.refuse_reading("state_dict")
+        return self.ownership.state_dict()
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         self.training.drain()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ...comm import Collectives
@@ -45,6 +46,22 @@ class Divided:
             for name, part in self.parts.items()
             if ownership.group.counts(name) and ownership.holders(name)[0] in part.division.ranks
         ]
+
+    def whole(
+        self, gradients: Mapping[str, torch.Tensor | None], collectives: Collectives
+    ) -> dict[str, torch.Tensor | None]:
+        """Gradients by name, those of divided parameters made whole from the parts. Collective over the processes."""
+        mine = [name for name, gradient in gradients.items() if name in self.parts and gradient is not None]
+        told = collectives.gather(mine, what="telling which parameters have gradients")
+        present = {name for names in told for name in names}
+        found = dict(gradients)
+        for name, part in self.parts.items():
+            part.parameter.grad = gradients.get(name)
+        for stage in self.stages:
+            stage.gather_gradients(present)
+        for name, part in self.parts.items():
+            found[name], part.whole.grad = part.whole.grad, None
+        return found
 
 
 NOTHING_DIVIDED = Divided(stages=(), parts={}, divisions={})

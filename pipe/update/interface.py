@@ -205,9 +205,18 @@ class Update(ABC):
 
     # State and measurement
 
+    def refuse_reading(self, what: str) -> None:
+        """ValueError while weights that are read would not be of one update."""
+        return
+
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
         return
+
+    def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Gradients that were held back, by name; of divided parameters those of the parts become whole. Collective over
+        the processes."""
+        return dict(gradients)
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """The model's own tensors were loaded, with nothing under way."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...comm import Collectives
 from ...schedules import Timeline
 from ...schedules.lowering.stream import Stream
 from ..batch.batches import Batch
@@ -29,7 +30,7 @@ class StreamUpdate(Update):
         ranks: of this process.
     """
 
-    def __init__(self, stream: Stream, ranks: Mapping[int, StreamRank]) -> None:
+    def __init__(self, stream: Stream, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
         stages = [
             StageState(stage, one.optimizers[stage], one.weights[stage])
             for one in ranks.values()
@@ -39,6 +40,8 @@ class StreamUpdate(Update):
         super().__init__(stream.schedule, ranks, stages, scales)
         self._ranks = ranks
         self._stream = stream
+        self._divided = next(iter(ranks.values())).divided  # nothing is, where a process has several ranks
+        self._collectives = collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
         self._last = -1
         self._lost: str | None = None
@@ -132,6 +135,11 @@ class StreamUpdate(Update):
         speaker.known.extendleft(reversed(aside.waiting))
         self._newest = aside.newest
 
+    def refuse_reading(self, what: str) -> None:
+        """ValueError where parts of weights are still on their way from the ranks that updated them."""
+        if self._divided.parts:
+            self.refuse_changes(f"{what}, of weights that several ranks update in parts,")
+
     def refuse_changes(self, what: str) -> None:
         """ValueError while batches are under way."""
         if self._first is not None:
@@ -145,6 +153,10 @@ class StreamUpdate(Update):
             for own, name in zip(weights.own, weights.names, strict=True):
                 own.data.copy_(state[name])
             weights.adopt(weights.names)
+
+    def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """From the parts of all ranks."""
+        return self._divided.whole(gradients, self._collectives) if self._divided.parts else dict(gradients)
 
     def restart(self) -> None:
         """With the next batch."""

@@ -68,7 +68,7 @@ class StreamExecution:
                 add_up=partial(parts.collectives.tensor_sum, what="summing the gradient norm of a tensor group"),
                 device=parts.device,
             )
-        return StreamUpdate(self.stream, ranks)
+        return StreamUpdate(self.stream, ranks, parts.collectives)
 
 
 def make_stream_execution(

@@ -112,7 +112,7 @@ class StreamRank(RankUpdate):
         self._with = {
             peer: [position for position, one in enumerate(self._shared) if peer in one.ranks] for peer in peers
         }
-        self._divided = divided
+        self.divided = divided
         self._names = names
         # By peer, what of each shared gradient goes there, and what comes from there.
         self._to = {peer: self._flat(positions, of=peer) for peer, positions in self._with.items()}
@@ -231,7 +231,7 @@ class StreamRank(RankUpdate):
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
         self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped))
-        if self._divided.parts:
+        if self.divided.parts:
             self._made[stage, index] = self.weights[stage].newest
         group.updates += 1
         if group.updates == len(self.weights):
@@ -272,7 +272,7 @@ class StreamRank(RankUpdate):
 
     def _take_parts(self, index: int) -> None:
         """The weights that an update has made become whole, where they are still kept."""
-        versions = {stage: self._made.pop((stage, index)) for stage in self.weights}
+        versions = {stage: self._made.pop((stage, index), 0) for stage in self.weights}
         for peer, message in self._updated.pop(index, {}).items():
             parts = self._parts[peer]
             for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
@@ -296,7 +296,7 @@ class StreamRank(RankUpdate):
 
     def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """What a rank needs of a shared gradient: its part, or all of it."""
-        division = self._divided.divisions.get(rank, {}).get(self._names[position])
+        division = self.divided.divisions.get(rank, {}).get(self._names[position])
         return tensor if division is None else division.view(tensor, rank)
 
     def _batch_loss(self, batch: int) -> float:

@@ -240,6 +240,8 @@ class Verifier:
             results = [self._training.step(given, is_reported=False), *self._training.flush()]
         result = next(result for result in reversed(results) if result.loss_step == step)
         assert result.loss is not None
+        with self._guard.together():
+            taken = self._update.whole_gradients(taken)
         limit = self._settings.max_grad_norm
         if limit is not None and result.grad_norm is not None:
             factor = clip_factor(norm=result.grad_norm, max_norm=limit)
