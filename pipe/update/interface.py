@@ -214,8 +214,10 @@ class Update(ABC):
         return
 
     def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Gradients that were held back, by name; of divided parameters those of the parts become whole. Collective over
-        the processes."""
+        """Gradients that were held back, by name; of divided parameters those of the parts become whole.
+
+        Collective over the processes.
+        """
         return dict(gradients)
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
