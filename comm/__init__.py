@@ -5,6 +5,7 @@ from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard, make_guard
 from .groups import Groups, join_world, link_lanes
 from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
+from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
@@ -18,6 +19,7 @@ __all__ = [
     "Mailbox",
     "Mesh",
     "MeshPlace",
+    "PartsTransport",
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",

@@ -20,12 +20,14 @@ class TensorSpec(NamedTuple):
 
     stride: without gaps or overlaps. It is kept on the way, since random masks are drawn in memory order.
     requires_grad: a gradient comes back for it.
+    in_parts: all members of a tensor group hold it alike, so that each may send its part.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    in_parts: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:

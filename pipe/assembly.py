@@ -17,7 +17,7 @@ from ..comm import (
     Guard,
     InProcessTransport,
     Mailbox,
-    MeshPlace,
+    PartsTransport,
     ProcessGroupTransport,
     TensorSpec,
     Transport,
@@ -37,6 +37,7 @@ from .measure.recorder import Recorder
 from .measure.steps import StepReports
 from .modes import EvaluationModes, links_of, wire
 from .parallel.group_shares import GroupShares, divide_over_group
+from .parallel.sends import WholeOutputs
 from .parallel.sharding import Sharding
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
@@ -105,8 +106,8 @@ def assemble(
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
     collectives = Collectives(place, device=device, timeout=settings.timeout)
     guard.on_failure(collectives.abort)
-    group = divide_over_group(root, layout.tensor_parallel, collectives, device=device, on_region=seeder.region)
-    parts = cut_model(
+    cut = partial(
+        cut_model,
         model,
         stages,
         example=example,
@@ -119,9 +120,15 @@ def assemble(
         seeder=seeder,
         device=device,
     )
+    peers = layout.tensor.peers_in_parts(place, collectives)
+    whole = WholeOutputs(cut, microbatch, is_wanted=bool(peers))
+    group = divide_over_group(root, layout.tensor.parallel, collectives, device=device, on_region=seeder.region)
+    parts = cut()
     stage_num_parameters = _count_parameters(parts, group)
-    train = wire(schedule, parts.train, microbatch)
-    evaluate = wire(schedule.forward_only(), parts.evaluate, microbatch)
+    train = wire(schedule, parts.train, microbatch, alike=whole.alike(parts.train, training=True))
+    evaluate = wire(
+        schedule.forward_only(), parts.evaluate, microbatch, alike=whole.alike(parts.evaluate, training=False)
+    )
 
     local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
     ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
@@ -140,7 +147,7 @@ def assemble(
     )
     evaluation_programs = batch_programs(evaluate.schedule, has_loss=settings.loss_fn is not None)
     links = links_of([*execution.programs, *evaluation_programs])
-    transports = _make_transports(links, place, collectives, device=device, timeout=settings.timeout)
+    transports = _make_transports(links, layout, collectives, peers, device=device, timeout=settings.timeout)
     for transport in transports.values():
         guard.on_failure(transport.abort)
     update = execution.make_update(
@@ -313,20 +320,31 @@ def _execution(
 
 
 def _make_transports(
-    links: frozenset[Link], place: MeshPlace, collectives: Collectives, *, device: torch.device, timeout: float
+    links: frozenset[Link],
+    layout: Layout,
+    collectives: Collectives,
+    peers: frozenset[int],
+    *,
+    device: torch.device,
+    timeout: float,
 ) -> dict[int, Transport]:
     """By local rank. Collective over the processes."""
+    place = layout.place
     if not place.world.distributed:
         mailbox = Mailbox()
         return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
     lanes = link_lanes(sorted(links), place, collectives.groups)
-    return {r: ProcessGroupTransport(r, lanes, device=device, timeout=timeout) for r in place.local_ranks}
+    (rank,) = place.local_ranks
+    whole = ProcessGroupTransport(rank, lanes, device=device, timeout=timeout)
+    if not peers:
+        return {rank: whole}
+    return {rank: PartsTransport(whole, collectives, peers=peers, least_bytes=layout.tensor.least_bytes)}
 
 
 def _latency(
     transport: Transport, rank: int, links: frozenset[Link], specs: Sequence[TensorSpec], settings: Settings
 ) -> float:
     """Seconds of an activation from stage 0 to its consumer on the next rank, measured between ranks 0 and 1."""
-    if not isinstance(transport, ProcessGroupTransport) or not links >= {(0, 1), (1, 0)} or not specs:
+    if isinstance(transport, InProcessTransport) or not links >= {(0, 1), (1, 0)} or not specs:
         return 0.0
     return one_way_seconds(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)

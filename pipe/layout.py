@@ -19,8 +19,8 @@ from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
 from ..schedules.text import read_schedule
 from .model_options import refuse_beside
+from .parallel.sends import NO_TENSOR_AXIS, TensorAxis
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
-from .parallel.tensor_option import TensorParallelLike
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 AUTO = "auto"
@@ -41,7 +41,7 @@ class Layout:
         recompute: what is computed again in the backward.
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
-        tensor_parallel: how the members of a tensor group divide modules.
+        tensor: options of the tensor axis.
 
     Raises ValueError for a tensor group that divides nothing.
     """
@@ -52,14 +52,10 @@ class Layout:
     recompute: Recompute
     sharding: Sharding
     place: MeshPlace
-    tensor_parallel: TensorParallelLike | None = None
+    tensor: TensorAxis = NO_TENSOR_AXIS
 
     def __post_init__(self) -> None:
-        if self.place.tensor[1] > 1 and self.tensor_parallel is None:
-            raise ValueError(
-                f"a tensor group of {self.place.tensor[1]} processes without tensor_parallel=: each of them would do "
-                f"the same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
-            )
+        self.tensor.check(self.place)
 
 
 def choose_layout(
@@ -74,7 +70,7 @@ def choose_layout(
     recompute: RecomputeLike,
     data_parallel: str,
     mesh_order: Sequence[str] | None = None,
-    tensor_parallel: TensorParallelLike | None = None,
+    tensor: TensorAxis = NO_TENSOR_AXIS,
 ) -> Callable[[World], Layout] | None:
     """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
 
@@ -87,15 +83,13 @@ def choose_layout(
     decided |= {"data_parallel": None if data_parallel == "replicate" else data_parallel}
     if plan is not None:
         refuse_beside("plan=", {**decided, "schedule": schedule, "mesh": sizes, "mesh_order": mesh_order})
-        return partial(
-            layout_of_plan, read_plan(plan), num_microbatches=num_microbatches, tensor_parallel=tensor_parallel
-        )
+        return partial(layout_of_plan, read_plan(plan), num_microbatches=num_microbatches, tensor=tensor)
     if schedule == AUTO:
-        tensor = (sizes or {}).get("tensor", 1)
+        members = (sizes or {}).get("tensor", 1)
         refuse_beside('schedule="auto"', {**decided, "mesh_order": mesh_order})
-        if tensor != 1:
+        if members != 1:
             raise ValueError(
-                f'mesh={{"tensor": {tensor}}} beside schedule="auto", which measures whole modules: expected '
+                f'mesh={{"tensor": {members}}} beside schedule="auto", which measures whole modules: expected '
                 f'"tensor": 1, or a schedule by name'
             )
         return None
@@ -108,7 +102,7 @@ def choose_layout(
         split_points=split_points,
         recompute=recompute,
         data_parallel=data_parallel,
-        tensor_parallel=tensor_parallel,
+        tensor=tensor,
     )
 
 
@@ -120,7 +114,7 @@ def mesh_sizes(mesh: Mapping[str, int] | str | None) -> Mapping[str, int] | None
 
 
 def layout_of_plan(
-    plan: Plan, world: World, *, num_microbatches: int | None, tensor_parallel: TensorParallelLike | None = None
+    plan: Plan, world: World, *, num_microbatches: int | None, tensor: TensorAxis = NO_TENSOR_AXIS
 ) -> Layout:
     """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
 
@@ -146,7 +140,7 @@ def layout_of_plan(
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], world),
         place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
-        tensor_parallel=tensor_parallel,
+        tensor=tensor,
     )
 
 
@@ -160,7 +154,7 @@ def layout_of_options(
     split_points: Sequence[str] | None,
     recompute: RecomputeLike,
     data_parallel: str,
-    tensor_parallel: TensorParallelLike | None,
+    tensor: TensorAxis,
 ) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
@@ -184,7 +178,7 @@ def layout_of_options(
             recompute=read_recompute(recompute, one.num_stages),
             sharding=sharding_of(data_parallel, replicated, world),
             place=MeshPlace(world=world, mesh=axes),
-            tensor_parallel=tensor_parallel,
+            tensor=tensor,
         )
 
     return make

@@ -5,7 +5,7 @@ A model that returns its own loss is trained with labels and predicts without: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,9 +42,15 @@ class Mode:
     schedule: Schedule
 
 
-def wire(schedule: Schedule, inference: InferredStages, microbatch: Signature) -> Mode:
-    """A schedule with the edges of the stages, checked."""
-    wiring = Wiring(inference.stages, inference.outputs(microbatch))
+def wire(
+    schedule: Schedule, inference: InferredStages, microbatch: Signature, *, alike: Collection[tuple[int, int]] = ()
+) -> Mode:
+    """A schedule with the edges of the stages, checked.
+
+    Arguments:
+        alike: see Wiring.
+    """
+    wiring = Wiring(inference.stages, inference.outputs(microbatch), alike=alike)
     wired = schedule.with_edges(wiring.edges())
     check(wired)
     return Mode(inference=inference, wiring=wiring, schedule=wired)

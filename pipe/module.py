@@ -35,6 +35,7 @@ from .model_options import (
     refuse_float16_autocast,
     refuse_float16_parameters,
 )
+from .parallel.sends import TensorAxis
 from .parallel.tensor_option import TensorParallelLike
 from .settings import Settings
 from .stages.compiled import read_compile
@@ -88,6 +89,8 @@ class PipelineModule:
         tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
             "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
             blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
+        tensor_sends: what goes from stage to stage where all members of a tensor group hold the same: "whole" from each
+            of them; in "parts" of 1/T, which are gathered on arrival; "auto": in parts between hosts.
         split_points: names of the modules that begin a stage, S - 1 of them; equal parameter weights by default.
         stages: instead of a model: S modules, each called with the outputs of the one before.
         recompute: what is computed again in the backward instead of being kept: "none"; "full" (a stage keeps its
@@ -131,6 +134,7 @@ class PipelineModule:
         mesh: Mapping[str, int] | str | None = None,
         mesh_order: Sequence[str] | None = None,
         tensor_parallel: TensorParallelLike | None = None,
+        tensor_sends: str = "auto",
         split_points: Sequence[str] | None = None,
         stages: Sequence[nn.Module] | None = None,
         recompute: RecomputeLike = "none",
@@ -168,7 +172,7 @@ class PipelineModule:
             plan=plan,
             mesh=mesh,
             mesh_order=mesh_order,
-            tensor_parallel=tensor_parallel,
+            tensor=TensorAxis(parallel=tensor_parallel, sends=tensor_sends),
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             split_points=split_points,

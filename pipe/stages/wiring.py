@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...comm import TensorSpec
 from ...partition.graph.units import MODEL_INPUT, StageModule
@@ -15,9 +15,16 @@ OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 class Wiring:
     """The slots of each edge. `acts[src, dst]`: the output slots of `src` that `dst` takes, ascending;
     `grads[src, dst]`: those of them for which a gradient may come back; `positions[src, dst]`: of these among the
-    inputs of `dst`."""
+    inputs of `dst`.
 
-    def __init__(self, stages: Sequence[StageModule], specs: OutputSpecs) -> None:
+    Arguments:
+        alike: (stage, slot) of outputs that all members of a tensor group hold alike.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModule], specs: OutputSpecs, *, alike: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self._alike = frozenset(alike)
         self.acts: dict[tuple[int, int], tuple[int, ...]] = {}
         for dst, module in enumerate(stages):
             slots: dict[int, set[int]] = {}
@@ -50,12 +57,16 @@ class Wiring:
             certain: by stage and input, whether its gradient always comes.
         """
         if message.kind is MessageKind.ACT:
-            return [specs[message.src][slot] for slot in self.acts[message.src, message.dst]]
+            return [self._spec(message.src, slot, specs) for slot in self.acts[message.src, message.dst]]
         return [*flag_spec(self.certain(message, certain)), *self.gradient_specs(message, specs)]
 
     def gradient_specs(self, message: Message, specs: OutputSpecs) -> list[TensorSpec]:
         """Layouts of the gradients of a message, without what stands in front of them."""
-        return [specs[message.dst][slot] for slot in self.grads[message.dst, message.src]]
+        return [self._spec(message.dst, slot, specs) for slot in self.grads[message.dst, message.src]]
+
+    def _spec(self, stage: int, slot: int, specs: OutputSpecs) -> TensorSpec:
+        spec = specs[stage][slot]
+        return spec._replace(in_parts=True) if (stage, slot) in self._alike else spec
 
     def certain(self, message: Message, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
         """By gradient of a message, whether it always comes."""

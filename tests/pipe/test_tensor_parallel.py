@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
+from stagewright.comm import Mesh, MeshPlace, ProcessGroupTransport, World
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.parallel.sends import TensorAxis
 
 WIDTH, HEADS, LENGTH, WORDS = 8, 4, 6, 12
 USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
@@ -261,3 +264,82 @@ def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divi
     for recompute in ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"}):
         again, _ = gloo.run(drop, ranks=2, args=(recompute,))
         assert difference(again["state"], one["state"]) == 0.0
+
+
+def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
+    """Bytes that this process sends in a step, by kind of message, and the state behind it."""
+    counted: dict[str, int] = {}
+    send = ProcessGroupTransport.send
+
+    def counting(self: Any, message: Any, peer: int, tensors: Any, specs: Any) -> None:
+        size = sum(x.numel() * x.element_size() for x in tensors)
+        counted[message.kind.name] = counted.get(message.kind.name, 0) + size
+        send(self, message, peer, tensors, specs)
+
+    ProcessGroupTransport.send = counting  # type: ignore[method-assign]
+    try:
+        options: dict[str, Any] = {"schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "tensor_sends": sends}
+        with make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, num_microbatches=4, **options) as pipe:
+            for step in range(2):
+                pipe.train_step(*make_batch(step, size=7))
+            pipe.eval_step(*make_batch(2, size=5))
+            return counted, pipe.full_state_dict()
+    finally:
+        ProcessGroupTransport.send = send  # type: ignore[method-assign]
+
+
+@pytest.mark.gloo
+def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
+    whole, parts = gloo.run(count_bytes, ranks=4, args=("whole",)), gloo.run(count_bytes, ranks=4, args=("parts",))
+    for (all_of_it, state), (half, same) in zip(whole, parts, strict=True):
+        assert half["ACT"] * 2 == all_of_it["ACT"] > 0
+        assert half["GRAD"] * 2 == all_of_it["GRAD"] > 0
+        assert half.get("LOSS") == all_of_it.get("LOSS")
+        assert difference(same, state) == 0.0
+
+
+def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
+    """A chain that is cut between a column and its row, and behind a skip of what is divided."""
+    torch.manual_seed(5)
+    chain = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH), nn.Tanh()).double()
+    divided = {"0": "column", "2": "row"} if dist.is_initialized() else None
+    with make_pipe(
+        chain,
+        mesh={"pipe": 2, "tensor": 2 if divided else 1},
+        tensor_parallel=divided,
+        tensor_sends="parts",
+        split_points=["2"],
+        loss_fn=F.mse_loss,
+    ) as pipe:
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        return [pipe.train_step(x, y).loss for _ in range(3)], pipe.full_state_dict()
+
+
+@pytest.mark.gloo
+def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
+    losses, state = cut_in_between()
+    for found, same in gloo.run(cut_in_between, ranks=4):
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert difference(same, state) < 1e-12
+
+
+class Hosts:
+    """Collectives whose processes run on these hosts."""
+
+    def __init__(self, hosts: list[str]) -> None:
+        self.hosts = hosts
+
+    def gather(self, mine: object, *, what: str) -> list[str]:
+        return self.hosts
+
+
+def test_parts_go_between_hosts() -> None:
+    place = MeshPlace(world=World(rank=0, size=8), mesh=Mesh(pipe=4, tensor=2))
+    peers = partial(TensorAxis(parallel={}).peers_in_parts, place)
+    assert peers(Hosts(["a"] * 4 + ["b"] * 4)) == {2, 3}  # type: ignore[arg-type]
+    assert peers(Hosts(["a", "a", "b", "b", "b", "c", "c", "c"])) == {1, 3}  # type: ignore[arg-type]
+    assert peers(Hosts(["a", "b"] * 4)) == frozenset()  # type: ignore[arg-type]
+    assert TensorAxis(parallel={}, sends="parts").peers_in_parts(place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensor_sends='half': expected one of 'auto', 'parts', 'whole'"):
+        TensorAxis(sends="half")

@@ -1,0 +1,114 @@
+"""Messages in parts: of a tensor that all members of a tensor group hold, each sends 1/T, and gathers what arrives.
+
+    rank 0     member 0: x ─ first half ──>  member 0 ┐
+               member 1: x ─ second half ─>  member 1 ┴ each gathers both halves       rank 1
+
+Megatron's scatter/gather (Narayanan et al. 2021, section 4.1): for links between ranks that are slower than those in
+a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+import torch
+
+from ..schedules import Message
+from .collectives import Collectives
+from .transport import TensorSpec, Transport
+
+
+class PartsTransport:
+    """A transport whose tensors go in parts where their layout says so, to and from some peers.
+
+    Arguments:
+        inner: carries the parts, and all else.
+        peers: ranks that send and take parts.
+        least_bytes: of a tensor that goes in parts; smaller ones go whole.
+    """
+
+    def __init__(self, inner: Transport, collectives: Collectives, *, peers: Collection[int], least_bytes: int) -> None:
+        self._inner = inner
+        self._collectives = collectives
+        self._peers = frozenset(peers)
+        self._least_bytes = least_bytes
+        self._count = len(collectives.tensor_members)
+        self._index = collectives.tensor_members.index(collectives.rank)
+        self._posted: dict[Message, Sequence[TensorSpec]] = {}  # those with parts among them
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        """Post the receive of the own parts."""
+        if self._has_parts(peer, specs):
+            self._posted[message] = specs
+            specs = [self._part_of(spec) for spec in specs]
+        self._inner.post(message, peer, specs)
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        """Send the own parts."""
+        if self._has_parts(peer, specs):
+            tensors = [self._cut(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+            specs = [self._part_of(spec) for spec in specs]
+        self._inner.send(message, peer, tensors, specs)
+
+    def ready(self, message: Message) -> bool:
+        """As within."""
+        return self._inner.ready(message)
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        """Wait for the own parts, then gather those of all members."""
+        specs = self._posted.pop(message, None)
+        arrived = self._inner.wait(message, timeout)
+        if specs is None:
+            return arrived
+        return tuple(
+            self._join(part, spec, message) if self._is_cut(spec) else part
+            for part, spec in zip(arrived, specs, strict=True)
+        )
+
+    def acknowledged(self, messages: Sequence[Message]) -> None:
+        """As within."""
+        self._inner.acknowledged(messages)
+
+    def end_of_program(self) -> None:
+        """As within."""
+        self._inner.end_of_program()
+
+    def drain(self, timeout: float) -> None:
+        """As within."""
+        self._inner.drain(timeout)
+
+    def abort(self) -> None:
+        """As within."""
+        self._posted.clear()
+        self._inner.abort()
+
+    def close(self) -> None:
+        """As within."""
+        self._inner.close()
+
+    def _has_parts(self, peer: int, specs: Sequence[TensorSpec]) -> bool:
+        return peer in self._peers and any(map(self._is_cut, specs))
+
+    def _is_cut(self, spec: TensorSpec) -> bool:
+        return spec.in_parts and prod(spec.shape) * spec.dtype.itemsize >= max(self._least_bytes, 1)
+
+    def _part_of(self, spec: TensorSpec) -> TensorSpec:
+        """Layout of a part: equal ones, the last with room to spare."""
+        return spec._replace(shape=(self._size(spec),), stride=(1,)) if self._is_cut(spec) else spec
+
+    def _size(self, spec: TensorSpec) -> int:
+        return -(-prod(spec.shape) // self._count)
+
+    def _cut(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        if not self._is_cut(spec):
+            return tensor
+        if tensor.stride() != spec.stride:
+            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+        size, flat = self._size(spec), tensor.as_strided((prod(spec.shape),), (1,))
+        part = flat[self._index * size : (self._index + 1) * size]
+        return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
+
+    def _join(self, part: torch.Tensor, spec: TensorSpec, message: Message) -> torch.Tensor:
+        parts = self._collectives.tensor_gather(part, what=f"gathering the parts of the {message}")
+        return torch.cat(parts)[: prod(spec.shape)].as_strided(spec.shape, spec.stride)
