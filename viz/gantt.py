@@ -2,6 +2,7 @@
 
 rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
        |       ---- ---             thin lanes of messages arriving
+       |                ========    and of sums of gradients under way
 
 Where a program has several batches, every other one is paler; an update too short for a box is a thin line.
 """
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..schedules import Action, Idle, MessageKind, Op, Timeline, attribute_idle
+from ..schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline, attribute_idle
 from .lanes import assign_lanes
 from .palette import (
     CAUSE_HUES,
+    COLLECTIVE_HUES,
     IDLE_FILL,
     IDLE_HATCH,
     MESSAGE_HUES,
@@ -50,7 +52,7 @@ class Scale:
         width: of the axes [pixels].
         row: height of one rank [pixels].
         dpi: pixels an inch.
-        with_lanes: True where messages are drawn below the boxes.
+        with_lanes: True where messages and collectives are drawn below the boxes.
     """
 
     unit: float
@@ -120,7 +122,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels) 
     _draw_boxes(axes, boxes, scale)
     _draw_labels(axes, boxes, scale, labels)
     if scale.with_lanes:
-        _draw_messages(axes, timeline, scale)
+        _draw_lanes(axes, timeline, scale)
     axes.set_xlim(0, scale.length / scale.unit)
     _style_rows(axes, len(timeline.ranks), scale)
     every = max(1, round(14 / scale.row))
@@ -235,21 +237,30 @@ def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale, labels: Labels
             )
 
 
-def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """Thin bars below the boxes of the receiver, beside each other where messages overlap."""
+def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+    """Thin bars below the boxes of the receiver, and of each rank of a collective, beside each other where they
+    overlap."""
     from matplotlib.collections import PolyCollection
 
-    lanes = [assign_lanes([(start, end) for _, start, end in trace.comm]) for trace in timeline.ranks]
+    bars = [_bars(trace) for trace in timeline.ranks]
+    lanes = [assign_lanes([(start, end) for start, end, _ in own]) for own in bars]
     height = _LANES_HEIGHT / (1 + max((lane for ranks in lanes for lane in ranks), default=0))
     corners, colours = [], []
-    for rank, trace in enumerate(timeline.ranks):
-        for (message, start, end), lane in zip(trace.comm, lanes[rank], strict=True):
+    for rank, own in enumerate(bars):
+        for (start, end, colour), lane in zip(own, lanes[rank], strict=True):
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
             corners.append(_corners(x, width, rank + _LANES_TOP + lane * height, height))
-            colours.append(MESSAGE_HUES[message.kind])
+            colours.append(colour)
     if corners:  # edges of their own colour keep the shortest ones in sight
         collection = PolyCollection(corners, facecolors=colours, edgecolors="face", linewidths=0.4)
         axes.add_collection(collection, autolim=False)
+
+
+def _bars(trace: RankTrace) -> list[tuple[float, float, str]]:
+    """What a rank's lanes show: start, end, colour."""
+    messages = [(start, end, MESSAGE_HUES[message.kind]) for message, start, end in trace.comm]
+    together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.collectives]
+    return sorted(messages + together)
 
 
 def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float) -> None:
@@ -303,3 +314,8 @@ def ops_of(timeline: Timeline) -> set[Op]:
 def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
     """The messages that arrived."""
     return {span.what.kind for trace in timeline.ranks for span in trace.comm}
+
+
+def collectives_of(timeline: Timeline) -> set[Op]:
+    """What ranks did together."""
+    return {span.what.op for trace in timeline.ranks for span in trace.collectives}

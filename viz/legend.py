@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..schedules import Idle, MessageKind, Op
 from .palette import (
     CAUSE_HUES,
+    COLLECTIVE_HUES,
+    COLLECTIVE_WORDS,
     IDLE_FILL,
     IDLE_HATCH,
     MESSAGE_HUES,
@@ -35,6 +37,7 @@ def draw_legend(
     *,
     ops: Collection[Op],
     kinds: Collection[MessageKind],
+    together: Collection[Op],
     causes: Collection[str],
     chunks: int,
     batches: bool,
@@ -45,6 +48,7 @@ def draw_legend(
     """Two rows of keys: what is drawn over time (the shades of a swatch are the chunks), and why ranks idle.
 
     Arguments:
+        together: ops of collectives.
         batches: True where every other batch is paler.
         marks_end: True where a dashed line marks the predicted end.
         left: of both rows, in fractions of the figure.
@@ -61,6 +65,9 @@ def draw_legend(
         keys.append((Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"))
     for kind in (kind for kind in MessageKind if kind in kinds):
         keys.append((Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind]))
+    for op in (op for op in Op if op in together):
+        words = COLLECTIVE_WORDS.get(op, op.value)
+        keys.append((Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words))
     if marks_end:
         keys.append((Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end"))
     if keys:

@@ -43,6 +43,8 @@ MESSAGE_WORDS = {
     MessageKind.TOTAL: "global norm arriving",
     MessageKind.WEIGHTS: "updated weights arriving",
 }
+COLLECTIVE_HUES = {Op.REDUCE_GRAD: OP_HUES[Op.W]}
+COLLECTIVE_WORDS = {Op.REDUCE_GRAD: "sums of shared gradients"}
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",
     "drain": "#999933",

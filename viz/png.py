@@ -25,6 +25,7 @@ from .gantt import (
     Scale,
     batch_of,
     causes_of,
+    collectives_of,
     draw_idle_bars,
     draw_timeline,
     idle_shares,
@@ -142,7 +143,7 @@ class _Page:
             width=width,
             row=round(min(60.0, max(14.0, 100 / ranks**0.5))),
             dpi=_DPI,
-            with_lanes=any(message_kinds_of(t) for t in timelines),
+            with_lanes=any(message_kinds_of(t) or collectives_of(t) for t in timelines),
         )
         self.labels = plan_labels(timelines, self.scale)
         self._legend = _LEGEND_ROW * (2 if self.with_bars else 1) + 10
@@ -171,6 +172,7 @@ class _Page:
             figure,
             ops={op for t in timelines for op in ops_of(t)},
             kinds={kind for t in timelines for kind in message_kinds_of(t)},
+            together={op for t in timelines for op in collectives_of(t)},
             causes={cause for t in timelines for cause in causes_of(t)},
             chunks=max(num_chunks(t) for t in timelines),
             batches=any(map(shows_batches, timelines)),

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -356,12 +357,13 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     dist.all_gather_object(processes, os.getpid())
     torch.manual_seed(0)
     model = layers(2)
-    trips = [lambda: time.sleep(1.5 * timeout), die if how == "dies" else stall]
+    trips = [partial(time.sleep, 1.5 * timeout), die if how == "dies" else stall]
     backwards: list[None] = []
 
     def behind_a_backward(*_: object) -> None:
         backwards.append(None)
         if len(backwards) == 4:
+            time.sleep(0.5)  # the losses are there before this rank goes
             trips[rank]()
 
     model[1].register_full_backward_hook(behind_a_backward)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from stagewright.schedules import Costs, Message, MessageKind, RankTrace, Span, Timeline, build, simulate
+from stagewright.schedules.builders.replicas import replicate
 from stagewright.viz import write_perfetto
 
 
@@ -37,6 +38,10 @@ TIMELINES = {
     "messages that overlap": example(latency=0.035),
     "1/3 us": simulate(build("1f1b", num_ranks=3, num_microbatches=5), Costs(forward=1e-6 / 3, latency=1e-7)),
     "far from 0": example(latency=0.0123).shifted(1.7e9 + 0.1),
+    "sums beside compute": simulate(
+        replicate(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), 2),
+        Costs(latency=0.1, reduce_grad=5.0, update=0.5),
+    ),
     "one rank": simulate(build("gpipe", num_ranks=1, num_microbatches=3), Costs()),
 }
 
@@ -100,6 +105,16 @@ def test_lanes_for_compute_and_messages(tmp_path):
         (e["pid"], e["tid"]): e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "thread_sort_index"
     }
     assert order[0, 0] < order[0, 100] < order[0, 101]
+
+
+def test_sums_of_gradients_have_a_lane(tmp_path):
+    trace = written(TIMELINES["sums beside compute"], tmp_path)
+    threads = named(trace, "thread_name")
+    assert (threads[0, 200], threads[0, 201]) == ("together", "together 2")
+    sums = [e for e in of_phase(trace, "X") if e["tid"] >= 200 and e["pid"] == 0]
+    assert [e["args"]["collective"] for e in sums] == ["2REDUCE_GRAD0", "0REDUCE_GRAD0"]
+    last = max(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 0 and e["name"].startswith("B"))
+    assert sums[0]["ts"] < last < sums[0]["ts"] + sums[0]["dur"]
 
 
 def test_slices_say_what_they_are(tmp_path):
