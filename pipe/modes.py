@@ -15,6 +15,7 @@ from ..comm.process_group import Link
 from ..partition.graph.forms import Arguments, Form
 from ..schedules import Schedule, check
 from ..schedules.messages import Transfer
+from ..schedules.needs import Needs
 from ..schedules.program import RankProgram
 from .batch.given import check_like_example
 from .batch.reader import BatchReader
@@ -23,7 +24,7 @@ from .run.engine import Engine
 from .stages.build import CutModel
 from .stages.shapes import InferredStages, Signature
 from .stages.stage import Stage
-from .stages.wiring import Wiring
+from .stages.wiring import Wiring, stage_edges
 from .update.flush import batch_programs
 from .update.rank_update import RankUpdate
 
@@ -50,9 +51,10 @@ def wire(
     Arguments:
         alike: see Wiring.
     """
-    wiring = Wiring(inference.stages, inference.outputs(microbatch), alike=alike)
-    wired = schedule.with_edges(wiring.edges())
+    specs = inference.outputs(microbatch)
+    wired = schedule.with_edges(stage_edges(inference.stages, specs))
     check(wired)
+    wiring = Wiring(inference.stages, specs, Needs(wired).wires, alike=alike)
     return Mode(inference=inference, wiring=wiring, schedule=wired)
 
 

@@ -42,16 +42,26 @@ def peak_activations(program: Sequence[Action]) -> int:
 def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:
     """Each step of a rank with the messages whose tensors it holds then.
 
-    Receives count from their posting to the step that consumes them, sends until an arrival proves them received. The
-    collection is one and the same, and holds until the next step of the iteration.
+    Receives count from their posting to the last step that uses them, sends from the first step that makes a part of
+    them until an arrival proves them received. The collection is one and the same, and holds until the next step of the
+    iteration.
     """
     held: dict[Message, None] = {}  # in the order in which they came
+    sent = {step.message for step in program.steps if isinstance(step, Transfer) and step.is_send}
+    begun: dict[Step, list[Message]] = {}
+    over: dict[Step, list[Message]] = {}
+    for message, actions in program.shared.items():
+        table, action = (begun, actions[0]) if message in sent else (over, actions[-1])
+        table.setdefault(action, []).append(message)
     for step in program.steps:
         if isinstance(step, Transfer):
             held[step.message] = None
             yield step, held
             continue
+        held.update(dict.fromkeys(begun.get(step, ())))
         yield step, held
         for message in program.inputs.get(step, ()):
-            for done in (message, *program.proves.get(message, ())):
+            for done in (*(() if message in program.shared else (message,)), *program.proves.get(message, ())):
                 held.pop(done, None)
+        for message in over.get(step, ()):
+            held.pop(message, None)

@@ -5,26 +5,56 @@ B(s, k)   the gradient from every consumer of s, and its own F(s, k)
 I(s, k)   the same as B
 W(s, k)   its own I(s, k)
 
-Where maker and user stand on different ranks, a message brings it.
+Where maker and user stand on different ranks, a message brings it: one for all stages of a rank that take the output,
+kept there for those that come later, and one back with the sum of their gradients.
+
+    rank 0  0F0 ──> 1F0 3F0 5F0  rank 1              0B0 <── (5B0 + 3B0 + 1B0)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
-from .ir import BACKWARD_OPS, Action, Op, Schedule
+from .ir import BACKWARD_OPS, Action, Edge, Op, Schedule
 from .messages import Message, MessageKind
 
 _FORWARD_OPS = frozenset({Op.F})
 
 
 class Wire(NamedTuple):
-    """Results of stage `src` for stage `dst`, one per microbatch, whether they cross ranks or not."""
+    """Outputs of a stage for those of its consumers that stand on the same ranks, or the sum of their gradients back.
+
+    One per microbatch, whether they cross ranks or not.
+
+    src, dst: as in its messages, which are named after the first of the consumers.
+    consumers: ascending.
+    """
 
     kind: MessageKind
     src: int
     dst: int
+    consumers: tuple[int, ...]
+
+    @property
+    def producer(self) -> int:
+        """The stage whose outputs, or whose gradients, these are."""
+        return self.src if self.kind is MessageKind.ACT else self.dst
+
+    @property
+    def makers(self) -> tuple[int, ...]:
+        """The stages that make it: one, or several whose gradients are added up."""
+        return (self.src,) if self.kind is MessageKind.ACT else self.consumers
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """The stages that use it."""
+        return self.consumers if self.kind is MessageKind.ACT else (self.dst,)
+
+    def message(self, index: int) -> Message:
+        """That of a microbatch."""
+        return Message(self.kind, self.src, self.dst, index)
 
     @property
     def ops(self) -> frozenset[Op]:
@@ -49,29 +79,27 @@ class Needs:
     (B or I) is looked up by microbatch.
 
     Attributes:
-        wires: activations of each edge, and gradients where the edge and the schedule have them, in the order of the
-            edges.
+        wires: activations, and gradients where edges and schedule have them, in the order of the edges.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.wires: list[Wire] = []
+        self.wires = tuple(_wires(schedule))
         self._owner = schedule.owner
-        stages = range(schedule.num_stages)
-        # By stage: those before and after it over activations, and those to and from which gradients travel.
-        self._producers: list[list[int]] = [[] for _ in stages]
-        self._consumers: list[list[int]] = [[] for _ in stages]
-        self._grads_to: list[list[int]] = [[] for _ in stages]
-        self._grads_from: list[list[int]] = [[] for _ in stages]
-        has_backward = schedule.has_backward
-        for src, dst, grad in schedule.stage_edges:
-            self.wires.append(Wire(MessageKind.ACT, src, dst))
-            self._producers[dst].append(src)
-            self._consumers[src].append(dst)
-            if grad and has_backward:
-                self.wires.append(Wire(MessageKind.GRAD, dst, src))
-                self._grads_to[dst].append(src)
-                self._grads_from[src].append(dst)
+        self._programs = schedule.programs
+        # By stage: the wires that bring something to its forward or backward, and those that take something from it.
+        count = schedule.num_stages
+        self._to_forward: list[list[Wire]] = [[] for _ in range(count)]
+        self._to_backward: list[list[Wire]] = [[] for _ in range(count)]
+        self._from_forward: list[list[Wire]] = [[] for _ in range(count)]
+        self._from_backward: list[list[Wire]] = [[] for _ in range(count)]
+        for wire in self.wires:
+            is_act = wire.kind is MessageKind.ACT
+            for stage in wire.users:
+                (self._to_forward if is_act else self._to_backward)[stage].append(wire)
+            for stage in wire.makers:
+                (self._from_forward if is_act else self._from_backward)[stage].append(wire)
         self._split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
+        self._wire_of = {(w.kind, w.src, w.dst): w for w in self.wires}
 
     def is_split(self, stage: int, index: int) -> bool:
         """Whether I and W stand in place of B."""
@@ -85,47 +113,79 @@ class Needs:
         """The actions whose results `action` needs, in a fixed order."""
         stage, op, index = action
         if op is Op.F:
-            return [Action(p, Op.F, index) for p in self._producers[stage]]
+            return [Action(wire.src, Op.F, index) for wire in self._to_forward[stage]]
         if op in BACKWARD_OPS:
-            return [self.backward(c, index) for c in self._grads_from[stage]] + [Action(stage, Op.F, index)]
+            makers = sorted(maker for wire in self._to_backward[stage] for maker in wire.makers)
+            return [self.backward(maker, index) for maker in makers] + [Action(stage, Op.F, index)]
         if op is Op.W:
             return [Action(stage, Op.I, index)]
         return []
 
+    def wire(self, message: Message) -> Wire:
+        """That of a message of activations or gradients."""
+        return self._wire_of[message[:3]]
+
+    def makers(self, message: Message) -> list[Action]:
+        """The actions that make a message of activations or gradients, in the order of their rank."""
+        return self._makers(self.wire(message), message.index)
+
+    def users(self, message: Message) -> list[Action]:
+        """The actions that use it, in the order of their rank."""
+        return self._users(self.wire(message), message.index)
+
     def maker(self, message: Message) -> Action:
-        """The action that makes a message of activations or gradients."""
-        if message.kind is MessageKind.ACT:
-            return Action(message.src, Op.F, message.index)
-        return self.backward(message.src, message.index)
+        """The action behind which a message is whole."""
+        return self.makers(message)[-1]
 
     def arrivals(self, action: Action) -> Iterator[Delivery]:
-        """Deliveries from other ranks to `action`, in the order of `of`."""
+        """Deliveries from other ranks to `action`, in the order of `of`; what came for an action before it is there."""
         stage, op, index = action
-        if op is Op.F:
-            kind, makers = MessageKind.ACT, self._producers[stage]
-        elif op in BACKWARD_OPS:
-            kind, makers = MessageKind.GRAD, self._grads_from[stage]
-        else:
-            return
         receiver = self._owner(stage, index)
-        for src in makers:
-            sender = self._owner(src, index)
-            if sender != receiver:
-                message = Message(kind, src, stage, index)
-                yield Delivery(message, self.maker(message), sender, action, receiver)
+        for wire in self._to_forward[stage] if op is Op.F else self._to_backward[stage] if op in BACKWARD_OPS else ():
+            sender = self._owner(wire.src, index)
+            if sender != receiver and self._users(wire, index)[0] == action:
+                yield Delivery(wire.message(index), self._makers(wire, index)[-1], sender, action, receiver)
 
     def departures(self, action: Action) -> Iterator[Delivery]:
-        """Deliveries from `action` to other ranks, in the order of the edges."""
+        """Deliveries from `action` to other ranks, in the order of the edges; what others add to comes behind them."""
         stage, op, index = action
-        if op is Op.F:
-            kind, users = MessageKind.ACT, self._consumers[stage]
-        elif op in BACKWARD_OPS:
-            kind, users = MessageKind.GRAD, self._grads_to[stage]
-        else:
-            return
         sender = self._owner(stage, index)
-        for dst in users:
-            receiver = self._owner(dst, index)
-            if sender != receiver:
-                user = Action(dst, Op.F, index) if kind is MessageKind.ACT else self.backward(dst, index)
-                yield Delivery(Message(kind, stage, dst, index), action, sender, user, receiver)
+        for wire in (
+            self._from_forward[stage] if op is Op.F else self._from_backward[stage] if op in BACKWARD_OPS else ()
+        ):
+            receiver = self._owner(wire.dst, index)
+            if sender != receiver and self._makers(wire, index)[-1] == action:
+                yield Delivery(wire.message(index), action, sender, self._users(wire, index)[0], receiver)
+
+    def _makers(self, wire: Wire, index: int) -> list[Action]:
+        if wire.kind is MessageKind.ACT:
+            return [Action(wire.src, Op.F, index)]
+        return self._in_order([self.backward(stage, index) for stage in wire.consumers])
+
+    def _users(self, wire: Wire, index: int) -> list[Action]:
+        if wire.kind is MessageKind.GRAD:
+            return [self.backward(wire.dst, index)]
+        return self._in_order([Action(stage, Op.F, index) for stage in wire.consumers])
+
+    def _in_order(self, actions: list[Action]) -> list[Action]:
+        """Actions of one rank as they stand in its program."""
+        return actions if len(actions) == 1 else sorted(actions, key=lambda action: self._position.get(action, 0))
+
+    @cached_property
+    def _position(self) -> dict[Action, int]:
+        """Of each forward and backward on its rank."""
+        ops = {Op.F, *BACKWARD_OPS}
+        return {a: i for program in self._programs for i, a in enumerate(program) if a.op in ops}
+
+
+def _wires(schedule: Schedule) -> Iterator[Wire]:
+    """In the order of the edges: each stands where the first of its consumers does."""
+    together: dict[tuple[int, tuple[int, ...]], list[Edge]] = {}  # (producer, the consumers' ranks)
+    for edge in schedule.stage_edges:
+        together.setdefault((edge.src, schedule.owners[edge.dst]), []).append(edge)
+    for (src, _), edges in together.items():
+        taking = tuple(sorted(edge.dst for edge in edges))
+        yield Wire(MessageKind.ACT, src, taking[0], taking)
+        giving = tuple(sorted(edge.dst for edge in edges if edge.grad))
+        if giving and schedule.has_backward:
+            yield Wire(MessageKind.GRAD, giving[0], src, giving)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .ir import Action, Collective, Op, Schedule
@@ -37,6 +37,8 @@ class RankProgram:
         steps: actions, collectives, sends and postings in order.
         inputs: by action (or group step), the messages that must have arrived before it starts.
         proves: by received message, the sends of this rank that its arrival proves received.
+        shared: by message that several actions of the rank make or use: these, in its order. One that is sent is held
+            from the first on, one that was received up to the last.
         peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
         finally_needs: messages consumed at the very end (losses).
         cuts: where each call begins in `steps`, for a program that was lowered call by call.
@@ -47,6 +49,7 @@ class RankProgram:
     inputs: dict[Work, tuple[Message, ...]]
     proves: dict[Message, tuple[Message, ...]]
     peak_receives: int
+    shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
     finally_needs: tuple[Message, ...] = ()
     cuts: tuple[int, ...] = ()
 

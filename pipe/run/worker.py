@@ -5,7 +5,8 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
 
-A gradient that does not exist is None in both.
+Consumers on the same ranks have one message, or entry: it stays until the last of them has taken it, and their
+gradients are added up before they leave. A gradient that does not exist is None.
 
 Training and evaluation have a worker each, over the same stages.
 """
@@ -23,6 +24,7 @@ from ...partition.graph.forms import Tensors
 from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
+from ...schedules.needs import Wire
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch
 from ..parallel.tensor_group import settled
@@ -37,36 +39,51 @@ from ..update.rank_update import RankUpdate
 class _Ports:
     """Where the tensors of one stage come from and go to.
 
-    inputs: (producer, position in its message), or (MODEL_INPUT, slot), for each input.
+    takes: wires of activations that it consumes.
+    inputs: (number among these, position in its message), or (MODEL_INPUT, slot), for each input.
     wants_grad: for each input.
-    producers: of any input.
-    outputs: (consumer, slots of the outputs that it takes).
+    outputs: wires of its outputs, with their slots.
     graded: for each output, whether a gradient may come.
-    gradients: (consumer, slots of the outputs that it sends a gradient of).
-    input_gradients: (producer, positions of the inputs whose gradients it gets).
+    gradients: wires of gradients of its outputs, with their slots.
+    input_gradients: wires of gradients of its inputs, with (position in its message, input).
     """
 
+    takes: tuple[Wire, ...]
     inputs: tuple[tuple[int, int], ...]
     wants_grad: tuple[bool, ...]
-    producers: tuple[int, ...]
-    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    outputs: tuple[tuple[Wire, tuple[int, ...]], ...]
     graded: tuple[bool, ...]
-    gradients: tuple[tuple[int, tuple[int, ...]], ...]
-    input_gradients: tuple[tuple[int, tuple[int, ...]], ...]
+    gradients: tuple[tuple[Wire, tuple[int, ...]], ...]
+    input_gradients: tuple[tuple[Wire, tuple[tuple[int, int], ...]], ...]
 
 
 def _ports(s: int, module: StageModule, wiring: Wiring) -> _Ports:
-    refs = [(ref.producer, ref.slot) for ref in module.inputs]
-    graded = {slot for c in wiring.consumers[s] for slot in wiring.grads[s, c]}
+    acts = [wire for wire in wiring.wires if wire.kind is MessageKind.ACT]
+    grads = [wire for wire in wiring.wires if wire.kind is MessageKind.GRAD]
+    takes = tuple(wire for wire in acts if s in wire.consumers)
+    inputs = [(MODEL_INPUT, ref.slot) for ref in module.inputs]
+    for number, wire in enumerate(takes):
+        for position, i in wiring.inputs(wire, s):
+            inputs[i] = (number, position)
+    gradients = tuple((wire, wiring.slots[wire]) for wire in grads if wire.producer == s)
+    graded = {slot for _, slots in gradients for slot in slots}
     return _Ports(
-        inputs=tuple((p, slot if p == MODEL_INPUT else wiring.acts[p, s].index(slot)) for p, slot in refs),
-        wants_grad=tuple(p != MODEL_INPUT and slot in wiring.grads[p, s] for p, slot in refs),
-        producers=tuple(wiring.producers[s]),
-        outputs=tuple((c, wiring.acts[s, c]) for c in wiring.consumers[s]),
+        takes=takes,
+        inputs=tuple(inputs),
+        wants_grad=wiring.wants_grad[s],
+        outputs=tuple((wire, wiring.slots[wire]) for wire in acts if wire.producer == s),
         graded=tuple(slot in graded for slot in range(module.num_outputs)),
-        gradients=tuple((c, wiring.grads[s, c]) for c in wiring.consumers[s] if wiring.grads[s, c]),
-        input_gradients=tuple((p, wiring.positions[p, s]) for p in wiring.producers[s] if wiring.grads[p, s]),
+        gradients=gradients,
+        input_gradients=tuple((wire, wiring.inputs(wire, s)) for wire in grads if s in wire.consumers),
     )
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Gradients that several stages of the rank make: what is there of each, and how many stages have added to it."""
+
+    gradients: list[torch.Tensor | None]
+    parts: int = 0
 
 
 class Worker(ABC):
@@ -103,6 +120,8 @@ class Worker(ABC):
         self._ports = {s: _ports(s, modules[s], wiring) for s in stages}
         self._inbox: dict[Message, Gradients] = {}
         self._outbox: dict[Message, Gradients] = {}
+        self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
+        self._sums: dict[Message, _Sum] = {}
 
     @abstractmethod
     def run(self, action: Action) -> None:
@@ -151,25 +170,37 @@ class Worker(ABC):
         """Forget what is under way (after an error)."""
         self._inbox.clear()
         self._outbox.clear()
+        self._taken.clear()
+        self._sums.clear()
         self.outputs.clear()
         for stage in self._stages.values():
             stage.drop()
 
     def _inputs(self, s: int, index: int, batch: Batch, k: int) -> list[torch.Tensor]:
-        ports, inbox = self._ports[s], self._inbox
-        arrived = {p: inbox.pop(Message(MessageKind.ACT, p, s, index)) for p in ports.producers}
+        ports = self._ports[s]
+        arrived = [self._take_in(wire, index) for wire in ports.takes]
         inputs = []
-        for producer, position in ports.inputs:
-            x = batch.inputs[position][k] if producer == MODEL_INPUT else arrived[producer][position]
+        for number, position in ports.inputs:
+            x = batch.inputs[position][k] if number == MODEL_INPUT else arrived[number][position]
             assert x is not None, f"an input of microbatch {k}, which belongs to another data replica"
             inputs.append(x)
         return inputs
 
+    def _take_in(self, wire: Wire, index: int) -> Gradients:
+        """What is in the inbox, for one of the users; it goes with the last."""
+        message, users = wire.message(index), len(wire.users)
+        if users > 1:
+            taken = self._taken.pop(message, 0) + 1
+            if taken < users:
+                self._taken[message] = taken
+                return self._inbox[message]
+        return self._inbox.pop(message)
+
     def _hand_on(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
         """The outputs of a forward to the stages that take them."""
         _check_outputs(self._stages[s], outputs, specs)
-        for c, slots in self._ports[s].outputs:
-            self._emit(Message(MessageKind.ACT, s, c, index), tuple(outputs[slot] for slot in slots))
+        for wire, slots in self._ports[s].outputs:
+            self._emit(wire.message(index), tuple(outputs[slot] for slot in slots))
 
     def _emit(self, message: Message, tensors: Gradients) -> None:
         """To a stage of this rank it goes straight; else it waits to be sent."""
@@ -220,19 +251,27 @@ class TrainingWorker(Worker):
         if s == self._last:
             return [self._updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
-        for c, slots in self._ports[s].gradients:
-            arrived = self._inbox.pop(Message(MessageKind.GRAD, c, s, index))
-            for slot, gradient in zip(slots, arrived, strict=True):
+        for wire, slots in self._ports[s].gradients:
+            for slot, gradient in zip(slots, self._take_in(wire, index), strict=True):
                 gradients[slot] = _added(gradients[slot], gradient)
         return gradients
 
     def _hand_back(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
-        """The input gradients of a backward to the stages whose outputs they were."""
-        for p, positions in self._ports[s].input_gradients:
-            for i in positions:
+        """The input gradients of a backward to the stages whose outputs they were, with what other stages here add."""
+        for wire, places in self._ports[s].input_gradients:
+            for _, i in places:
                 if by_input[i] is None and certain[i]:
                     self._stages[s].refuse_lost_gradient(i)
-            self._emit(Message(MessageKind.GRAD, s, p, index), tuple(by_input[i] for i in positions))
+            message = wire.message(index)
+            if len(wire.makers) == 1:
+                self._emit(message, tuple(by_input[i] for _, i in places))
+                continue
+            total = self._sums.setdefault(message, _Sum([None] * len(self._wiring.slots[wire])))
+            for position, i in places:
+                total.gradients[position] = _added(total.gradients[position], by_input[i])
+            total.parts += 1
+            if total.parts == len(wire.makers):
+                self._emit(message, self._sums.pop(message).gradients)
 
 
 class EvaluationWorker(Worker):

@@ -1,52 +1,74 @@
-"""The edges of the stage graph: which outputs of a stage go to which other stage."""
+"""The edges of the stage graph, and what travels over its wires: which outputs of a stage go to which others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ...comm import TensorSpec
 from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Edge, Message, MessageKind
+from ...schedules.needs import Wire
 from .presence import flag_spec
 
 OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 
 
+def stage_edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
+    """The stage graph for the schedule: a gradient comes back where any of the tensors wants one."""
+    grad: dict[tuple[int, int], bool] = {}
+    for dst, module in enumerate(stages):
+        for ref in module.inputs:
+            if ref.producer != MODEL_INPUT:
+                edge = ref.producer, dst
+                grad[edge] = grad.get(edge, False) or specs[ref.producer][ref.slot].requires_grad
+    return tuple(Edge(*edge, grad[edge]) for edge in sorted(grad))
+
+
 class Wiring:
-    """The slots of each edge. `acts[src, dst]`: the output slots of `src` that `dst` takes, ascending;
-    `grads[src, dst]`: those of them for which a gradient may come back; `positions[src, dst]`: of these among the
-    inputs of `dst`.
+    """The tensors of each wire.
+
+    Attributes:
+        slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
+            which one may come back.
+        wants_grad: [S] by input.
 
     Arguments:
+        specs: of the outputs, with `requires_grad`.
+        wires: of the schedule with these stages' edges.
         alike: (stage, slot) of outputs that all members of a tensor group hold alike.
     """
 
     def __init__(
-        self, stages: Sequence[StageModule], specs: OutputSpecs, *, alike: Collection[tuple[int, int]] = ()
+        self,
+        stages: Sequence[StageModule],
+        specs: OutputSpecs,
+        wires: Iterable[Wire],
+        *,
+        alike: Collection[tuple[int, int]] = (),
     ) -> None:
         self._alike = frozenset(alike)
-        self.acts: dict[tuple[int, int], tuple[int, ...]] = {}
-        for dst, module in enumerate(stages):
-            slots: dict[int, set[int]] = {}
-            for ref in module.inputs:
-                if ref.producer != MODEL_INPUT:
-                    slots.setdefault(ref.producer, set()).add(ref.slot)
-            for src, used in slots.items():
-                self.acts[src, dst] = tuple(sorted(used))
-        self.grads = {
-            (src, dst): tuple(slot for slot in slots if specs[src][slot].requires_grad)
-            for (src, dst), slots in self.acts.items()
-        }
-        places = [{(ref.producer, ref.slot): i for i, ref in enumerate(module.inputs)} for module in stages]
-        self.positions = {
-            (src, dst): tuple(places[dst][src, slot] for slot in slots) for (src, dst), slots in self.grads.items()
-        }
-        self.consumers = [sorted(d for s, d in self.acts if s == stage) for stage in range(len(stages))]
-        self.producers = [sorted(s for s, d in self.acts if d == stage) for stage in range(len(stages))]
+        self.wires = tuple(wires)
+        self.wants_grad = [
+            tuple(r.producer != MODEL_INPUT and specs[r.producer][r.slot].requires_grad for r in module.inputs)
+            for module in stages
+        ]
+        self.slots: dict[Wire, tuple[int, ...]] = {}
+        self._wire_of = {(wire.kind, wire.src, wire.dst): wire for wire in self.wires}
+        self._inputs: dict[Wire, list[list[tuple[int, int]]]] = {}  # by slot: (consumer, input)
+        for wire in self.wires:
+            takers: dict[int, list[tuple[int, int]]] = {}
+            for stage in wire.consumers:
+                for i, ref in enumerate(stages[stage].inputs):
+                    is_there = wire.kind is MessageKind.ACT or self.wants_grad[stage][i]
+                    if ref.producer == wire.producer and is_there:
+                        takers.setdefault(ref.slot, []).append((stage, i))
+            self.slots[wire] = tuple(sorted(takers))
+            self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
 
-    def edges(self) -> tuple[Edge, ...]:
-        """The stage graph for the schedule."""
-        return tuple(Edge(src, dst, bool(self.grads[src, dst])) for src, dst in sorted(self.acts))
+    def inputs(self, wire: Wire, stage: int) -> tuple[tuple[int, int], ...]:
+        """(position among the tensors of a wire, input) of those that a consumer takes, or gives a gradient of."""
+        takers = self._inputs[wire]
+        return tuple((position, i) for position, each in enumerate(takers) for own, i in each if own == stage)
 
     def message_specs(
         self, message: Message, specs: OutputSpecs, certain: Sequence[Sequence[bool]]
@@ -56,19 +78,15 @@ class Wiring:
         Arguments:
             certain: by stage and input, whether its gradient always comes.
         """
-        if message.kind is MessageKind.ACT:
-            return [self._spec(message.src, slot, specs) for slot in self.acts[message.src, message.dst]]
-        return [*flag_spec(self.certain(message, certain)), *self.gradient_specs(message, specs)]
-
-    def gradient_specs(self, message: Message, specs: OutputSpecs) -> list[TensorSpec]:
-        """Layouts of the gradients of a message, without what stands in front of them."""
-        return [self._spec(message.dst, slot, specs) for slot in self.grads[message.dst, message.src]]
+        wire = self._wire_of[message[:3]]
+        tensors = [self._spec(wire.producer, slot, specs) for slot in self.slots[wire]]
+        return tensors if wire.kind is MessageKind.ACT else [*flag_spec(self.certain(message, certain)), *tensors]
 
     def _spec(self, stage: int, slot: int, specs: OutputSpecs) -> TensorSpec:
         spec = specs[stage][slot]
         return spec._replace(in_parts=True) if (stage, slot) in self._alike else spec
 
     def certain(self, message: Message, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
-        """By gradient of a message, whether it always comes."""
-        own = certain[message.src]
-        return tuple(own[position] for position in self.positions[message.dst, message.src])
+        """By gradient of a message, whether it always comes: from any of the consumers."""
+        takers = self._inputs[self._wire_of[message[:3]]]
+        return tuple(any(certain[stage][i] for stage, i in each) for each in takers)

@@ -75,6 +75,7 @@ class _Exchange:
         self.outputs: list[dict[Work, list[tuple[Message, int]]]] = [{} for _ in ranks]
         self.inputs: list[dict[Work, list[Message]]] = [{} for _ in ranks]
         self.finally_needs: list[list[Message]] = [[] for _ in ranks]
+        self.shared: list[dict[Message, tuple[Work, ...]]] = [{} for _ in ranks]
         self._find()
         # Per rank, the call of each step of work; and the call in which each message is sent.
         after = schedule.num_batches  # behind the end of a program: with the drain
@@ -109,6 +110,9 @@ class _Exchange:
                     continue  # no messages: its ranks meet in a process group
                 for message, _, _, user, receiver in needs.departures(step):
                     self._add(message, step, rank, user, receiver)
+                    for end, actions in ((rank, needs.makers(message)), (receiver, needs.users(message))):
+                        if len(actions) > 1:
+                            self.shared[end][message] = tuple(actions)
                 if step.op is Op.U and self._last_updates[rank][step.index] == step:
                     self._share_parts(rank, step)
                 if step in loss_behind:
@@ -246,6 +250,7 @@ def _lower_rank(rank: int, exchange: _Exchange, receives_ahead: int) -> RankProg
         inputs={step: tuple(messages) for step, messages in inputs.items()},
         proves=_proofs(exchange, rank),
         peak_receives=peak,
+        shared=exchange.shared[rank],
         finally_needs=tuple(exchange.finally_needs[rank]),
         cuts=tuple(cuts),
     )

@@ -166,7 +166,9 @@ def _parts(schedule: Schedule, program: RankProgram) -> list[RankProgram]:
         }
         arriving = [message for messages in inputs.values() for message in messages]
         proves = {message: program.proves[message] for message in arriving if message in program.proves}
-        parts.append(replace(program, steps=tuple(own), inputs=inputs, proves=proves, cuts=()))
+        here = set(own)
+        shared = {message: actions for message, actions in program.shared.items() if not here.isdisjoint(actions)}
+        parts.append(replace(program, steps=tuple(own), inputs=inputs, proves=proves, shared=shared, cuts=()))
     return parts
 
 
@@ -214,7 +216,12 @@ def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: 
         for old, proved in program.proves.items()
         if (answer := message(old)) is not None
     }
-    return replace(program, steps=tuple(steps), inputs=inputs, proves=proves)
+    shared = {
+        name: tuple(done for each in actions if (done := work(each)) is not None)
+        for old, actions in program.shared.items()
+        if (name := message(old)) is not None
+    }
+    return replace(program, steps=tuple(steps), inputs=inputs, proves=proves, shared=shared)
 
 
 def _present(messages: Sequence[Message], move: Callable[[Message], Message | None]) -> tuple[Message, ...]:

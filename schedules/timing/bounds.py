@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,11 +72,11 @@ class _Ways:
         ]
         self.sums = {each.stage: each for each in links.sums} if links is not None else {}
         self.update = [self._update(s) for s in range(schedule.num_stages)]
-        self.sizes = {} if links is None else wire_bytes(schedule, links)
+        self.sizes = {} if links is None else wire_bytes(schedule, links, wires)
         self.delay = {wire: self._delay(wire) for wire in wires}
         self._walk(
-            activations=[wire for wire in wires if wire.kind is MessageKind.ACT],
-            gradients=[wire for wire in wires if wire.kind is MessageKind.GRAD],
+            activations=[(w.src, user, self.delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users],
+            gradients=[(m, w.dst, self.delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers],
         )
         self.loads = [] if links is None else self._loads(links, wires)
 
@@ -113,43 +114,41 @@ class _Ways:
         ways = [self.links.way(src, dst) for src, dst in self._pairs(wire)]
         return delay + min(way.latency + self.sizes[wire] * way.seconds_per_byte for way in ways)
 
-    def _walk(self, activations: list[Wire], gradients: list[Wire]) -> None:
-        """Activations lead from lower stages to higher ones, gradients back."""
+    def _walk(self, activations: list[tuple[int, int, float]], gradients: list[tuple[int, int, float]]) -> None:
+        """Activations lead from lower stages to higher ones, gradients back: (maker, user, delay) each."""
         forward, gradient, weight_grad = self.table.forward, self.gradient, self.table.weight_grad
         num_stages = self.schedule.num_stages
 
         self.to_forward = [0.0] * num_stages
-        for wire in sorted(activations, key=lambda wire: wire.dst):
-            way = self.to_forward[wire.src] + forward[wire.src] + self.delay[wire]
-            self.to_forward[wire.dst] = max(self.to_forward[wire.dst], way)
+        for src, dst, delay in sorted(activations, key=lambda way: way[1]):
+            self.to_forward[dst] = max(self.to_forward[dst], self.to_forward[src] + forward[src] + delay)
 
         self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
-        for wire in sorted(gradients, key=lambda wire: -wire.dst):
-            way = self.to_gradient[wire.src] + gradient[wire.src] + self.delay[wire]
-            self.to_gradient[wire.dst] = max(self.to_gradient[wire.dst], way)
+        for src, dst, delay in sorted(gradients, key=lambda way: -way[1]):
+            self.to_gradient[dst] = max(self.to_gradient[dst], self.to_gradient[src] + gradient[src] + delay)
 
         # The weight gradient comes after, too, unless a whole backward may have made the gradient.
         split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(num_stages)]
         self.behind_gradient = [u + w * s for u, w, s in zip(self.update, weight_grad, split, strict=True)]
-        for wire in sorted(gradients, key=lambda wire: wire.src):
-            way = self.delay[wire] + gradient[wire.dst] + self.behind_gradient[wire.dst]
-            self.behind_gradient[wire.src] = max(self.behind_gradient[wire.src], way)
+        for src, dst, delay in sorted(gradients, key=lambda way: way[0]):
+            way = delay + gradient[dst] + self.behind_gradient[dst]
+            self.behind_gradient[src] = max(self.behind_gradient[src], way)
 
         self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
-        for wire in sorted(activations, key=lambda wire: -wire.src):
-            way = self.delay[wire] + forward[wire.dst] + self.behind_forward[wire.dst]
-            self.behind_forward[wire.src] = max(self.behind_forward[wire.src], way)
+        for src, dst, delay in sorted(activations, key=lambda way: -way[0]):
+            way = delay + forward[dst] + self.behind_forward[dst]
+            self.behind_forward[src] = max(self.behind_forward[src], way)
 
-    def _loads(self, links: Links, wires: list[Wire]) -> list[list[_Job]]:
+    def _loads(self, links: Links, wires: Sequence[Wire]) -> list[list[_Job]]:
         """Messages and sums that each link and network card carries."""
         traffic = Traffic(links)
         loads: dict[object, list[_Job]] = {}
         for wire in wires:
             if wire.kind is MessageKind.ACT:
                 head = self.to_forward[wire.src] + self.table.forward[wire.src]
-                tail = self.table.forward[wire.dst] + self.behind_forward[wire.dst]
+                tail = max(self.table.forward[user] + self.behind_forward[user] for user in wire.users)
             else:
-                head = self.to_gradient[wire.src] + self.gradient[wire.src]
+                head = max(self.to_gradient[maker] + self.gradient[maker] for maker in wire.makers)
                 tail = self.gradient[wire.dst] + self.behind_gradient[wire.dst]
             for (src, dst), count in self._pairs(wire).items():
                 way = links.way(src, dst)

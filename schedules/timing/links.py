@@ -152,20 +152,24 @@ class Links:
         raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
 
 
-def wire_bytes(schedule: Schedule, links: Links) -> dict[Wire, float]:
-    """Bytes of each message over each wire of a schedule."""
+def wire_bytes(schedule: Schedule, links: Links, wires: Iterable[Wire]) -> dict[Wire, float]:
+    """Bytes of each message over each wire of a schedule.
+
+    A message for several consumers has as much as the largest of their edges: the tensors of one are among those of
+    another, as in a model that hands everything on.
+    """
     edges = schedule.stage_edges
     back = links.activation_bytes if links.gradient_bytes is None else links.gradient_bytes
-    sizes = {}
+    by_edge: dict[tuple[MessageKind, int, int], float] = {}
     for (src, dst, _), activations, gradients in zip(
         edges,
         _spread("activation_bytes", links.activation_bytes, len(edges)),
         _spread("gradient_bytes", back, len(edges)),
         strict=True,
     ):
-        sizes[Wire(MessageKind.ACT, src, dst)] = activations
-        sizes[Wire(MessageKind.GRAD, dst, src)] = gradients
-    return sizes
+        by_edge[MessageKind.ACT, src, dst] = activations
+        by_edge[MessageKind.GRAD, src, dst] = gradients
+    return {w: max(by_edge[w.kind, w.producer, consumer] for consumer in w.consumers) for w in wires}
 
 
 def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:

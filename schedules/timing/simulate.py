@@ -98,7 +98,9 @@ class _Simulation:
         self.sums: dict[int, _StageSum] = {}  # by stage
         # Per rank, the sums that it begins in front of each position of its program.
         self.begins: list[dict[int, list[Collective]]] = [{} for _ in schedule.programs]
-        self.wires = Needs(schedule).wires
+        self.needs = Needs(schedule)
+        self.wires = self.needs.wires
+        self.parts: dict[int, list[tuple[Wire, _Output]]] = {}  # by code, where others add to them
         self.traffic = None if links is None else Traffic(links)
         self.end_of_slots = len(self.wires) * self.num_slots
         self._wire()
@@ -111,15 +113,22 @@ class _Simulation:
     def _wire(self) -> None:
         """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
         owners = self.schedule.owners
-        sizes = {} if self.links is None else wire_bytes(self.schedule, self.links)
+        sizes = {} if self.links is None else wire_bytes(self.schedule, self.links, self.wires)
         for number, wire in enumerate(self.wires):
             if owners[wire.src] == owners[wire.dst]:
                 continue
             base = number * self.num_slots
             routes = None if self.traffic is None else self._routes(wire, sizes[wire], self.traffic)
+            output = (base, self._delays(wire), routes)
             for op in wire.ops:
-                self.inputs[self._code(op, wire.dst)].append(base)
-                self.outputs[self._code(op, wire.src)].append((base, self._delays(wire), routes))
+                for stage in wire.users:
+                    self.inputs[self._code(op, stage)].append(base)
+                for stage in wire.makers:
+                    self.outputs[self._code(op, stage)].append(output)
+                    self.parts.setdefault(self._code(op, stage), []).append((wire, output))
+        self.parts = {
+            code: outputs for code, outputs in self.parts.items() if any(len(w.makers) > 1 for w, _ in outputs)
+        }
 
     def _delays(self, wire: Wire) -> list[float]:
         """Latency per microbatch from stage to stage: none where replicas of both stand on one rank."""
@@ -250,7 +259,7 @@ class _Simulation:
             position[rank] = at + 1
             free_at[rank] = now
             ready = [rank]
-            for base, delays, routes in outputs[code]:
+            for base, delays, routes in self._completed(code, k) if code in self.parts else outputs[code]:
                 if routes is None or (route := routes[k]) is None:
                     arrived[base + k] = now + delays[k]
                 else:
@@ -273,6 +282,12 @@ class _Simulation:
         for (stage,), _, group in sums:
             freed += self.sums[stage].begin(group, rank, now, self.arrived, blocked)
         return freed
+
+    def _completed(self, code: int, index: int) -> list[_Output]:
+        """Messages that are whole behind an action, in the order of the edges: to the others, more will be added."""
+        op, stage = divmod(code, self.num_stages)
+        action = Action(stage, _OPS[op], index)
+        return [output for wire, output in self.parts[code] if self.needs.maker(wire.message(index)) == action]
 
     def _check_through(self, position: list[int]) -> None:
         for rank, program in enumerate(self.schedule.programs):
@@ -308,13 +323,14 @@ class _Simulation:
         outgoing: dict[tuple[Op, int], list[tuple[int, Wire]]] = {}
         for number, wire in enumerate(self.wires):
             for op in wire.ops:
-                outgoing.setdefault((op, wire.src), []).append((number * self.num_slots, wire))
+                for stage in wire.makers:
+                    outgoing.setdefault((op, stage), []).append((number * self.num_slots, wire))
         for rank, trace in enumerate(ranks):
             for (stage, op, k), _, end in trace.compute:
-                for base, (kind, src, dst) in outgoing.get((op, stage), ()):
-                    receiver = owner(dst, k)
-                    if receiver != rank:
-                        comm[receiver].append(Span(Message(kind, src, dst, k), end, self.arrived[base + k]))
+                for base, wire in outgoing.get((op, stage), ()):
+                    message, receiver = wire.message(k), owner(wire.dst, k)
+                    if receiver != rank and self.needs.maker(message) == (stage, op, k):
+                        comm[receiver].append(Span(message, end, self.arrived[base + k]))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in comm]
 
     def _collectives(self) -> list[tuple[Span[Collective], ...]]:

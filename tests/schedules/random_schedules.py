@@ -98,10 +98,12 @@ def costs_for(draw: DrawFn, num_stages: int) -> Costs:
 
 @st.composite
 def placements(draw: DrawFn, *, replicas: bool) -> tuple[tuple[int, ...], ...]:
-    """Up to 6 stages on up to 4 ranks, in any order."""
+    """Up to 6 stages on up to 4 ranks: in turn, or in any order."""
     num_ranks = draw(st.integers(1, 4))
     num_stages = draw(st.integers(1, 6))
     most = min(num_ranks, 3) if replicas else 1
+    if draw(st.booleans()):
+        return tuple(tuple(range(rank, num_stages, num_ranks)) for rank in range(num_ranks))
     owners = [draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=most)) for _ in range(num_stages)]
     return tuple(tuple(stage for stage in range(num_stages) if rank in owners[stage]) for rank in range(num_ranks))
 
@@ -110,7 +112,7 @@ def placements(draw: DrawFn, *, replicas: bool) -> tuple[tuple[int, ...], ...]:
 def stage_graphs(draw: DrawFn, num_stages: int) -> tuple[Edge, ...]:
     """The chain with skips, some of them (and of the chain) without gradient."""
     pairs = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages)]
-    skips = draw(st.sets(st.sampled_from(pairs), max_size=3)) if pairs else set()
+    skips = draw(st.sets(st.sampled_from(pairs), max_size=5)) if pairs else set()
     edges = sorted({(edge.src, edge.dst) for edge in chain(num_stages)} | skips)
     return tuple(Edge(src, dst, draw(st.integers(0, 4)) > 0) for src, dst in edges)
 

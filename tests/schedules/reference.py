@@ -71,6 +71,29 @@ def has_deadlock(schedule: Schedule) -> bool:
     return not nx.is_directed_acyclic_graph(graph(schedule))
 
 
+def together(schedule: Schedule, producer: int, consumer: int, *, grad: bool) -> list[int]:
+    """The consumers of a stage that share a message with this one, or one back: those on the same ranks, ascending."""
+
+    def ranks(stage: int) -> list[int]:
+        return [rank for rank, stages in enumerate(schedule.placement) if stage in stages]
+
+    edges = [edge for edge in schedule.stage_edges if edge.src == producer and (edge.grad or not grad)]
+    return sorted(edge.dst for edge in edges if ranks(edge.dst) == ranks(consumer))
+
+
+def name_of_message(schedule: Schedule, maker: Action, user: Action) -> tuple[int, int]:
+    """The stages that name what brings the result of one action to another: the first consumer stands for all."""
+    if maker.op is Op.F:
+        return maker.stage, together(schedule, maker.stage, user.stage, grad=False)[0]
+    return together(schedule, user.stage, maker.stage, grad=True)[0], user.stage
+
+
+def last_of(schedule: Schedule, rank: int, stages: list[int], k: int) -> int:
+    """The one of these stages that makes its gradient of microbatch k last."""
+    made = [a.stage for a in schedule.programs[rank] if a.op in GRADIENT and a.index == k and a.stage in stages]
+    return made[-1]
+
+
 def starts(schedule: Schedule, costs: Costs) -> dict[Node, float]:
     """When each action starts: the longest path to it."""
     dag = graph(schedule)
@@ -79,7 +102,15 @@ def starts(schedule: Schedule, costs: Costs) -> dict[Node, float]:
     for node in nx.topological_sort(dag):
         found[node] = 0.0
         for before in dag.predecessors(node):
-            crossing = before[0] != node[0]
-            delay = costs.latency[before[1].stage] if crossing else 0.0
+            delay = _latency(schedule, costs.latency, before, node) if before[0] != node[0] else 0.0
             found[node] = max(found[node], found[before] + seconds(costs, before[1]) + delay)
     return found
+
+
+def _latency(schedule: Schedule, latency: tuple[float, ...], before: Node, node: Node) -> float:
+    """A gradient leaves with those that are added to it, behind the last; all take the first consumer's latency."""
+    (rank, (stage, op, k)), user = before, node[1].stage
+    if op is Op.F:
+        return latency[stage]
+    stages = together(schedule, user, stage, grad=True)
+    return latency[stages[0]] if last_of(schedule, rank, stages, k) == stage else 0.0

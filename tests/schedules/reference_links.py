@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from stagewright.schedules import Action, Costs, Links, Op, Schedule, Sum, Way
 
-from .reference import GRADIENT, seconds
+from .reference import GRADIENT, last_of, seconds, together
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Run:
         for src, dst, grad in self.schedule.stage_edges:
             key = None
             if op is Op.F and dst == stage:
-                key, maker = ("act", src, dst, k), src
+                key, maker = ("act", src, together(self.schedule, src, dst, grad=False)[0], k), src
             elif op in GRADIENT and src == stage and grad:
-                key, maker = ("grad", dst, src, k), dst
+                key, maker = ("grad", together(self.schedule, src, dst, grad=True)[0], src, k), dst
             if key is None or self.home(maker, k) == rank:
                 continue
             if key not in self.arrivals:
@@ -66,11 +66,18 @@ class Run:
         activation, gradient = self.links.activation_bytes, self.links.gradient_bytes
         assert isinstance(activation, list)
         assert isinstance(gradient, list)
-        for number, (src, dst, grad) in enumerate(self.schedule.stage_edges):
+        sizes = {(src, dst): number for number, (src, dst, _) in enumerate(self.schedule.stage_edges)}
+        for src, dst, grad in self.schedule.stage_edges:
             if op is Op.F and src == stage:
-                self.message(("act", src, dst, k), rank, self.home(dst, k), activation[number], now)
+                users = together(self.schedule, src, dst, grad=False)
+                if dst == users[0]:
+                    size = max(activation[sizes[src, user]] for user in users)
+                    self.message(("act", src, dst, k), rank, self.home(dst, k), size, now)
             elif op in GRADIENT and dst == stage and grad:
-                self.message(("grad", dst, src, k), rank, self.home(src, k), gradient[number], now)
+                makers = together(self.schedule, src, dst, grad=True)
+                if last_of(self.schedule, rank, makers, k) == stage:
+                    size = max(gradient[sizes[src, maker]] for maker in makers)
+                    self.message(("grad", makers[0], src, k), rank, self.home(src, k), size, now)
         for each in self.links.sums:
             left = [(s, o, i) for program in self.programs for s, o, i in program if o in (Op.B, Op.W)]
             mine = [i // self.group for s, o, i in left if s == stage]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from stagewright.partition.in_flight import count_in_flight
-from stagewright.schedules import Action, Costs, Op, Schedule, build, check, lower, simulate
+from stagewright.schedules import Action, Costs, Edge, Message, MessageKind, Op, Schedule, build, check, lower, simulate
 from stagewright.schedules.alive import activations, messages_held, peak_activations
 from stagewright.schedules.messages import Transfer
 
@@ -63,6 +63,23 @@ def test_messages_are_held_from_posting_to_use_and_from_sending_to_proof() -> No
         received = {s.message for s in program.steps if isinstance(s, Transfer) and not s.is_send}
         most = max(sum(message in received for message in held) for _, held in messages_held(program))
         assert most == program.peak_receives
+
+
+def test_a_message_for_two_stages_is_held_up_to_the_second_and_their_gradients_from_the_first_on() -> None:
+    """Stage 0 feeds stages 1 and 3 of rank 1: one message there, and one back behind both."""
+    chain = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    programs = lower(chain.with_edges([*chain.stage_edges, Edge(0, 3)])).programs
+    act, grad = Message(MessageKind.ACT, 0, 1, 0), Message(MessageKind.GRAD, 1, 0, 0)
+    held = {str(step): set(messages) for step, messages in messages_held(programs[1])}
+    assert [name for name in ("1F0", "3F0", "3B0") if act in held[name]] == ["1F0", "3F0"]
+    assert [name for name in ("3F0", "3B0", "1B0") if grad in held[name]] == ["3B0", "1B0"]
+    between = {
+        s.message
+        for p in programs
+        for s in p.steps
+        if isinstance(s, Transfer) and {s.message.src, s.message.dst} == {0, 3}
+    }
+    assert between == set()
 
 
 def test_a_split_backward_beside_a_whole_one() -> None:

@@ -24,7 +24,7 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import by_hand, schedules_with_costs, steady
-from .reference import data_edges, seconds, starts
+from .reference import data_edges, name_of_message, seconds, starts
 
 ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 
@@ -52,13 +52,13 @@ def test_messages_go_from_the_end_of_their_maker_to_their_arrival(case: tuple[Sc
     schedule, costs = case
     assert isinstance(costs.latency, tuple)
     end = {(rank, s.what): s.end for rank, trace in enumerate(simulate(schedule, costs).ranks) for s in trace.compute}
-    expected: list[set[Span]] = [set() for _ in schedule.programs]
+    left: list[dict[Message, float]] = [{} for _ in schedule.programs]
     for (sender, maker), (receiver, user) in data_edges(schedule):
         if sender != receiver and any(costs.latency):
             kind = ACT if maker.op is Op.F else GRAD
-            left = end[sender, maker]
-            message = Message(kind, maker.stage, user.stage, user.index)
-            expected[receiver].add(Span(message, left, left + costs.latency[maker.stage]))
+            message = Message(kind, *name_of_message(schedule, maker, user), user.index)
+            left[receiver][message] = max(left[receiver].get(message, 0.0), end[sender, maker])
+    expected = [{Span(m, start, start + costs.latency[m.src]) for m, start in found.items()} for found in left]
     for trace, messages in zip(simulate(schedule, costs).ranks, expected, strict=True):
         assert set(trace.comm) == messages
         assert len(trace.comm) == len(messages)

@@ -1,0 +1,202 @@
+"""A GPT each of whose blocks reads the outputs of all blocks before it (DenseNet, attention residuals), float64.
+
+An ordinary module: a loop and a list. Each output crosses each pair of ranks once, however many chunks there take it,
+and its gradient comes back once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.comm import InProcessTransport, ProcessGroupTransport
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import MessageKind
+
+VOCABULARY, WIDTH, BLOCKS, MICROBATCHES, STEPS = 11, 8, 6, 4, 3
+
+
+class Block(nn.Module):
+    """Reads a learned mean of all outputs so far."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(number))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, before: list[Tensor]) -> Tensor:
+        shares = torch.softmax(self.weights, 0)
+        x = self.norm(sum(share * each for share, each in zip(shares, before, strict=True)))
+        h, _ = self.attention(x, x, x, need_weights=False)
+        return self.mlp(x + h)
+
+
+class DenseGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(i + 1) for i in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs = [self.embedding(tokens)]
+        for block in self.blocks:
+            outputs.append(block(outputs))
+        return self.head(outputs[-1])
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_model() -> DenseGPT:
+    torch.manual_seed(0)
+    return DenseGPT().double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (2 * MICROBATCHES, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 30.0}
+    settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
+    return PipelineModule(model, **(settings | options))
+
+
+def by_hand(delay: int) -> dict[str, Tensor]:
+    """One process: the gradient of each step is taken at the weights of `delay` steps before it."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    weights = [[p.detach().clone() for p in model.parameters()]]
+    for step in range(STEPS):
+        other = make_model()
+        for mine, theirs in zip(other.parameters(), weights[max(step - delay, 0)], strict=True):
+            mine.data.copy_(theirs)
+        x, y = batch(step)
+        loss_fn(other(x), y).backward()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = theirs.grad
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return model.state_dict()
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"mesh": {"pipe": 3}},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 3},
+    "interleaved, recomputed": {"schedule": "interleaved", "num_chunks": 3, "recompute": "full"},
+    "interleaved replicas": {
+        "schedule": "interleaved",
+        "num_chunks": 2,
+        "num_microbatches": 2,
+        "mesh": {"pipe": 2, "data": 2},
+    },
+    "2bw": {"schedule": "2bw", "mesh": {"pipe": 3}},
+}
+
+
+def differences(options: dict[str, Any]) -> list[str]:
+    model = make_model()
+    pipe = make_pipe(model, **options)
+    for step in range(STEPS):
+        pipe.train_step(*batch(step))
+    pipe.flush()
+    found = pipe.full_state_dict()
+    pipe.close()
+    wanted = by_hand(delay=int(options.get("schedule") == "2bw"))
+    return [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
+
+
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_exact(options: dict[str, Any]) -> None:
+    assert differences(options) == []
+
+
+class Counting:
+    """Tensors that cross ranks, by (kind, sender, receiver, microbatch), and which microbatches are alive at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
+        self.tensors: Counter[tuple[str, int, int, int]] = Counter()
+        self.alive: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.most_alive = 0
+        send = transport.send
+
+        def counted(mine: Any, message: Any, peer: int, tensors: Any, specs: Any) -> None:
+            if message.kind in (MessageKind.ACT, MessageKind.GRAD):
+                gone = sum(spec.dtype is torch.uint8 for spec in specs)  # flags
+                self.tensors[message.kind.value, mine._rank, peer, message.index] += len(tensors) - gone
+            if message.kind is MessageKind.ACT:
+                self.alive.setdefault(message.index, []).extend(weakref.ref(x) for x in tensors)
+                self.most_alive = max(self.most_alive, self.microbatches_alive())
+            send(mine, message, peer, tensors, specs)
+
+        monkeypatch.setattr(transport, "send", counted)
+
+    def microbatches_alive(self) -> int:
+        return sum(any(ref() is not None for ref in refs) for refs in self.alive.values())
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (2, 3), (3, 2)])
+def test_each_tensor_crosses_each_pair_of_ranks_once(
+    num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Counting(monkeypatch, InProcessTransport)
+    options = {"schedule": "interleaved", "num_chunks": num_chunks} if num_chunks > 1 else {}
+    # Stages begin at blocks 1, 2, ...: the embedding stands beside block 0, the head beside the last one.
+    starts = [f"blocks.{i * BLOCKS // (num_ranks * num_chunks)}" for i in range(1, num_ranks * num_chunks)]
+    make_pipe(make_model(), mesh={"pipe": num_ranks}, split_points=starts, **options).train_step(*batch(0))
+    rank_of = {i: (i * num_ranks * num_chunks // BLOCKS) % num_ranks for i in range(BLOCKS)}
+    made_on = [0, *(rank_of[i] for i in range(BLOCKS))]  # rank of output j: the embedding's, then the blocks'
+    wanted: Counter[tuple[str, int, int]] = Counter()
+    for j, rank in enumerate(made_on):
+        for other in {rank_of[i] for i in range(j, BLOCKS)} - {rank}:  # block i reads the outputs 0 .. i
+            wanted["act", rank, other] += 1
+            wanted["grad", other, rank] += 1
+    for k in range(MICROBATCHES):
+        assert {key[:3]: n for key, n in counting.tensors.items() if key[3] == k} == wanted
+
+
+def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch, InProcessTransport)
+    pipe = make_pipe(make_model(), schedule="interleaved", num_chunks=3, num_microbatches=8)
+    tokens, targets = (torch.cat([one, one]) for one in batch(0))
+    pipe.train_step(tokens, targets)
+    assert counting.microbatches_alive() == 0
+    assert counting.most_alive <= 4  # of eight
+
+
+def _counted() -> tuple[list[str], dict[str, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        counting = Counting(patch, ProcessGroupTransport)
+        found = differences(LAYOUTS["interleaved"])
+    sent = Counter[str]()
+    for (kind, *_), count in counting.tensors.items():
+        sent[kind] += count
+    return found, dict(sent)
+
+
+@pytest.mark.gloo
+def test_over_processes(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch, InProcessTransport)
+    assert differences(LAYOUTS["interleaved"]) == []
+    results = gloo.run(_counted, ranks=2)
+    assert [found for found, _ in results] == [[], []]
+    for kind in ("act", "grad"):
+        wanted = sum(count for (each, *_), count in counting.tensors.items() if each == kind)
+        assert sum(sent[kind] for _, sent in results) == wanted
