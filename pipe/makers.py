@@ -117,6 +117,7 @@ class Makers:
             model_loss=model_loss if has_loss else None,
             device=self.settings.device,
             reads=self._reads(mode, has_loss=has_loss),
+            scales_loss=self.settings.grad_scaler is not None,
             compares=place.world.distributed,
             together=self.guard.together if num_replicas > 1 or model_loss is not None else nullcontext,
         )

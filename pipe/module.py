@@ -110,7 +110,9 @@ class PipelineModule:
 
     BatchNorm normalises each microbatch by itself; under replicas its running statistics see only the microbatches of
     their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank. The same is
-    true for other buffers that a forward changes, such as spectral_norm's vectors.
+    true for other buffers that a forward changes. Where a forward reads what the one before it has left, such as
+    spectral_norm's vectors, replicas in one process read in the order in which they run: as long as each can go on, one
+    after the other, so that numbers differ a little from one pipeline's.
 
     Raises ValueError, on every rank alike, for anything that does not fit together.
     """

@@ -11,7 +11,7 @@ import torch
 from ...partition.graph.forms import Arguments
 from ...schedules import Schedule
 from ..stages.autocast import Autocast
-from ..stages.shapes import InferredStages, Signature
+from ..stages.shapes import Inferred, InferredStages, Signature
 from .batches import Batch, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
 from .given import Given, check_arguments, check_like_example
@@ -37,6 +37,7 @@ class BatchReader:
         model_loss: of a model that returns its own loss: weighs the microbatches.
         reads: the model inputs that stages of this process read, and whether one reads the target; the others may be
             passed as meta tensors (shapes alone).
+        scales_loss: whether gradients may be in float16.
         compares: whether other ranks must have passed the same batch.
         together: entered around each cut. A batch that is refused is refused on every rank alike, unless each
             replica has its own: then the others, which would go on without this one, are told.
@@ -53,10 +54,12 @@ class BatchReader:
         model_loss: ModelLoss | None,
         device: torch.device,
         reads: Reads,
+        scales_loss: bool,
         compares: bool,
         together: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._inference = inference
+        self._scales_loss = scales_loss
         self._own = own
         self._example = example
         self._has_loss = has_loss
@@ -83,6 +86,7 @@ class BatchReader:
             parts = given.on(device).cut(len(own))
             microbatches = [part.arguments for part in parts]
             inferred = [self._inference.of(Signature.of(each)) for each in microbatches]
+            self._refuse_float16(inferred)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)
@@ -102,6 +106,15 @@ class BatchReader:
                 autocast=Autocast.now(device.type),
                 replica=(own.start, own.step),
                 checksums=sums,
+            )
+
+    def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
+        place = next((each.float16 for each in inferred if each.float16 is not None), None)
+        if place is not None and not self._scales_loss:
+            raise ValueError(
+                f"{place} in torch.float16, where small gradients become 0 without a loss scale: expected "
+                f"PipelineModule(..., grad_scaler=torch.amp.GradScaler({self._device.type!r})), or torch.bfloat16, "
+                f"which needs none"
             )
 
     def _refuse_shapes_alone(self, given: Given) -> None:

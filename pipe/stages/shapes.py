@@ -28,6 +28,7 @@ from ...partition.graph.stand_ins import stand_ins
 from ...partition.graph.units import Cut, OutputError, StageModule
 from ...partition.graph.untouched import untouched
 from .autocast import Autocast
+from .float16 import float16_gradients
 from .presence import StageRun, certain_gradients
 from .randomness import Seeder
 from .wiring import OutputSpecs
@@ -92,6 +93,7 @@ class Inferred:
         stages: [S].
         specs: [S] of the outputs of each.
         certain: [S] by input of each, whether its gradient always comes; see `presence`.
+        float16: which stage makes gradients in float16, and where; None: none does, or there is no graph.
         written_buffers: [S] ids of the buffers that a forward changes.
         output_form: how the flat outputs of the last stage make the model's output.
     """
@@ -99,8 +101,17 @@ class Inferred:
     stages: tuple[StageModule, ...]
     specs: OutputSpecs
     certain: Sequence[Sequence[bool]]
+    float16: str | None
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
+
+
+class _Walk(NamedTuple):
+    """Results of all stages on fake tensors; see Inferred."""
+
+    specs: OutputSpecs
+    certain: Sequence[Sequence[bool]]
+    float16: str | None
 
 
 class InferredStages:
@@ -176,8 +187,8 @@ class InferredStages:
 
     def _inferred(self, inputs: Signature) -> Inferred:
         if self._cut.again is None:
-            specs, certain = self._specs(inputs, len(self.stages), self._run_again, lambda: self.output_form)
-            return replace(self.example, specs=specs, certain=certain)
+            walk = self._walk(inputs, len(self.stages), self._run_again, lambda: self.output_form)
+            return replace(self.example, specs=walk.specs, certain=walk.certain, float16=walk.float16)
         found = self._first_walk(self._cut.again(inputs.shapes_alone()), inputs)
         for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
             _refuse_other_flow(index, mine, other, inputs)
@@ -207,11 +218,12 @@ class InferredStages:
                 _refuse_sparse(stage, run.outputs)
             return run
 
-        specs, certain = self._specs(inputs, len(cut.pieces), run_first, lambda: cut.form_of_output(stages[-1]))
+        walk = self._walk(inputs, len(cut.pieces), run_first, lambda: cut.form_of_output(stages[-1]))
         return Inferred(
             stages=tuple(stages),
-            specs=specs,
-            certain=certain,
+            specs=walk.specs,
+            certain=walk.certain,
+            float16=walk.float16,
             written_buffers=tuple(writes),
             output_form=cut.form_of_output(stages[-1]),
         )
@@ -249,10 +261,8 @@ class InferredStages:
         autocast = Autocast.now(self._device.type)
         return inputs, autocast, self._cut.fixed(), *(m.training for m in self._modes)
 
-    def _specs(
-        self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]
-    ) -> tuple[OutputSpecs, Sequence[Sequence[bool]]]:
-        """Walk over the stages with fake tensors: their outputs, and which gradients of their inputs are certain.
+    def _walk(self, inputs: Signature, num_stages: int, run: _RunStage, output_form: Callable[[], Form]) -> _Walk:
+        """Walk over the stages with fake tensors.
 
         Arguments:
             output_form: of the model, once all stages ran.
@@ -274,7 +284,13 @@ class InferredStages:
                 runs.append(run(index, flat, [one.outputs for one in runs]))
         loss_slot = None if self._loss_slot is None or not self._training else self._loss_slot(output_form())
         specs = tuple(tuple(map(TensorSpec.of, one.outputs)) for one in runs)
-        return specs, certain_gradients(runs, loss_slot=loss_slot)
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        places = [float16_gradients(one.outputs, names) for one in runs]
+        return _Walk(
+            specs=specs,
+            certain=certain_gradients(runs, loss_slot=loss_slot),
+            float16=next((f"stage {index} computes {at}" for index, at in enumerate(places) if at is not None), None),
+        )
 
     def _run_again(self, index: int, inputs: Sequence[torch.Tensor], results: Sequence[Tensors]) -> StageRun:
         stage = self.stages[index]

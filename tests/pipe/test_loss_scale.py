@@ -359,3 +359,42 @@ def test_what_cannot_be() -> None:
     with half(), pytest.raises(ValueError, match=r"autocast\('cpu', dtype=torch.float16\) .* grad_scaler="):
         pipe.train_step(*batch(0, {}))
     pipe.close()
+
+
+class Inside(nn.Module):
+    """Computes in float16 by itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "cast":
+            return self.linear(x).half().float()
+        with torch.autocast("cpu", torch.float16, enabled=self.how == "autocast"):
+            return self.linear(x).float()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    places = {
+        "autocast": "stage 1 computes with parameter '3.linear.(weight|bias)' in torch.float16",
+        "cast": "stage 1 computes with parameter '3.linear.(weight|bias)' in torch.float16",
+        "none": None,
+    }
+    for how, message in places.items():
+        chain = nn.Sequential(*[Inside(how if i == 3 else "none") for i in range(4)])
+        for own in (None, scaler()):
+            settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": M, "mesh": {"pipe": 2}}
+            pipe = PipelineModule(
+                copy.deepcopy(chain), loss_fn=F.mse_loss, optimizer=adamw, grad_scaler=own, **settings
+            )
+            if message is not None and own is None:
+                assert isinstance(pipe.predict(x), Tensor)
+                with pytest.raises(ValueError, match=rf"{message}, .* grad_scaler=torch.amp.GradScaler\('cpu'\)"):
+                    pipe.train_step(x, y)
+            else:
+                pipe.train_step(x, y)
+            pipe.close()
