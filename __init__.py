@@ -7,9 +7,9 @@ at once.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipe import PipelineModule, named
+    from .pipe import PipelineModule, export_checkpoint, import_checkpoint, named, read_checkpoint
 
-__all__ = ["PipelineModule", "__version__", "named"]
+__all__ = ["PipelineModule", "__version__", "export_checkpoint", "import_checkpoint", "named", "read_checkpoint"]
 
 __version__ = "0.1.0"
 
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Only here, never at the top: an import that runs with this file would load torch, and would break
     # pytest, which imports the file under a name of its own because the repository root is the package.
-    if name in ("PipelineModule", "named"):
+    if name in __all__:
         from . import pipe
 
         return getattr(pipe, name)

@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
     "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
+    "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),
     "experiment": Command("commands.experiment", "run a scripted experiment: convergence"),
     "bench": Command("bench.command", "measure this runtime beside torch.distributed.pipelining"),
 }

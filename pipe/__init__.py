@@ -3,6 +3,8 @@
 from ..partition.profiler.optimizers import named
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepResult
+from .checkpoint.persist import SaveResult
+from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
 from .measure.steps import StepRecord
 from .module import PipelineModule
 from .verify import Verification, VerificationError
@@ -11,9 +13,13 @@ __all__ = [
     "EvalResult",
     "NonFiniteLossError",
     "PipelineModule",
+    "SaveResult",
     "StepRecord",
     "StepResult",
     "Verification",
     "VerificationError",
+    "export_checkpoint",
+    "import_checkpoint",
     "named",
+    "read_checkpoint",
 ]

@@ -23,8 +23,8 @@ from ..update.interface import StageState
 from .files import OwnCheckpoints
 from .generators import GENERATORS, check_generator, set_generators
 from .manifest import model_key
-from .optimizers import SavedOptimizers
 from .reader import Checkpoint
+from .saved_optimizers import SavedOptimizers
 from .snapshot import Contents, HasState, other_key, random_key, rule_of
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints from mesh to mesh: a chain of runs, each of which goes on from the last one's, equals one plain process."""
+"""Checkpoints from mesh to mesh: runs that go on one from the other, together equal to one plain process."""
 
 from __future__ import annotations
 

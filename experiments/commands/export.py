@@ -1,0 +1,69 @@
+"""`stagewright export runs/<name> -o model.pt`: a checkpoint as one file that a plain model loads, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ...pipe.checkpoint.plain import export_checkpoint, import_checkpoint
+from ..help_text import plain_help
+from ..training.run_folder import RUNS
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Write a checkpoint's weights as one file that a plain model loads (load_state_dict), under their original names.
+
+    With --to-checkpoint the other way: make a checkpoint of a file of weights, for pipe.load or `train --resume`.
+    """
+
+    source: tyro.conf.Positional[Path]
+    """Folder of checkpoints, one of them, or a run (runs/<name>, its name); with --to-checkpoint a file of weights."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
+    """File to write: .safetensors, or .pt for torch.load."""
+    optimizer: bool = False
+    """Write optimizers, schedules and step, too (a .pt file, with the weights under "model")."""
+    to_checkpoint: Path | None = None
+    """Folder in which the checkpoint is made."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Export, or import."""
+    options = tyro.cli(ExportOptions, args=argv, prog="stagewright export")
+    if (options.out is None) == (options.to_checkpoint is None):
+        raise ValueError("expected one of -o FILE, to write a checkpoint's weights, and --to-checkpoint FOLDER")
+    if options.to_checkpoint is not None:
+        if options.optimizer:
+            raise ValueError(
+                "--optimizer with --to-checkpoint: expected -o FILE; a checkpoint is made of weights alone"
+            )
+        made = import_checkpoint(options.source, options.to_checkpoint)
+        answer: dict[str, str | int] = {"checkpoint": str(made)}
+    else:
+        assert options.out is not None
+        folder = _checkpoints(options.source)
+        export_checkpoint(folder, options.out, optimizer=options.optimizer)
+        answer = {"checkpoint": str(folder), "file": str(options.out), "bytes": options.out.stat().st_size}
+    if options.json:
+        print(json.dumps(answer))
+    elif options.out is not None:
+        print(f"{answer['file']}: {int(answer['bytes']):,} bytes, from {answer['checkpoint']}")
+    else:
+        print(f"{answer['checkpoint']}: pipe.load({str(options.to_checkpoint)!r})")
+    return 0
+
+
+def _checkpoints(source: Path) -> Path:
+    """Folder of checkpoints that is meant: a run's, where a run is named."""
+    for folder in (source / "checkpoints", RUNS / source / "checkpoints"):
+        if folder.is_dir():
+            return folder
+    return source

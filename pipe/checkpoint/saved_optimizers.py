@@ -1,0 +1,302 @@
+"""Optimizers and learning-rate schedules out of checkpoints, for another cut or a single process.
+
+Another cut joins stages and divides them. A group then takes the options of its parameters, and a schedule its
+state from an optimizer that held them, figures a group (base_lrs, ...) from the groups in which they stood.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import torch
+
+from ..parallel.share import Share
+from ..stages.ownership import Ownership
+from ..update.optimizers import StageOptimizers
+from .optimizers import options_of_group, state_share
+from .reader import Checkpoint
+from .values import decode, encode
+
+# Entries of the state of torch's schedulers with a figure a parameter group.
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+
+class _Group(NamedTuple):
+    """A parameter group of a checkpoint: of which optimizer, and the which of its groups."""
+
+    optimizer: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainOptimizer:
+    """An optimizer of a checkpoint as a single process would have it.
+
+    Arguments:
+        name: of its class.
+        groups: options, and names of the parameters.
+        state: by parameter and entry, what it keeps.
+        scheduler: state of its schedule of learning rates; None: it had none.
+    """
+
+    name: str
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+    state: Mapping[str, Mapping[str, Any]]
+    scheduler: Mapping[str, Any] | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer.state_dict: parameters by number, and their names beside."""
+        names = [name for _, own in self.groups for name in own]
+        numbers = {name: number for number, name in enumerate(names)}
+        return {
+            "state": {numbers[name]: dict(state) for name, state in self.state.items() if state},
+            "param_groups": [
+                {**options, "params": [numbers[name] for name in own], "param_names": list(own)}
+                for options, own in self.groups
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Groups by their options, and for each source group its key, the state of its schedule and its number there."""
+
+    groups: dict[str, tuple[Mapping[str, Any], list[str]]]
+    sources: list[tuple[str, tuple[Mapping[str, Any], int] | None]]
+
+    def scheduler(self) -> dict[str, Any] | None:
+        first: dict[str, tuple[Mapping[str, Any], int]] = {}
+        for key, source in self.sources:
+            if source is not None:
+                first.setdefault(key, source)
+        if not first:
+            return None
+        state = next(iter(first.values()))[0]
+        return _regrouped(state, state, [first.get(key) for key in self.groups])
+
+
+class SavedOptimizers:
+    """Optimizers of all stages of a checkpoint.
+
+    Raises ValueError for what `optimizer_content` does not make.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._where = checkpoint.place
+        self._optimizers: list[dict[str, Any]] = []
+        self._groups: dict[str, _Group] = {}  # name -> where it stood
+        try:
+            for process, each in enumerate(checkpoint.manifest.values.get("optimizers", [])):
+                for saved in each or ():
+                    self._take(saved, process)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise checkpoint.error(f"checkpoint {self._where} has no optimizers as they are saved: {error}") from None
+        self._values: dict[str, dict[str, str]] = {}  # name -> entry -> key
+        for key in checkpoint.manifest.values:
+            section, _, rest = key.partition("/")
+            if section == "optimizer":
+                entry, _, name = rest.partition("/")
+                self._values.setdefault(name, {})[unquote(entry)] = key
+        self._tensors = checkpoint.manifest.optimizer_entries
+
+    def _take(self, saved: Mapping[str, Any], process: int) -> None:
+        """Replicas save the same: the first that names a parameter counts."""
+        groups = [{"names": one["names"], "options": dict(decode(one["options"]))} for one in saved["groups"]]
+        kept = saved["scheduler"]
+        scheduler = None if kept is None else {"class": str(kept["class"]), "state": dict(decode(kept["state"]))}
+        number = len(self._optimizers)
+        found: dict[str, Any] = {"process": process, "stage": int(saved["stage"])}
+        found |= {"class": str(saved["class"]), "groups": groups, "scheduler": scheduler}
+        self._optimizers.append(found)
+        for position, group in enumerate(groups):
+            for name in group["names"]:
+                self._groups.setdefault(str(name), _Group(number, position))
+
+    def check(self, stage: StageOptimizers, ownership: Ownership) -> None:
+        """ValueError for optimizers that cannot go on from these; nothing is changed."""
+        needed = [name for one in stage.optimizers for group in one.param_groups for name in stage.names_in(one, group)]
+        missing = sorted(set(needed) - self._groups.keys())
+        if missing:
+            raise ValueError(
+                f"checkpoint {self._where} has no optimizer state of {missing[:3]}: expected one saved with an "
+                f"optimizer"
+            )
+        for position, optimizer in enumerate(stage.optimizers):
+            scheduler = type(stage.schedulers[position]).__name__ if stage.schedulers else None
+            stood: dict[_Group, dict[str, Any]] = {}  # -> the group in which its parameters stand now
+            for group in optimizer.param_groups:
+                names = stage.names_in(optimizer, group)
+                for name in names:
+                    self._check_kinds(name, type(optimizer).__name__, scheduler)
+                    self._check_options(name, names[0])
+                    other = stood.setdefault(self._groups[name], group)
+                    if options_of_group(other) != options_of_group(group):
+                        raise ValueError(
+                            f"checkpoint {self._where} has {name!r} and {stage.names_in(optimizer, other)[0]!r} in one "
+                            f"parameter group, and they stand in groups with different options now: expected the "
+                            f"groups of the run that saved it, or load_state_dict to begin with weights alone"
+                        )
+                for name in (stage.names[id(parameter)] for parameter in group["params"]):
+                    for key in self._tensors.get(name, {}).values():
+                        self._checkpoint.check(key, self._share(stage, name, key, ownership))
+
+    def load_into(self, stage: StageOptimizers, ownership: Ownership) -> None:
+        """Take over state, options and schedules of the parameters of a stage that `check` has passed."""
+        for position, optimizer in enumerate(stage.optimizers):
+            sources: list[_Group | None] = []  # by group; None: an empty one
+            for group in optimizer.param_groups:
+                names = stage.names_in(optimizer, group)
+                sources.append(self._groups[names[0]] if names else None)
+                for parameter in group["params"]:
+                    name = stage.names[id(parameter)]
+                    state = self._state(stage, name, parameter, group, ownership)
+                    if state:
+                        optimizer.state[parameter] = state
+                    else:  # it had no gradient yet
+                        optimizer.state.pop(parameter, None)
+                for key, value in self._options_of(names[0]).items() if names else ():
+                    _set_option(group, key, value)
+            saved = next((self._optimizers[at.optimizer]["scheduler"] for at in sources if at is not None), None)
+            if stage.schedulers and saved is not None:
+                scheduler = stage.schedulers[position]
+                own = scheduler.state_dict()
+                by_group = [
+                    None if at is None else (self._optimizers[at.optimizer]["scheduler"]["state"], at.number)
+                    for at in sources
+                ]
+                scheduler.load_state_dict(_regrouped(saved["state"], own, by_group))
+
+    def joined(self, names: Sequence[str]) -> list[PlainOptimizer]:
+        """Optimizers as one process has them: those of all stages of one class are one, groups of equal options, too.
+
+        Arguments:
+            names: of the model's tensors, in order, which is that of the parameters of a group.
+        """
+        order = {name: number for number, name in enumerate(names)}
+        found: dict[tuple[str, int], _Joined] = {}
+        counted: dict[tuple[int, int, str], int] = {}
+        for optimizer, saved in enumerate(self._optimizers):
+            mine = [
+                [name for name in group["names"] if self._groups[name] == _Group(optimizer, number)]
+                for number, group in enumerate(saved["groups"])
+            ]
+            if not any(mine):
+                continue  # a replica's
+            place = (saved["process"], saved["stage"], saved["class"])
+            counted[place] = counted.get(place, -1) + 1
+            joined = found.setdefault((saved["class"], counted[place]), _Joined({}, []))
+            for number, (group, own) in enumerate(zip(saved["groups"], mine, strict=True)):
+                if own:
+                    key = json.dumps(encode(group["options"], what="options"))
+                    joined.groups.setdefault(key, (group["options"], []))[1].extend(own)
+                    scheduler = saved["scheduler"]
+                    joined.sources.append((key, None if scheduler is None else (scheduler["state"], number)))
+        return [
+            PlainOptimizer(
+                name=name,
+                groups=[
+                    (options, sorted(own, key=lambda each: order.get(each, len(order))))
+                    for options, own in joined.groups.values()
+                ],
+                state={each: self._full_state(each) for _, own in joined.groups.values() for each in own},
+                scheduler=joined.scheduler(),
+            )
+            for (name, _), joined in found.items()
+        ]
+
+    def _full_state(self, name: str) -> dict[str, Any]:
+        found = {entry: self._checkpoint.value(key) for entry, key in self._values.get(name, {}).items()}
+        return found | {entry: self._checkpoint.full(key) for entry, key in self._tensors.get(name, {}).items()}
+
+    def _state(
+        self,
+        stage: StageOptimizers,
+        name: str,
+        parameter: torch.Tensor,
+        group: Mapping[str, Any],
+        ownership: Ownership,
+    ) -> dict[str, Any]:
+        found = {entry: self._checkpoint.value(key) for entry, key in self._values.get(name, {}).items()}
+        for entry, key in self._tensors.get(name, {}).items():
+            value = self._checkpoint.read(key, self._share(stage, name, key, ownership))
+            at_host = entry == "step" and not (group.get("capturable") or group.get("fused"))  # as torch has it
+            found[entry] = value.to("cpu" if at_host else parameter.device, copy=True)
+        return found
+
+    def _share(self, stage: StageOptimizers, name: str, key: str, ownership: Ownership) -> Share:
+        """The part of a tensor of the state that this process needs."""
+        share, shape = state_share(stage, name, ownership), self._checkpoint.record(key).shape
+        if shape == share.full:
+            return share
+        if not share.is_whole and prod(shape) != 1:
+            raise ValueError(
+                f"checkpoint {self._where} has {key!r} of shape {shape}, which is not that of the parameter, and this "
+                f"process has a part of it, of shape {share.local}: expected as many processes as the parameter needs "
+                f"to be whole on each of them"
+            )
+        return Share.whole(shape)
+
+    def _options_of(self, name: str) -> Mapping[str, Any]:
+        at = self._groups[name]
+        options: Mapping[str, Any] = self._optimizers[at.optimizer]["groups"][at.number]["options"]
+        return options
+
+    def _check_kinds(self, name: str, kind: str, scheduler: str | None) -> None:
+        saved = self._optimizers[self._groups[name].optimizer]
+        if saved["class"] != kind:
+            raise ValueError(
+                f"checkpoint {self._where} has {name!r} under the optimizer {saved['class']}, and it is under {kind} "
+                f"now: expected the same one, or load_state_dict to begin with weights alone"
+            )
+        before = saved["scheduler"]
+        if before is not None and scheduler is not None and before["class"] != scheduler:
+            raise ValueError(
+                f"checkpoint {self._where} has {name!r} under the schedule {before['class']}, and it is under "
+                f"{scheduler} now: expected the same lr_scheduler=, or none to go on with the rates as they were"
+            )
+
+    def _check_options(self, name: str, other: str) -> None:
+        one, two = self._options_of(name), self._options_of(other)
+        differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+        if differing:
+            key = differing[0]
+            raise ValueError(
+                f"checkpoint {self._where} has {key}={one.get(key)} for {name!r} and {key}={two.get(key)} for "
+                f"{other!r}, which stand in one parameter group now: expected the groups of the run that saved it"
+            )
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """In place where a tensor holds it, since compiled steps keep that very tensor; a number stays a number."""
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _regrouped(
+    state: Mapping[str, Any], own: Mapping[str, Any], by_group: Sequence[tuple[Mapping[str, Any], int] | None]
+) -> dict[str, Any]:
+    """A saved schedule for other parameter groups.
+
+    Arguments:
+        state: that of one of the optimizers.
+        own: of the schedule that takes it over.
+        by_group: for each group now, a saved state and the number of its group there.
+    """
+    found = copy.deepcopy(dict(state))
+    for key in found.keys() & set(_BY_GROUP):
+        found[key] = [
+            own[key][number] if at is None else copy.deepcopy(at[0][key][at[1]]) for number, at in enumerate(by_group)
+        ]
+    for number, part in enumerate(found.get("_schedulers", ())):  # of SequentialLR and ChainedScheduler
+        parts = [None if at is None else (at[0]["_schedulers"][number], at[1]) for at in by_group]
+        found["_schedulers"][number] = _regrouped(part, own["_schedulers"][number], parts)
+    return found

@@ -1,0 +1,192 @@
+"""Checkpoints and plain models: out of one into the other, with tied weights and optimizers, without a pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import stagewright
+from stagewright.experiments.cli import main
+from stagewright.pipe import PipelineModule
+
+Exporter = Callable[[Path, Path], None]
+
+
+class Tied(nn.Module):
+    """A model of tied weights, with a buffer, numbers of several types, and one that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(9, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("phase", torch.tensor([1.0 + 2.0j, 3.0]))
+        self.register_buffer("brief", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.inner(self.embed(tokens))))
+        return found
+
+
+def model(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    flat = [p for p in parameters if p.ndim < 2]
+    rest = [p for p in parameters if p.ndim >= 2]
+    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9))
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=30)
+
+
+def make(plain: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "mesh": {"pipe": 2},
+        "num_microbatches": 1,
+        "loss_fn": nn.functional.cross_entropy,
+        "optimizer": adamw,
+        "lr_scheduler": schedule_of,
+        "example_inputs": (torch.zeros(8, dtype=torch.long),),
+    }
+    return PipelineModule(plain, **(settings | options))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 9, (8,), generator=generator), torch.randint(0, 9, (8,), generator=generator)
+
+
+def equal(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_a_plain_model_loads_what_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = make(model())
+    for step in range(2):
+        pipe.train_step(*batch(step))
+    pipe.save(tmp_path / "c")
+    state = pipe.full_state_dict()
+    found = stagewright.read_checkpoint(tmp_path / "c")
+    assert equal(found, state)
+    assert list(found) == list(model().state_dict())
+    assert found["head.weight"] is found["embed.weight"]
+    for name in ("model.safetensors", "model.pt"):
+        assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / name), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["bytes"] == (tmp_path / name).stat().st_size
+    plain = model(1)
+    plain.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    assert equal(plain.state_dict(), state)
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert equal(plain.state_dict(), state)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_plain_loop_goes_on_from_an_exported_checkpoint(tmp_path: Path) -> None:
+    """Optimizer and schedule too: equal to the pipeline, which is equal to the last bit at one microbatch."""
+    pipe = make(model())
+    for step in range(3):
+        pipe.train_step(*batch(step))
+    pipe.save(tmp_path / "c")
+    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "all.pt"), "--optimizer"]) == 0
+    saved = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert saved["step"] == 3
+    plain = model(1)
+    plain.load_state_dict(saved["model"])
+    optimizer = adamw(plain.parameters())
+    scheduler = schedule_of(optimizer)
+    optimizer.load_state_dict(saved["optimizers"][0])
+    scheduler.load_state_dict(saved["schedulers"][0])
+    for step in range(3, 6):
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert pipe.train_step(*batch(step)).loss == loss.item()
+    assert equal(plain.state_dict(), pipe.full_state_dict())
+
+
+def to_safetensors(state: dict[str, torch.Tensor], path: Path) -> Path:
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in state.items()}, path)
+    return path
+
+
+def to_torch(state: dict[str, torch.Tensor], path: Path) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def without_tied(state: dict[str, torch.Tensor], path: Path) -> Path:
+    """As other libraries write it: one of the tied names is left out."""
+    return to_safetensors({name: tensor for name, tensor in state.items() if name != "head.weight"}, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(to_safetensors, "m.safetensors"), (to_torch, "m.pt"), (without_tied, "m.safetensors")],
+    ids=["safetensors", "torch", "without tied"],
+)
+def test_a_pipeline_begins_with_plain_weights(
+    write: Callable[[dict[str, torch.Tensor], Path], Path], name: str, tmp_path: Path
+) -> None:
+    plain = model(5)
+    file = write(plain.state_dict(), tmp_path / name)
+    assert main(["export", str(file), "--to-checkpoint", str(tmp_path / "c")]) == 0
+    pipe = make(model())
+    pipe.train_step(*batch(0))
+    pipe.load(tmp_path / "c")
+    assert pipe.num_steps == 0
+    assert equal(pipe.full_state_dict(), plain.state_dict())
+    fresh = make(model(5))
+    pipe = make(model())
+    pipe.load(tmp_path / "c")
+    assert [pipe.train_step(*batch(s)).loss for s in range(2)] == [fresh.train_step(*batch(s)).loss for s in range(2)]
+    stagewright.import_checkpoint(plain.state_dict(), tmp_path / "again")
+    assert equal(stagewright.read_checkpoint(tmp_path / "again") | plain.state_dict(), plain.state_dict())
+
+
+def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path) -> None:
+    state = dict(model().state_dict())
+    state["head.weight"] = state["head.weight"] + 1
+    stagewright.import_checkpoint(state, tmp_path / "c")
+    with pytest.raises(
+        ValueError, match=r"different tensors for \['embed.weight', 'head.weight'\], which are one tensor"
+    ):
+        make(model()).load(tmp_path / "c")
+
+
+def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(model()).save(tmp_path / "c")
+    (tmp_path / "bad.pt").write_bytes(b"no")
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"a": 1}, tmp_path / "number.pt")
+    folder, into = str(tmp_path / "c"), str(tmp_path / "new")
+    for words, message in [
+        ([folder], "expected one of -o FILE"),
+        ([folder, "-o", str(tmp_path / "m.bin2")], "expected a file that ends in .safetensors or .pt"),
+        ([folder, "-o", str(tmp_path / "m.safetensors"), "--optimizer"], "safetensors hold tensors alone"),
+        ([folder, "-o", str(tmp_path / "no" / "m.pt")], "cannot be written: No such file or directory"),
+        ([str(tmp_path / "no"), "-o", str(tmp_path / "m.pt")], "is no checkpoint: expected a folder from pipe.save"),
+        ([str(tmp_path / "bad.pt"), "--to-checkpoint", into], "bad.pt cannot be read"),
+        ([str(tmp_path / "bad.safetensors"), "--to-checkpoint", into], "bad.safetensors cannot be read"),
+        ([str(tmp_path / "no.pt"), "--to-checkpoint", into], "no.pt cannot be read: [Errno 2] No such file"),
+        ([str(tmp_path / "list.pt"), "--to-checkpoint", into], "has list under ''"),
+        ([str(tmp_path / "number.pt"), "--to-checkpoint", into], "has int under 'a': expected a model's state_dict()"),
+    ]:
+        assert main(["export", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
