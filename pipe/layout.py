@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,6 +118,9 @@ def layout_of_plan(
 ) -> Layout:
     """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
 
+    Arguments:
+        tensor: options of the tensor axis; where the plan splits tensors, "auto" says how, unless they do.
+
     Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
     """
     if world.distributed and plan.num_devices != world.size:
@@ -127,6 +130,13 @@ def layout_of_plan(
             f"(torchrun --nproc-per-node {plan.num_devices})"
         )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
+    if plan.tensor > 1 and not world.distributed:
+        raise ValueError(
+            f"the plan splits tensors over {plan.tensor} ranks, which are processes: expected {plan.num_devices} of "
+            f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with tensor=1"
+        )
+    if plan.tensor > 1 and tensor.parallel is None:
+        tensor = replace(tensor, parallel=AUTO)
     idle = [rank for rank, stages in enumerate(schedule.placement) if not stages]
     if idle and schedule.is_asynchronous:
         raise ValueError(
@@ -139,7 +149,8 @@ def layout_of_plan(
         plan=plan,
         recompute=Recompute(stages=tuple(stage.recompute for stage in plan.stages)),
         sharding=sharding_of_plan([stage.optimizer_shards for stage in plan.stages], world),
-        place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks)),  # replicas share one batch: no axis of data
+        # Replicas share one batch: no axis of data.
+        place=MeshPlace(world=world, mesh=Mesh(pipe=schedule.num_ranks, tensor=plan.tensor)),
         tensor=tensor,
     )
 

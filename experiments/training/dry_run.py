@@ -135,7 +135,8 @@ def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
     """
     assert what is not None
     if isinstance(what, Plan):
-        check_plan(options, what)
+        if what.tensor == 1:  # the members of a tensor group are processes, which nobody has started
+            check_plan(options, what)
         print(what.to_json() if options.json else _plan_text(what))
         return 0
     schedule = what

@@ -154,6 +154,11 @@ class PlanRecord:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
 
     @property
+    def tensor(self) -> int:
+        """T, the largest number of ranks over which a stage's matrices are split."""
+        return max(stage.tensor for stage in self.stages)
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """[S] replicas of each stage; (15, 1) is what the papers write as 15-1."""
         return tuple(stage.replicas for stage in self.stages)

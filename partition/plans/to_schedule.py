@@ -5,18 +5,22 @@ from __future__ import annotations
 from ...schedules.builders.replicas import on_ranks, replicate
 from ...schedules.ir import Schedule
 from ...schedules.registry import build, canonical_name, family
-from .record import PlanRecord
+from .record import PlanRecord, PlanStage
 
 DEFAULT_SCHEDULE = "1f1b"
 
 
 def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Schedule:
-    """The plan's schedule on the plan's ranks; ranks that it leaves idle have an empty program.
+    """The plan's schedule; ranks that it leaves idle have an empty program.
+
+    A rank of the schedule is a rank of the plan, or, of a plan that splits tensors over T, a group of T in a row: rank
+    r of the schedule is run by the plan's ranks r T to r T + T - 1 together.
 
     Arguments:
         num_microbatches: M of the whole batch, where the plan leaves it open.
 
-    Raises ValueError where M is missing or contradicts the plan, and for replicas that the schedule does not know.
+    Raises ValueError where M is missing or contradicts the plan, for replicas that the schedule does not know, and for
+    groups that are not in a row or differ in size.
     """
     wanted = plan.num_microbatches
     if wanted is None:
@@ -29,14 +33,30 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
         raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= beside it")
     name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
     first = plan.stages[: len(plan.stages) // plan.num_chunks]
-    if any(stage.tensor > 1 for stage in plan.stages):
-        raise ValueError(
-            f"the plan splits tensors over {max(stage.tensor for stage in plan.stages)} ranks: expected tensor=1; "
-            f"tensor-parallel stages are planned and simulated, but not yet run"
-        )
-    ranks = [rank for stage in first for rank in sorted(stage.ranks)]
+    groups = [group for stage in first for group in sorted(_groups(plan, stage))]
     counts = tuple(stage.replicas for stage in first)
-    return on_ranks(_over_replicas(name, counts, plan.num_chunks, wanted), ranks, num_ranks=plan.num_devices)
+    schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
+    return on_ranks(schedule, groups, num_ranks=plan.num_devices // plan.tensor)
+
+
+def _groups(plan: PlanRecord, stage: PlanStage) -> list[int]:
+    """The schedule's ranks of a stage: numbers of its tensor groups."""
+    size = plan.tensor
+    if stage.tensor != size or plan.num_devices % size:
+        other = next((each.tensor for each in plan.stages if each.tensor != size), size)
+        raise ValueError(
+            f"the plan splits tensors over {size} ranks and over {other}, on {plan.num_devices} ranks: expected one "
+            f"size for all stages, which divides the ranks, since members of a group send to those of the same number"
+        )
+    rows = [stage.ranks[begin : begin + size] for begin in range(0, len(stage.ranks), size)]
+    for row in rows:
+        if row[0] % size or row != tuple(range(row[0], row[0] + size)):
+            begin = min(row) // size * size
+            raise ValueError(
+                f"the plan splits tensors over the ranks {row}: expected groups of {size} in a row from a multiple of "
+                f"{size} on, such as {tuple(range(begin, begin + size))}"
+            )
+    return [row[0] // size for row in rows]
 
 
 def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_microbatches: int) -> Schedule:

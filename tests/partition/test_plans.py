@@ -96,6 +96,15 @@ def test_bad_plans() -> None:
         stage("", 0)
 
 
+def test_ranks_of_the_schedule_are_tensor_groups() -> None:
+    """2 replicas of 2, and 1 of 2; ranks 6 and 7 are idle."""
+    stages = (replace(stage("ab", 2, 3, 4, 5), tensor=2), replace(stage("c", 0, 1), tensor=2))
+    schedule = replace(PLAN, stages=stages, num_devices=8, schedule="1f1b", num_microbatches=4).build_schedule()
+    assert schedule.owners == ((1, 2), (0,))
+    assert schedule.num_ranks == 4
+    assert schedule.programs[3] == ()
+
+
 def test_explain_shows_what_is_split_and_the_choice_first() -> None:
     split = replace(stage("ab", 0, 1, 2, 3), tensor=2, optimizer_shards=2, memory=MemoryUse(parameters=5e6))
     lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()

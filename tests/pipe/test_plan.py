@@ -169,9 +169,17 @@ BAD = {
         {"plan": plan_of(stage("0 2", 0), stage("1 3", 1), num_devices=2)},
         r"puts '1' on stage 1 and '2', which follows it, on stage 0: expected stages of an nn.Sequential in order",
     ),
-    "tensor": (
+    "tensor sizes": (
         {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2), num_devices=3)},
-        r"splits tensors over 2 ranks: expected tensor=1",
+        r"splits tensors over 2 ranks and over 1, on 3 ranks: expected one size for all stages",
+    ),
+    "tensor group": (
+        {"plan": plan_of(stage("0 1", 0, 3, tensor=2), stage("2 3", 1, 2, tensor=2), num_devices=4)},
+        r"splits tensors over the ranks \(0, 3\): expected groups of 2 in a row .*, such as \(0, 1\)",
+    ),
+    "tensor alone": (
+        {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2, 3, tensor=2), num_devices=4)},
+        r"splits tensors over 2 ranks, which are processes: expected 4 of them \(torchrun --nproc-per-node 4\)",
     ),
     "unequal replicas": (
         {"plan": plan_of(stage("0 1", 0, 1), stage("2 3", 2), num_devices=3, schedule="gpipe")},

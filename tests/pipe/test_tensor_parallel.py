@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from stagewright.comm import Mesh, MeshPlace, ProcessGroupTransport, World
+from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.parallel.sends import TensorAxis
 
@@ -178,7 +179,7 @@ def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
     data = options["mesh"].get("data", 1)
     model = make_model()
     model.load_state_dict(answers[0]["first"])
-    alone_options = {k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order")}
+    alone_options = {k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order", "tensor_sends")}
     alone = make_pipe(model, **alone_options | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
     results = []
     for step in range(3):
@@ -343,3 +344,75 @@ def test_parts_go_between_hosts() -> None:
     assert TensorAxis(parallel={}, sends="parts").peers_in_parts(place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tensor_sends='half': expected one of 'auto', 'parts', 'whole'"):
         TensorAxis(sends="half")
+
+
+def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], tuple[int, ...]]:
+    """A plan that splits tensors, by what "auto" finds; all processes pass the same batch."""
+    with make_pipe(make_model(), num_microbatches=None, plan=plan, optimizer=sgd) as pipe:
+        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
+        return losses, pipe.full_state_dict(), tuple(p.numel() for p in pipe.parameters())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plan_of(*ranks: tuple[int, ...], num_devices: int) -> Plan:
+    """Two stages on these ranks, in groups of 2."""
+    nodes = (("embed", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3", "norm", "head"))
+    seconds = {"forward_seconds": 1.0, "backward_seconds": 2.0, "step_seconds": 3.0}
+    stages = [PlanStage(nodes=n, ranks=r, tensor=2, **seconds) for n, r in zip(nodes, ranks, strict=True)]
+    return Plan(
+        stages=tuple(stages),
+        num_devices=num_devices,
+        cost_model="default",
+        predicted_step_time=3,
+        bound=3,
+        schedule="1f1b",
+        num_microbatches=4,
+    )
+
+
+def check_plan(answers: list[Any]) -> None:
+    alone = make_pipe(make_model(), mesh={"pipe": 2}, optimizer=sgd)
+    losses, whole = [alone.train_step(*make_batch(step)).loss for step in range(3)], alone.full_state_dict()
+    for found, state, sizes in answers:
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert difference(state, whole) < 1e-12
+        assert sum(sizes) < sum(p.numel() for p in make_model().parameters()) / 2
+
+
+@pytest.mark.gloo
+def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
+    check_plan(gloo.run(train_a_plan, ranks=4, args=(plan_of((2, 3), (0, 1), num_devices=4),)))
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Pool]:
+    pool = Pool(max_ranks=8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "2bw"])
+@pytest.mark.parametrize("order", [USUAL, ODD], ids=["usual", "odd"])
+def test_eight_processes(eight: Pool, schedule: str, order: tuple[str, ...]) -> None:
+    options = {
+        "mesh": {"pipe": 2, "data": 2, "tensor": 2},
+        "schedule": schedule,
+        "tensor_parallel": TORCHS if schedule == "1f1b" else WORDS_ALONE,
+        "mesh_order": order,
+        "tensor_sends": "parts",
+        "timeout": 60.0,
+    }
+    check(eight.run(train, ranks=8, args=(options,), timeout=150.0), options)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_unequal_replicas_of_tensor_groups(eight: Pool) -> None:
+    """Three replicas of two processes, and one."""
+    plan = plan_of((2, 3, 4, 5, 6, 7), (0, 1), num_devices=8)
+    check_plan(eight.run(train_a_plan, ranks=8, args=(plan,), timeout=150.0))
