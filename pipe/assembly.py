@@ -39,6 +39,7 @@ from .modes import EvaluationModes, links_of, wire
 from .parallel.group_shares import GroupShares, divide_over_group
 from .parallel.sends import WholeOutputs
 from .parallel.sharding import Sharding
+from .parallel.tensor_option import read_tensor_parallel
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
@@ -53,6 +54,7 @@ from .update.flush import FlushExecution, batch_programs, make_flush_execution
 from .update.interface import UpdateParts
 from .update.stream_parts import StreamExecution, make_stream_execution
 from .verify.plain import PlainModule
+from .verify.regions import Regions
 from .verify.verification import Verifier
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
@@ -122,7 +124,9 @@ def assemble(
     )
     peers = layout.tensor.peers_in_parts(place, collectives)
     whole = WholeOutputs(cut, microbatch, is_wanted=bool(peers))
-    group = divide_over_group(root, layout.tensor.parallel, collectives, device=device, on_region=seeder.region)
+    styles = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1]).styles
+    regions = Regions(root, styles) if verify and styles else None
+    group = divide_over_group(root, styles, collectives, device=device, on_region=seeder.region)
     parts = cut()
     stage_num_parameters = _count_parameters(parts, group)
     train = wire(schedule, parts.train, microbatch, alike=whole.alike(parts.train, training=True))
@@ -212,6 +216,7 @@ def assemble(
     )
     verifier = Verifier(
         plain,
+        regions=regions,
         has_copy=verify,
         given=model is None,
         training=training,

@@ -15,12 +15,12 @@ from uuid import uuid4
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives
 from .cutting import cut_by_styles
 from .share import Share
 from .tensor_group import TensorGroup
-from .tensor_option import TensorParallelLike, read_tensor_parallel
 
 
 class GroupShares:
@@ -84,7 +84,7 @@ class GroupShares:
 
 def divide_over_group(
     root: nn.Module,
-    option: TensorParallelLike | None,
+    styles: Mapping[str, ParallelStyle],
     collectives: Collectives,
     *,
     device: torch.device,
@@ -93,13 +93,12 @@ def divide_over_group(
     """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
 
     Arguments:
-        option: tensor_parallel=.
+        styles: by module name.
         on_region: told when a forward comes to tensors of which each member has its own part, and back.
 
     Raises ValueError for modules that cannot be cut so, and where members were given models of other shapes.
     """
     members = collectives.tensor_members
-    styles = read_tensor_parallel(option, root, count=len(members)).styles
     if len(members) == 1 or not styles:
         return GroupShares(collectives, {}, {})
     _refuse_hooks(root)

@@ -15,7 +15,7 @@ import math
 import random
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,8 @@ class Seeder:
         self._member = member
         self._in_own_region = False
         self._other_region: list[torch.Tensor] | None = None  # where torch's generators stand there, in this unit
+        self._region_began: list[torch.Tensor] | None = None  # where they stood, while someone wants to know
+        self._drew_apart: bool | None = None  # None: nobody wants to know
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Python(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
@@ -146,6 +148,8 @@ class Seeder:
         if not self._active or is_own is self._in_own_region:
             return
         here = [generator.get_state() for generator in self._torch]
+        if self._region_began is not None and not is_own and not all(map(torch.equal, here, self._region_began)):
+            self._drew_apart = True
         if self._other_region is None:
             seed = _fold(_fold(self._begun, self._unit or 0), _OWN_REGION + self._member)
             for generator in self._torch:
@@ -154,6 +158,17 @@ class Seeder:
             for generator, state in zip(self._torch, self._other_region, strict=True):
                 generator.set_state(state)
         self._in_own_region, self._other_region = is_own, here
+        if self._drew_apart is not None and is_own:
+            self._region_began = [generator.get_state() for generator in self._torch]
+
+    @contextmanager
+    def drawing_apart(self) -> Iterator[Callable[[], bool]]:
+        """Within: what is given answers whether anything was drawn in a region of own parts."""
+        self._drew_apart = False
+        try:
+            yield lambda: bool(self._drew_apart)
+        finally:
+            self._drew_apart = self._region_began = None
 
     def state(self) -> Sequence[Any]:
         """Where the generators stand in the midst of a unit, for `resume`."""

@@ -52,10 +52,10 @@ def _find(plain: Outcome, piped: Outcome) -> tuple[str, str] | None:
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
     for number, (theirs, ours) in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
-        what = _differs(theirs, ours, floor=0.0)
+        what = differs(theirs, ours, floor=0.0)
         if what:
             return "", f"output {number} of an evaluation {what}"
-    sizes = [_size(g) for g in plain.gradients.values() if g is not None]
+    sizes = [size(g) for g in plain.gradients.values() if g is not None]
     floor = _BELOW_THE_LARGEST * max(sizes, default=0.0)
     for name in reversed(list(plain.gradients)):
         expected, given = plain.gradients[name], piped.gradients[name]
@@ -63,17 +63,17 @@ def _find(plain: Outcome, piped: Outcome) -> tuple[str, str] | None:
             return name, "{name} has a gradient in the pipeline, and none in the plain module"
         if expected is not None and given is None:
             return name, "{name} has no gradient in the pipeline, and one in the plain module"
-        what = None if expected is None or given is None else _differs(expected, given, floor=floor)
+        what = None if expected is None or given is None else differs(expected, given, floor=floor)
         if what:
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
-        what = _differs(plain.buffers[name], ours, floor=0.0)
+        what = differs(plain.buffers[name], ours, floor=0.0)
         if what:
             return name, f"after the batch, buffer {{name}} {what}"
     return None
 
 
-def _differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str | None:
+def differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str | None:
     """How far apart two tensors are, or None where they agree."""
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
@@ -81,14 +81,14 @@ def _differs(theirs: torch.Tensor, ours: torch.Tensor, *, floor: float) -> str |
     if not (one.is_floating_point() or one.is_complex()):
         return None if torch.equal(one, other) else "is not the plain module's"
     if torch.allclose(
-        other, one.to(other.dtype), rtol=0.0, atol=_tolerance(one.dtype) * max(_size(one), floor), equal_nan=True
+        other, one.to(other.dtype), rtol=0.0, atol=_tolerance(one.dtype) * max(size(one), floor), equal_nan=True
     ):
         return None
-    apart = _size(torch.where(one == other, torch.zeros_like(one), one - other))
-    return f"differs from the plain module's by up to {apart:.3g} (largest element there: {_size(one):.3g})"
+    apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
+    return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
 
 
-def _size(x: torch.Tensor) -> float:
+def size(x: torch.Tensor) -> float:
     """The largest finite element."""
     values = (x.detach().to_dense() if x.is_sparse else x.detach()).abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(values.max()) if values.numel() else 0.0

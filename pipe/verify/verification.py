@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,6 +32,7 @@ from ..update.gradients import clip_factor
 from ..update.interface import Update
 from .compare import first_difference
 from .plain import Outcome, PlainModule, Share, Watch
+from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
 
@@ -61,6 +62,7 @@ class Verifier:
 
     Arguments:
         plain: the copy of the user's model; None where this process does not judge, and where nobody has one.
+        regions: what the tensor group divides; None where there is none.
         has_copy: whether the judge has one.
         given: whether the model was given as stages.
     """
@@ -69,6 +71,7 @@ class Verifier:
         self,
         plain: PlainModule | None,
         *,
+        regions: Regions | None,
         has_copy: bool,
         given: bool,
         training: Training,
@@ -83,6 +86,7 @@ class Verifier:
         settings: Settings,
     ) -> None:
         self._plain = plain
+        self._regions = regions
         self._has_copy = has_copy
         self._given = given
         self._training = training
@@ -121,9 +125,16 @@ class Verifier:
         with self._left_as_it_was():
             with untouched(self._parts.root, device=self._settings.device):
                 outputs = self._evaluation.flat_outputs(given)
-            loss, own = self._train(given, step)
+            with (
+                nullcontext() if self._regions is None else self._regions.seen(),
+                self._seeder.drawing_apart() as apart,
+            ):
+                loss, own = self._train(given, step)
+                drew_apart = apart()
             after = self._own_buffers()
         with self._guard.together():
+            in_region = self._look_at_regions()
+            drew_apart = any(self._collectives.gather(drew_apart, what="asking who drew in a region of own parts"))
             moved = self._gather_moved(before, after)
             gradients = self._gather(own)
             batches = self._gather_batches(given)
@@ -131,9 +142,11 @@ class Verifier:
             if self._plain is not None:
                 flat = [x for one in outputs for x in (one if isinstance(one, list) else [one])]
                 piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=flat)
-                verdict = self._judge_it(self._plain, weights, moved=moved, batches=batches, piped=piped, step=step)
-            said = self._collectives.gather(verdict, what="telling what verify found")
-        verdict = next((one for one in said if one is not None), None)
+                verdict = self._judge_it(
+                    self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
+                )
+            said = self._collectives.gather((in_region, verdict), what="telling what verify found")
+        verdict = next((one for column in zip(*said, strict=True) for one in column if one is not None), None)
         if verdict is not None:
             raise VerificationError(verdict)
         return Verification(
@@ -141,6 +154,15 @@ class Verifier:
             seconds=time.perf_counter() - started,
             copy_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
         )
+
+    def _look_at_regions(self) -> str | None:
+        """What is the matter with a module that this process's tensor group divides. Collective over the group."""
+        if self._regions is None:
+            return None
+        group = self._ownership.group
+        together = partial(self._collectives.tensor_gather_objects, what="comparing inputs of divided modules")
+        with untouched(self._parts.root, device=self._settings.device):
+            return self._regions.first_difference(share=group.share, full=group.gather, together=together)
 
     @property
     def _schedule(self) -> Schedule:
@@ -155,6 +177,7 @@ class Verifier:
         batches: Sequence[Given],
         piped: Outcome,
         step: int,
+        drew_apart: bool,
     ) -> str | None:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
@@ -180,6 +203,9 @@ class Verifier:
                 evaluated=[share for share in shares if last[share.number % len(last)] in mine],
                 join=self._evaluation.join,
             )
+            if drew_apart:  # masks of divided activations are others: each region was looked at without them
+                outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
+                piped = replace(piped, gradients={}, buffers={})
             names = self._parts.names
             difference = first_difference(
                 outcome,

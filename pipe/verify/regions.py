@@ -1,0 +1,361 @@
+"""Modules that a tensor group divides, each beside the plain module on the same inputs: forwards and backwards.
+
+    region     the least part of the model that takes and gives whole tensors: a column and its row in their module
+    inputs     those of the first microbatch that the region sees in the pipeline; dropout is off
+    compared   outputs, gradients of inputs and of weights; then, inside, which module is the first that departs
+
+All members of a group do the same in the same order, so that the sums among them meet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..parallel.attention import Experts, Heads
+from ..parallel.share import Share
+from ..parallel.styles import Local, Row
+from ..parallel.styles import Sequence as Positions
+from ..parallel.tensor_option import describe
+from ..stages.calls import Calls
+from .compare import differs, size
+
+_BLOCKS = (1, 2, 3)  # of what a member may hold a part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Modules called one after the other, by name.
+
+    Arguments:
+        plain: their copies, made before the cut, without weights.
+    """
+
+    modules: Mapping[str, nn.Module]
+    plain: Mapping[str, nn.Module]
+
+    @property
+    def name(self) -> str:
+        """The first module, to the last."""
+        names = list(self.modules)
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+class Regions:
+    """A model's regions; to be made before it is cut.
+
+    Arguments:
+        styles: by module name, in the model's order.
+    """
+
+    def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+        empty: dict[int, Any] = {
+            id(p): nn.Parameter(p.data.new_empty(0), requires_grad=p.requires_grad) for p in model.parameters()
+        }
+        plain = copy.deepcopy(model, empty)
+        self._styles = styles
+        self._regions = [
+            Region(
+                modules={name: model.get_submodule(name) for name in names},
+                plain={name: plain.get_submodule(name) for name in names},
+            )
+            for names in _parts(model, styles)
+        ]
+        self._calls: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Within: inputs of the first call of each region are kept."""
+        self._calls.clear()
+
+        def keep(region: Region) -> Callable[..., Any]:
+            def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                if region.name not in self._calls:
+                    self._calls[region.name] = tree_map(_kept, (args, kwargs))
+                return forward(*args, **kwargs)
+
+            return call
+
+        with ExitStack() as stack:
+            for region in self._regions:
+                stack.enter_context(Calls({next(iter(region.modules.values())): keep(region)}).through())
+            yield
+
+    def first_difference(
+        self,
+        *,
+        share: Callable[[str, Tensor], Share],
+        full: Callable[[str, Tensor], Tensor],
+        together: Callable[[object], Sequence[object]],
+    ) -> str | None:
+        """What is the matter with the first module that departs, by its name. Collective over the tensor group.
+
+        A region whose inputs are no whole tensors, since styles of the user's divide what lies around it, is left out.
+
+        Arguments:
+            share: of a parameter (its name, what is here), the part that it is.
+            full: the whole of it. Collective.
+            together: what each member gives, on all of them. Collective.
+        """
+        verdict = None
+        for region in sorted(self._regions, key=lambda each: -each.name.count(".")):  # the innermost first
+            here = region.name in self._calls and not any(
+                p.is_meta for module in region.modules.values() for p in module.parameters()
+            )
+            seen = together(_checksum(self._calls[region.name]) if here else None)
+            if not here or any(other != seen[0] for other in seen):
+                continue
+            found = self._compare(region, share, full)
+            verdict = verdict or found
+        self._calls.clear()
+        return verdict
+
+    def _compare(
+        self, region: Region, share: Callable[[str, Tensor], Share], full: Callable[[str, Tensor], Tensor]
+    ) -> str | None:
+        for (name, plain), module in zip(region.plain.items(), region.modules.values(), strict=True):
+            held = dict(module.named_parameters())
+            for key, empty in plain.named_parameters():
+                empty.data = full(f"{name}.{key}", held[key].detach()).detach().clone()
+            for key, buffer in plain.named_buffers():
+                buffer.data = module.get_buffer(key).data.clone()
+        try:
+            given = self._calls[region.name]
+            expected, found = _run(region.plain, given), _run(region.modules, given)
+        finally:
+            for plain in region.plain.values():
+                for empty in plain.parameters():
+                    empty.data, empty.grad = empty.data.new_empty(0), None
+        floor = 1e-3 * max((size(g) for g in expected.weights.values() if g is not None), default=0.0)
+        return self._first(expected, found, share, floor) or _whole(region.name, expected, found)
+
+    def _first(
+        self, expected: _Outcome, found: _Outcome, share: Callable[[str, Tensor], Share], floor: float
+    ) -> str | None:
+        for name in expected.ended:
+            plain, own = expected.calls[name], found.calls.get(name)
+            if own is None or _part_differs(plain.given, own.given) or not (what := _part_differs(plain.out, own.out)):
+                continue
+            return self._named(name, f"its output {what}", "its forward is not that of its part")
+        for name, plain in reversed(expected.calls.items()):
+            own = found.calls.get(name)
+            if own is None or _part_differs(plain.out_gradient, own.out_gradient, floor):
+                continue
+            what = _part_differs(plain.given_gradient, own.given_gradient, floor)
+            if what:
+                return self._named(name, f"the gradient of its input {what}", "it is the sum over the tensor group")
+            for key in plain.weights:
+                gradient, held = expected.weights[key], found.weights.get(key)
+                if gradient is None or held is None:
+                    what = None if (gradient is None) == (held is None) else "is there in one of the two"
+                else:
+                    what = differs(share(key, held).take(gradient), held, floor=floor)
+                if what:
+                    return self._named(name, f"the gradient of {key!r} {what}", "it is the sum over the tensor group")
+        return None
+
+    def _named(self, name: str, what: str, cause: str) -> str:
+        style = self._styles.get(name)
+        how = f"cut by {describe(style)!r}" if style is not None else "whole on each process of the tensor group"
+        return (
+            f"verify: module {name!r}, {how}: {what}. Likely cause: {cause}, and this one leaves it out. Expected the "
+            f"plain module's results: a style whose backward sums what the members contributed, or 'column', 'row', "
+            f"'sequence' or 'auto' for it"
+        )
+
+
+def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
+    """Names of modules that make a region, one after the other."""
+    found: dict[tuple[str, ...], None] = {}
+    for name, style in styles.items():
+        if isinstance(style, Local) or not name:
+            continue
+        whole = isinstance(style, Positions | Heads | Experts) or getattr(style, "gather_output", False)
+        parent = name.rpartition(".")[0]
+        above = model.get_submodule(parent)
+        if whole or isinstance(model.get_submodule(name), nn.Embedding):
+            found[name,] = None
+        elif isinstance(above, nn.Sequential):
+            children = [f"{parent}.{child}" if parent else child for child, _ in above.named_children()]
+            begin = children.index(name)
+            if not any(name in part for part in found):
+                rows = (
+                    at
+                    for at in range(begin, len(children))
+                    if isinstance(styles.get(children[at]), Row | RowwiseParallel)
+                )
+                found[tuple(children[begin : next(rows, len(children) - 1) + 1])] = None
+        elif parent:
+            found[parent,] = None
+    return list(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """A module's first floating tensors, in and out, with their gradients, and the names of its own weights."""
+
+    given: Tensor | None = None
+    out: Tensor | None = None
+    given_gradient: Tensor | None = None
+    out_gradient: Tensor | None = None
+    weights: Sequence[str] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    out: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor | None] = ()
+    weights: dict[str, Tensor | None] = field(default_factory=dict)
+    calls: dict[str, _Call] = field(default_factory=dict)  # in the order in which they begin
+    ended: list[str] = field(default_factory=list)
+
+
+def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
+    """Forwards and backwards of modules, one after the other, in evaluation mode."""
+    outcome = _Outcome()
+    modes = [(module, module.training) for each in modules.values() for module in each.modules()]
+    kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
+    with ExitStack() as stack, torch.enable_grad():
+        for name, module in modules.items():
+            module.eval()
+            for below, inner in module.named_modules():
+                own = f"{name}.{below}" if below else name
+                stack.enter_context(_noted(own, inner, outcome))
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            args, kwargs = tree_map(_fresh, given)
+            leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+            value: Any = None
+            for number, module in enumerate(modules.values()):
+                value = module(*args, **kwargs) if number == 0 else module(value)
+            outs = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.backward(outs, [_cotangent(x) for x in outs])
+            outcome.out = [x.detach() for x in outs]
+            outcome.gradients = [x.grad for x in leaves]
+            for name, module in modules.items():
+                outcome.weights |= {f"{name}.{key}": p.grad for key, p in module.named_parameters()}
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+    return outcome
+
+
+@contextmanager
+def _noted(name: str, module: nn.Module, outcome: _Outcome) -> Iterator[None]:
+    """Within: what the module's first call takes and gives is noted, and the gradients of both."""
+    call = _Call(weights=[f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)])
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if name in outcome.calls:
+            return args, kwargs
+        outcome.calls[name] = call
+        done = False
+
+        def mine(x: Any) -> Any:
+            nonlocal done
+            if done or type(x) is not Tensor or not x.requires_grad:
+                return x
+            done = True
+            own = x.view_as(x)  # what others do with x is none of this module's
+            call.given = own.detach()
+            own.register_hook(partial(_note_gradient, call, "given_gradient"))  # type: ignore[no-untyped-call]
+            return own
+
+        return tree_map(mine, (args, kwargs))  # type: ignore[no-any-return]
+
+    def after(_: nn.Module, args: Any, out: Any) -> None:
+        tensors = [x for x in tree_leaves(out) if type(x) is Tensor and x.requires_grad]
+        if tensors and call.out is None:
+            outcome.ended.append(name)
+            call.out = tensors[0].detach()
+            tensors[0].register_hook(partial(_note_gradient, call, "out_gradient"))  # type: ignore[no-untyped-call]
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_gradient(call: _Call, name: str, gradient: Tensor) -> None:
+    setattr(call, name, gradient.detach())
+
+
+def _part_differs(plain: Tensor | None, own: Tensor | None, floor: float = 0.0) -> str | None:
+    """How far `own` is from the plain tensor, or from a part of it; None where it is one of them, or cannot be told."""
+    if plain is None or own is None or plain.dim() != own.dim():
+        return None
+    unequal = [dim for dim, (a, b) in enumerate(zip(plain.shape, own.shape, strict=True)) if a != b]
+    if not unequal:
+        return differs(plain, own, floor=floor)
+    dim = unequal[0]
+    if len(unequal) > 1 or own.shape[dim] == 0 or plain.shape[dim] % own.shape[dim]:
+        return None
+    count, what = plain.shape[dim] // own.shape[dim], ""
+    for blocks in _BLOCKS:
+        if own.shape[dim] % blocks:
+            continue
+        parts = [block.chunk(count, dim) for block in plain.chunk(blocks, dim)]
+        for index in range(count):
+            found = differs(torch.cat([part[index] for part in parts], dim), own, floor=floor)
+            if found is None:
+                return None
+            what = what or found
+    return what
+
+
+def _whole(name: str, expected: _Outcome, found: _Outcome) -> str | None:
+    """A difference that no module inside shows."""
+    pairs = [("its output", expected.out, found.out), ("a gradient of its inputs", expected.gradients, found.gradients)]
+    for what, theirs, ours in pairs:
+        floor = 1e-3 * max((size(x) for x in theirs if x is not None), default=0.0)
+        for one, other in zip(theirs, ours, strict=False):
+            how = None if one is None or other is None else differs(one, other, floor=floor)
+            if how:
+                return (
+                    f"verify: module {name!r}, parts of which the tensor group divides: {what} {how}. Expected the "
+                    f"plain module's results: other styles for the modules in it, or 'auto'"
+                )
+    return None
+
+
+def _checksum(value: object) -> list[object]:
+    """Equal for equal tensors."""
+    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return [
+        (tuple(x.shape), float(x.double().nan_to_num().sum()), float(x.double().nan_to_num().abs().sum()))
+        for x in tensors
+    ]
+
+
+def _kept(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _fresh(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    own = x.detach().clone()
+    return own.requires_grad_() if own.is_floating_point() else own
+
+
+def _cotangent(x: Tensor) -> Tensor:
+    """Numbers that are the same on each member, and no gradient is zero by chance."""
+    generator = torch.Generator().manual_seed(x.numel())
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype).to(x.device)

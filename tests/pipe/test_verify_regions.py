@@ -1,0 +1,186 @@
+"""Modules that a tensor group divides, each beside the plain module: a forgotten sum of gradients is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from stagewright.experiments.training.gpt import GPT, GPTConfig
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.parallel.cutting import cut_by_styles
+from stagewright.pipe.parallel.share import Share
+from stagewright.pipe.parallel.styles import Column
+from stagewright.pipe.parallel.tensor_group import TensorGroup
+from stagewright.pipe.parallel.tensor_option import read_tensor_parallel
+from stagewright.pipe.verify import VerificationError
+from stagewright.pipe.verify.regions import Regions
+
+
+class ForgetfulColumn(ParallelStyle):
+    """Columns as someone writes them for inference: nobody sums the gradient of the input."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            part = parameter.data.chunk(device_mesh.size())[device_mesh.get_local_rank()]
+            module.register_parameter(name, nn.Parameter(part.clone()))
+        return module
+
+
+class ForgetfulPositions(ParallelStyle):
+    """A norm of the own positions; nobody sums the gradients of its weights."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        class Parts(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.chunk(size, 1)[rank].contiguous()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return everyone(gradients[0])
+
+        class All(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return everyone(x)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return gradients[0].chunk(size, 1)[rank].contiguous()
+
+        def everyone(x: Tensor) -> Tensor:
+            parts = [torch.empty_like(x) for _ in range(size)]
+            dist.all_gather(parts, x.contiguous())
+            return torch.cat(parts, 1)
+
+        module.register_forward_pre_hook(lambda _, args: (Parts.apply(args[0]),))
+        module.register_forward_hook(lambda _, args, out: All.apply(out))
+        return module
+
+
+class TwiceBias(ParallelStyle):
+    """A row whose bias each member adds."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        part = module.weight.data.chunk(device_mesh.size(), 1)[device_mesh.get_local_rank()]
+        module.register_parameter("weight", nn.Parameter(part.clone()))
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                x = x.clone()
+                dist.all_reduce(x)
+                return x
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return gradients[0]
+
+        module.register_forward_hook(lambda _, args, out: Sum.apply(out))
+        return module
+
+
+ATTENTION = {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
+OPTIONS: dict[str, tuple[Any, str | None]] = {
+    "right": ("auto", None),
+    "torch": (ATTENTION | {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, None),
+    "positions": (ATTENTION | {"blocks.*.norm?": "sequence", "head.linear": Column(gather_output=True)}, None),
+    "column": (
+        ATTENTION
+        | {
+            "blocks.0.up": ForgetfulColumn(),
+            "blocks.[0]*.down": "row",
+            "blocks.1.up": "column",
+            "blocks.1.down": "row",
+        },
+        "module 'blocks.0.up', cut by 'ForgetfulColumn': the gradient of its input differs from the plain module's",
+    ),
+    "norm": (
+        ATTENTION | {"blocks.1.norm2": ForgetfulPositions()},
+        "module 'blocks.1.norm2', cut by 'ForgetfulPositions': the gradient of 'blocks.1.norm2.",
+    ),
+    "bias": (
+        {"blocks.0.up": "column", "blocks.0.down": TwiceBias()},
+        "module 'blocks.0.down', cut by 'TwiceBias': its output differs from the plain module's",
+    ),
+}
+
+
+def verdict(name: str) -> str | None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=0.1)).double()
+    nn.init.ones_(model.blocks[0].down.bias)
+    styles = read_tensor_parallel(OPTIONS[name][0], model, count=2).styles
+    regions, whole = Regions(model, styles), copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    cut = cut_by_styles(model, styles, TensorGroup.of_mesh(mesh), mesh=mesh)
+    with regions.seen():
+        model(torch.arange(16).view(2, 8))
+
+    def together(mine: object) -> list[object]:
+        found: list[object] = [None, None]
+        dist.all_gather_object(found, mine)
+        return found
+
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    found = regions.first_difference(
+        share=lambda key, held: cut.shares.get(key, Share.whole(tuple(held.shape))),
+        full=lambda key, held: whole.get_parameter(key),
+        together=together,
+    )
+    assert all(p.grad is None and torch.equal(p, before[key]) for key, p in model.named_parameters())
+    assert model.training
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", OPTIONS)
+def test_named_by_module(gloo: Pool, name: str) -> None:
+    expected = OPTIONS[name][1]
+    for found in gloo.run(verdict, ranks=2, args=(name,)):
+        assert (found is None) == (expected is None), found
+        assert expected is None or expected in (found or "")
+
+
+def trained(option: Any, dropout: float) -> tuple[str | None, float]:
+    """What the first batch of a pipeline with verify=True is told, and its loss."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=dropout)).double()
+    tokens = torch.arange(32).view(4, 8)
+    with PipelineModule(
+        model,
+        mesh={"pipe": 2, "tensor": 2},
+        schedule="1f1b",
+        num_microbatches=2,
+        tensor_parallel=option,
+        loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        verify=True,
+        timeout=30.0,
+    ) as pipe:
+        try:
+            return None, float(pipe.train_step(tokens, tokens).loss or 0.0)
+        except VerificationError as error:
+            return str(error), 0.0
+
+
+@pytest.mark.gloo
+def test_the_first_batch_of_a_pipeline(gloo: Pool) -> None:
+    """Also with masks of divided activations, which the plain module does not draw."""
+    told = gloo.run(trained, ranks=4, args=("auto", 0.1))
+    assert {story for story, _ in told} == {None}
+    assert len({loss for _, loss in told}) == 1
+    told = gloo.run(trained, ranks=4, args=({"blocks.1.up": ForgetfulColumn(), "blocks.1.down": "row"}, 0.1))
+    assert len({story for story, _ in told}) == 1
+    assert "module 'blocks.1.up', cut by 'ForgetfulColumn': the gradient of its input" in (told[0][0] or "")
