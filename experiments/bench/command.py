@@ -24,7 +24,7 @@ from .figures import figures_of
 from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, Contest, MemoryKind, PlannedRun, check_pipedream_data
 from .races import RACES, Race
 from .records import Record, read_records
-from .workloads import CASES, PING_PONG, RECEIVE_BYTES, Case, ModelKind, Workload, select_cases, workloads_of
+from .workloads import CASES, OVERLAP, PING_PONG, RECEIVE_BYTES, Case, ModelKind, Workload, select_cases, workloads_of
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # A fixed threshold [bytes], above which glibc's malloc gives memory back when it is freed. By default the threshold
@@ -105,10 +105,11 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
         sized += [RACES[name] for name in case.races]
         sized += [PLANNED_RUNS[name] for name in case.planned_runs]
         sized += [CONTESTS[name] for name in case.contests]
-    for num_ranks in sorted({one.num_ranks for one in sized} | {2}):
+    for num_ranks in sorted({one.num_ranks for one in sized} | {2, 4}):
         jobs = [one.name for one in sized if one.num_ranks == num_ranks]
         if num_ranks == 2:
             jobs = [PING_PONG] * bool(tiny) + jobs + [RECEIVE_BYTES] * (RECEIVE_BYTES in names)
+        jobs += [OVERLAP] * (num_ranks == 4 and OVERLAP in names)
         if jobs:
             records += _run_ranks(num_ranks, jobs, options, folder)
     for job, (run, kind) in MEMORY_JOBS.items():

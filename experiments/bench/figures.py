@@ -8,8 +8,8 @@ from statistics import median
 from .figure import GIGABYTE, Figure, Judged, Origin, Target, error_of, milliseconds
 from .figures_plans import plan_figures
 from .races import RACES, Race
-from .records import Measurement, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
-from .workloads import WORKLOADS, Case, ModelKind, Workload
+from .records import Measurement, OverlapTimes, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
+from .workloads import OVERLAP, WORKLOADS, Case, ModelKind, Workload
 
 
 def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
@@ -31,6 +31,8 @@ def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
             found += _race(case, RACES[record.race], record)
     if case.name == "receive-bytes":
         found += _receive_bytes([r for r in records if isinstance(r, ReceiveBytes)])
+    if case.name == OVERLAP:
+        found += [figure for r in records if isinstance(r, OverlapTimes) for figure in _overlap(r)]
     if case.name == "simulator":
         found += _simulator([r for r in records if isinstance(r, SimulatorSpeed)])
     return found + plan_figures(case, records)
@@ -152,6 +154,37 @@ def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:
             )
         )
     return found
+
+
+def _overlap(times: OverlapTimes) -> list[Figure]:
+    """What a step saves, and how far the simulator was off for both sides."""
+    beside, behind = times.seconds["beside"], times.seconds["behind"]
+    predicted = times.predicted["beside"] / times.predicted["behind"]
+    workload = "interleaved V=2, 2 x 2 ranks, slow wire"
+    saved = Figure(
+        case=OVERLAP,
+        workload=workload,
+        what="step, sums beside / behind",
+        unit="ratio",
+        value=Spread.of_ratios(beside, behind),
+        target=Target(limit=1.02 * predicted),
+        origin=Origin.EMULATED,
+        note=f"{milliseconds(Spread.of(beside))} / {milliseconds(Spread.of(behind))}, simulated {predicted:.3f}",
+    )
+    errors = [
+        Figure(
+            case=OVERLAP,
+            workload=workload,
+            what=f"error of the step, sums {side}",
+            unit="error",
+            value=error_of(times.predicted[side], seconds),
+            target=Target(limit=0.05),
+            origin=Origin.SIMULATED_OVER_EMULATED,
+            note=f"{times.predicted[side] * 1e3:.2f} / {milliseconds(Spread.of(seconds))}",
+        )
+        for side, seconds in times.seconds.items()
+    ]
+    return [saved, *errors]
 
 
 def _simulator(records: Sequence[SimulatorSpeed]) -> list[Figure]:

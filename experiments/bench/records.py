@@ -186,6 +186,19 @@ class CutTimes:
     predicted: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapTimes:
+    """Steps with sums of gradients beside the backwards that follow ("beside"), and behind all of them ("behind").
+
+    Arguments:
+        seconds: by side: [repetitions] step times [s].
+        predicted: by side, from the costs that were measured [s].
+    """
+
+    seconds: dict[str, list[float]]
+    predicted: dict[str, float]
+
+
 Record = (
     Measurement
     | RaceTimes
@@ -197,6 +210,7 @@ Record = (
     | PlannedTimes
     | PlannedMemory
     | CutTimes
+    | OverlapTimes
 )
 _TYPES: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 

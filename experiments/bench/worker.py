@@ -27,13 +27,14 @@ from ...schedules import simulate
 from ..launcher import report_to_launcher
 from .cuts import run_contest
 from .models import StagesProblem, make_problem
+from .overlap import run_overlap
 from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, plan_file
 from .planned import run_memory, run_planned
 from .races import RACES, Race, Runner
 from .records import Measurement, PingPong, RaceTimes, ReceiveBytes, Record, write_records
 from .sides import OurSide, Side, TorchSide, check_same_work
 from .timing import in_turn, say, timed
-from .workloads import PING_PONG, RECEIVE_BYTES, WORKLOADS, ModelKind, Workload
+from .workloads import OVERLAP, PING_PONG, RECEIVE_BYTES, WORKLOADS, ModelKind, Workload
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _WARM_UP_STEPS = 2
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 records.append(ping_pong(torch.zeros(1, 8), rounds=500))
             elif job == RECEIVE_BYTES:
                 records += receive_bytes()
+            elif job == OVERLAP:
+                records.append(run_overlap(repetitions=options.repetitions))
             elif job in RACES:
                 records.append(run_race(RACES[job], repetitions=options.repetitions))
             elif job in PLANNED_RUNS:

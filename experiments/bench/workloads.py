@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from .plan_workloads import CONTESTS, PLANNED_RUNS
 
-PING_PONG, RECEIVE_BYTES = "ping-pong", "receive-bytes"  # jobs of a worker beside the workloads
+# Jobs of a worker beside the workloads.
+PING_PONG, RECEIVE_BYTES, OVERLAP = "ping-pong", "receive-bytes", "overlap"
 
 
 class ModelKind(StrEnum):
@@ -175,6 +176,10 @@ CASES: dict[str, Case] = {
             races=("async-gpt",),
         ),
         Case(name="receive-bytes", summary="receives posted and not consumed: the same for M=8 and M=64"),
+        Case(
+            name=OVERLAP,
+            summary="gradients summed over a slow wire: beside the backwards that follow, and behind them",
+        ),
         Case(name="simulator", summary="the simulator's own speed and memory"),
         Case(
             name="partitioner",

@@ -9,21 +9,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from support.commands import Done
+from support.pool import Pool
 
 from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.figure import Figure, Judged, Target
 from stagewright.experiments.bench.figures import figures_of
 from stagewright.experiments.bench.in_process import break_down
 from stagewright.experiments.bench.models import SleepingStage, make_problem, sleep_until
+from stagewright.experiments.bench.overlap import predicted_behind, run_overlap, sums_last
 from stagewright.experiments.bench.races import RACES
 from stagewright.experiments.bench.records import (
     Breakdown,
     Measurement,
+    OverlapTimes,
     PingPong,
     RaceTimes,
     ReceiveBytes,
@@ -43,7 +47,9 @@ from stagewright.experiments.bench.workloads import (
     select_cases,
     workloads_of,
 )
-from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
+from stagewright.schedules.builders.replicas import replicate
+from stagewright.schedules.messages import Sharing
 
 
 def measurement(workload: Workload, *, ours: list[float], torch: list[float]) -> Measurement:
@@ -84,12 +90,39 @@ RECORDS: list[Record] = [
     Breakdown(schedule="1f1b", in_process=[3e-4], autograd=[1e-4], profile="[ncalls] run_backward"),
     ReceiveBytes(schedule="1f1b", num_microbatches=8, ours=96, torch=256),
     ReceiveBytes(schedule="1f1b", num_microbatches=64, ours=96, torch=2048),
+    OverlapTimes(seconds={"beside": [0.31, 0.32], "behind": [0.35, 0.36]}, predicted={"beside": 0.31, "behind": 0.35}),
     SimulatorSpeed(actions_per_second=3e5, build_check_simulate=3.0, num_actions=262_144, peak_bytes=2 * 10**8),
 ]
 
 
 def all_figures() -> list[Figure]:
     return [figure for case in CASES.values() for figure in figures_of(case, RECORDS)]
+
+
+# Sums of gradients
+
+
+def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
+    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), 2)
+    costs = Costs(forward=0.01, backward=0.02, reduce_grad=0.04)
+    assert predicted_behind(schedule, costs) == pytest.approx(0.27 + 2 * 0.04)
+    assert simulate(schedule, costs).makespan == pytest.approx(0.27 + 0.04)  # one of them beside two backwards
+    programs = lower(schedule, sharing=Sharing(collectives=(Collective((2,), Op.REDUCE_GRAD, 0),))).programs
+    last = programs[0].steps[-1]
+    assert not isinstance(last, Collective)
+    assert str(sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
+
+
+def overlap_once() -> Any:
+    return run_overlap(repetitions=1)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
+    for times in gloo.run(overlap_once, ranks=4):
+        assert {side: len(seconds) for side, seconds in times.seconds.items()} == {"beside": 1, "behind": 1}
+        assert times.predicted["beside"] < times.predicted["behind"]
 
 
 # Tables
