@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
+from ..comm.store_exchange import Exchanges
 from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import Costs, Schedule, ScheduleError
@@ -22,6 +24,7 @@ from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
+from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
 from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
@@ -386,6 +389,40 @@ class PipelineModule:
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
         return self._building.built("parameters and state").state.save(folder, loader)
+
+    def checkpointer(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: Every,
+        overhead: float = 0.035,
+        loader: HasState | None = None,
+        on_saved: Callable[[CheckpointRecord], object] | None = None,
+    ) -> Checkpointer:
+        """Saves as `save` does, beside training: call its `step()` behind each `train_step`.
+
+        A copy is made while the next step's forwards and backwards run, and written while training goes on. Collective.
+
+        Arguments:
+            every: steps from one checkpoint to the next; "auto": as few as take the share `overhead` of the time, found
+                from what they cost and kept up while that changes.
+            on_saved: on_saved(record) in every process for each checkpoint that is done, or that failed (a full disk is
+                told, and the next interval tries again).
+
+        Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
+        """
+        check_options(every, overhead)
+        return Checkpointer(
+            Path(folder),
+            state=self._building.built("a checkpointer").state,
+            exchanges=Exchanges(self.world, what="checkpoints"),
+            device=self.device,
+            every=every,
+            overhead=overhead,
+            loader=loader,
+            on_saved=on_saved,
+            timeout=self._settings.timeout,
+        )
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.

@@ -60,6 +60,7 @@ class State:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
         self.update.refuse_changes("load_state_dict")
+        self.update.gate.enter()
         self.ownership.load_state_dict(state)
         self.update.take_state(self.ownership.own_parts(state))
 
@@ -94,6 +95,7 @@ class State:
 
     def load(self, folder: str | os.PathLike[str], loader: HasState | None) -> None:
         """See PipelineModule.load."""
+        self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
         loaded = load(

@@ -156,6 +156,7 @@ class FlushUpdate(Update):
             start = recorder.clock.stamp()
             norm = self._clip(self._max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
+        self.gate.enter()
         for rank, optimizers in self._steppers:
             recorder = self._recorders[rank]
             for optimizer in optimizers:

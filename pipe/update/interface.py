@@ -33,6 +33,7 @@ from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from .gate import UpdateGate
 from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
@@ -112,6 +113,9 @@ class Update(ABC):
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
         loss_scales: of the local ranks that have one each, or one for all; none without a GradScaler.
+
+    Attributes:
+        gate: entered before weights or optimizer state are written.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Update(ABC):
         stages: Sequence[StageState],
         loss_scales: Sequence[LossScale] = (),
     ) -> None:
+        self.gate = UpdateGate()
         self.loss_scales = loss_scales
         self.schedule = schedule
         self.ranks = ranks

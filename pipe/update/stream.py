@@ -39,6 +39,8 @@ class StreamUpdate(Update):
         scales = [one.loss_scale for one in ranks.values() if one.loss_scale is not None]
         super().__init__(stream.schedule, ranks, stages, scales)
         self._ranks = ranks
+        for rank in ranks.values():
+            rank.gate = self.gate
         self._stream = stream
         self._divided = next(iter(ranks.values())).divided  # nothing is, where a process has several ranks
         self._collectives = collectives
@@ -194,6 +196,8 @@ class StreamUpdate(Update):
             for name in weights.changed_outside():
                 self.refuse_changes(f"parameter {name!r} was changed")
                 changed.setdefault(name, weights.own[weights.names.index(name)].data)
+        if changed:
+            self.gate.enter()
         for weights in self._weights() if changed else ():  # other ranks of this process may hold copies
             if not changed.keys().isdisjoint(weights.names):
                 for name, own in zip(weights.names, weights.own, strict=True):

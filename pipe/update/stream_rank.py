@@ -23,6 +23,7 @@ from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
 from ..stages.weights import WeightVersions
 from .dividing import Divided
+from .gate import UpdateGate
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .interface import Known
 from .loss_scale import LossScale, unscale
@@ -94,6 +95,7 @@ class StreamRank(RankUpdate):
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
+        self.gate = UpdateGate()  # that of the process, once it has all its ranks
         self._stream = stream
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
@@ -230,6 +232,7 @@ class StreamRank(RankUpdate):
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
+        self.gate.enter()
         self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped))
         if self.divided.parts:
             self._made[stage, index] = self.weights[stage].newest

@@ -1,0 +1,106 @@
+"""What processes tell each other beside training, in a thread of their own: through the store at which they met.
+
+A collective of the run would wait for the run's other collectives, and one that timed out would break its group. Here a
+wait is a look at the store now and then, which any thread may take, and which ends nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from .mesh import World
+
+T = TypeVar("T")
+
+_POLL = 0.02  # [s]
+
+
+class ExchangeError(Exception):
+    """Another process gave up, or this one is to wait no longer."""
+
+
+class StoreExchange:
+    """A few rounds in which each process gives something and gets what the others gave.
+
+    Arguments:
+        name: of these rounds, the same on all processes and never used before.
+        is_over: whether to wait no longer.
+    """
+
+    def __init__(self, store: Store, *, rank: int, size: int, name: str, is_over: Callable[[], bool]) -> None:
+        self.rank = rank
+        self._store = store
+        self._size = size
+        self._name = name
+        self._is_over = is_over
+        self._round = 0
+
+    def gather(self, mine: T, *, what: str) -> list[T]:
+        """[size] what every process gives, on every process. Raises ExchangeError where one will not come."""
+        keys = [self._key(rank) for rank in range(self._size)]
+        self._store.set(keys[self.rank], pickle.dumps(mine))  # type: ignore[arg-type]  # bytes do as well
+        while not self._store.check(keys):
+            if self._store.check([self._ended]):
+                raise ExchangeError(f"{what}: {self._store.get(self._ended).decode()}")
+            if self._is_over():
+                raise ExchangeError(f"{what}: nobody waits for it any more")
+            time.sleep(_POLL)
+        answers = [cast("T", pickle.loads(self._store.get(key))) for key in keys]
+        if self._round:  # all have read the round before: they are in this one
+            self._store.delete_key(self._key(self.rank, self._round - 1))
+        self._round += 1
+        return answers
+
+    def give_up(self, why: str) -> None:
+        """Let nobody wait for this process any longer."""
+        self._store.set(self._ended, f"process {self.rank}: {why}")
+
+    def missing(self) -> list[int]:
+        """Processes that this one waits for."""
+        return [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
+
+    @property
+    def _ended(self) -> str:
+        return f"{self._name}/ended"
+
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"{self._name}/{self._round if number is None else number}/{rank}"
+
+
+class Alone:
+    """The only process."""
+
+    rank = 0
+
+    def gather(self, mine: T, *, what: str) -> list[T]:
+        """What it gives."""
+        return [mine]
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits."""
+
+    def missing(self) -> list[int]:
+        """Nobody is."""
+        return []
+
+
+class Exchanges:
+    """Makes exchanges between the processes of a run. All of them make theirs in the same order."""
+
+    def __init__(self, world: World, *, what: str) -> None:
+        self._world = world
+        self._store = _get_default_store() if world.distributed else None
+        made = 0 if self._store is None else self._store.add(f"exchange/{what} of {world.rank}", 1)
+        self._name = f"exchange/{what}/{made}"
+
+    def make(self, number: int, *, is_over: Callable[[], bool]) -> StoreExchange | Alone:
+        """The exchange of this number."""
+        if self._store is None:
+            return Alone()
+        name = f"{self._name}/{number}"
+        return StoreExchange(self._store, rank=self._world.rank, size=self._world.size, name=name, is_over=is_over)

@@ -1,0 +1,392 @@
+"""Checkpoints beside training, in two phases: a copy in host memory, then the disk.
+
+    step s         forwards, backwards | U
+    step()             \\ copy ........|                            `host_copy`: U waits for it
+    step s + 1          forwards, back.|. U
+    a thread                           \\ write, fsync, agree, rename ......        `persist`
+    step(), later                                                          due again: waits for that, if need be
+
+At most one is under way. Its thread and the other processes' tell each other through the store (`Exchanges`), so that
+no step waits for a disk. A persist that fails on any process changes nothing on the disk; it is told, and the next
+interval tries again.
+Source: CheckFreq (Mohan et al., FAST 2021).
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...comm import PipelineTimeout
+from ...comm.store_exchange import Exchanges
+from ..lock import FolderLock
+from ..state import State
+from .host_copy import HostCopy
+from .interval import Cost, Interval
+from .persist import SaveResult
+from .snapshot import HasState, Snapshot
+
+_STEPS = 50  # undisturbed ones that are kept
+_POLL = 0.05  # [s]
+
+Every = int | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """What became of one checkpoint, as this process saw it.
+
+    Arguments:
+        step: behind which it was taken.
+        path: of the whole checkpoint; None: there is none, and `problem` says why.
+        num_bytes: that this process wrote.
+        copy_seconds, persist_seconds: of the two phases, beside training.
+    """
+
+    step: int
+    path: Path | None
+    problem: str
+    num_bytes: int
+    copy_seconds: float
+    persist_seconds: float
+
+
+class _Agreed(NamedTuple):
+    """What all processes must have alike, and whether one cannot go on."""
+
+    every: Every
+    overhead: float
+    problem: str
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A checkpoint that is being written."""
+
+    step: int
+    number: int
+    num_bytes: int
+    thread: threading.Thread | None = None
+    is_given_up: bool = False
+    checked: threading.Event = field(default_factory=threading.Event)  # whether weights changed meanwhile is known
+    result: SaveResult | None = None
+    copy_seconds: float = 0.0
+    persist_seconds: float = 0.0
+    missing: Callable[[], list[int]] = list
+
+
+class Checkpointer:
+    """Saves a run now and then without stopping it: `step()` behind each `train_step`.
+
+    Made by `PipelineModule.checkpointer`. Its calls are collective over the processes.
+
+    Attributes:
+        every: steps from one checkpoint to the next, as of now.
+        records: of the checkpoints that are done, oldest first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        state: State,
+        exchanges: Exchanges,
+        device: torch.device,
+        every: Every,
+        overhead: float,
+        loader: HasState | None,
+        on_saved: Callable[[CheckpointRecord], object] | None,
+        timeout: float,
+    ) -> None:
+        self.records: list[CheckpointRecord] = []
+        self._folder = folder
+        self._state = state
+        self._exchanges = exchanges
+        self._loader = loader
+        self._on_saved = on_saved
+        self._timeout = timeout
+        self._interval = Interval(overhead) if every == "auto" else None
+        self._copies = HostCopy(device)
+        self._under_way: _UnderWay | None = None
+        self._number = 0
+        self._clock = _StepClock()
+        self._lock: FolderLock | None = None
+        problem = ""
+        try:
+            if state.collectives.rank == 0:
+                self._lock = FolderLock(folder)
+        except (OSError, ValueError) as error:
+            problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        with state.guard.together():
+            _check_agreement(state.collectives.gather(_Agreed(every, overhead, problem), what=f"opening {folder}"))
+        self.every: int = self._interval.every if self._interval is not None else int(every)
+        self._last = state.training.num_steps
+        self._due = self._last + self.every
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of undisturbed training that checkpoints took so far, in this process; None: not known yet."""
+        return self._clock.overhead
+
+    def step(self) -> None:
+        """A `train_step` has returned: begin a checkpoint where one is due, and tell of the one that is done.
+
+        Waits only where the one before is still being written.
+
+        Raises ValueError where checkpoints cannot be written into the folder at all; PipelineTimeout where a process
+        has not written its part within the time-out.
+        """
+        step = self._state.training.num_steps
+        self._clock.entered(step)
+        if self._under_way is not None and self._is_done(self._under_way):
+            self._end(self._under_way)
+        if step >= self._due:
+            self._wait()
+            self._clock.stalled()  # by the one before
+            self._decide(step)
+            if step >= self._due:
+                self._begin(step)
+                self._last, self._due = step, step + self.every
+        self._clock.left(is_busy=self._under_way is not None)
+
+    def save(self) -> CheckpointRecord:
+        """Save now, and wait until it is on the disk. Raises ValueError as `step` does."""
+        self._wait()
+        step = self._state.training.num_steps
+        self._begin(step)
+        self._last, self._due = step, step + self.every
+        self._wait()
+        return self.records[-1]
+
+    def wait(self) -> None:
+        """Until what was begun is on the disk, and told."""
+        self._wait()
+
+    def close(self) -> None:
+        """Wait, and give the folder free. A `with` block does so at its end; an error in it does not wait."""
+        try:
+            self._wait()
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._let_go()
+
+    # One checkpoint
+
+    def _begin(self, step: int) -> None:
+        snapshot = self._state.snapshot(self._loader)
+        self._copies.begin(self._at_rest())
+        copied = snapshot.to_host(self._copies.copy)
+        self._copies.start()
+        one = _UnderWay(step=step, number=self._number, num_bytes=snapshot.num_bytes)
+        self._number += 1
+        self._state.update.gate.hold(lambda: self._check(one))
+        one.thread = threading.Thread(target=self._run, args=(one, copied), daemon=True, name="stagewright-checkpoint")
+        self._under_way = one
+        one.thread.start()
+
+    def _at_rest(self) -> Iterator[torch.Tensor]:
+        """Tensors that updates alone change: what optimizers hold and keep, and older weights."""
+        for one in self._state.update.stages:
+            for optimizer in one.optimizers.optimizers:
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+            yield from one.optimizers.tensors()
+            yield from one.versions.tensors() if one.versions is not None else ()
+
+    def _check(self, one: _UnderWay) -> None:
+        """Behind this, updates may write."""
+        self._copies.wait()
+        one.checked.set()
+
+    def _run(self, one: _UnderWay, copied: Snapshot) -> None:
+        """Both phases, in the thread."""
+        exchange = self._exchanges.make(one.number, is_over=lambda: one.is_given_up)
+        one.missing = exchange.missing
+        try:
+            begun = time.perf_counter()
+            self._copies.finish()
+            one.copy_seconds = time.perf_counter() - begun
+            if one.number == 0 or self._copies.is_checked_late:
+                while not one.checked.wait(_POLL):  # what a forward changes shows by the next update
+                    if one.is_given_up:
+                        return
+            problems = exchange.gather(self._copies.problem, what="copying the state")
+            begun = time.perf_counter()
+            if any(problems):
+                told = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+                one.result = SaveResult(path=None, problem=f"no checkpoint was saved in {self._folder}: {told}")
+            else:
+                one.result = self._state.persist(self._folder, copied, processes=exchange)
+            one.persist_seconds = time.perf_counter() - begun
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            exchange.give_up(text)
+            one.result = SaveResult(path=None, problem=f"no checkpoint was saved in {self._folder}: {text}")
+
+    def _is_done(self, one: _UnderWay) -> bool:
+        return one.thread is not None and not one.thread.is_alive()
+
+    def _wait(self) -> None:
+        """Until nothing is under way any more."""
+        one = self._under_way
+        if one is None:
+            return
+        assert one.thread is not None
+        with self._state.guard.together():
+            self._state.update.gate.enter()  # without an update, nothing else would look
+            one.thread.join(self._timeout)
+            if one.thread.is_alive():
+                one.is_given_up = True
+                peers = tuple(one.missing())
+                raise PipelineTimeout(
+                    f"the checkpoint behind step {one.step} is not written after {self._timeout:g} s: rank "
+                    f"{', '.join(map(str, peers)) or self._state.collectives.rank} has not written its part",
+                    peers=peers,
+                )
+        self._end(one)
+
+    def _end(self, one: _UnderWay) -> None:
+        """Tell what became of it."""
+        assert one.result is not None
+        self._under_way = None
+        result = one.result
+        record = CheckpointRecord(
+            step=one.step,
+            path=result.path,
+            problem=result.problem,
+            num_bytes=one.num_bytes,
+            copy_seconds=one.copy_seconds,
+            persist_seconds=one.persist_seconds,
+        )
+        is_first = not any(known.path for known in self.records)
+        self.records.append(record)
+        if self._on_saved is not None:
+            self._on_saved(record)
+        if result.problem and result.is_mistake and is_first:
+            raise ValueError(result.problem)
+        text = result.caution or (f"{result.problem}; training goes on, and tries again" if result.problem else "")
+        if text and self._state.collectives.rank == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def _decide(self, step: int) -> None:
+        """Whether one is due now, after what the last one has cost."""
+        if self._interval is None or not self.records:
+            return
+        with self._state.guard.together():
+            costs = self._state.collectives.gather(self._clock.cost(), what="agreeing on the interval of checkpoints")
+        self.every = self._interval.learn(costs)
+        self._due = self._last + self.every
+
+    def _let_go(self) -> None:
+        if self._under_way is not None:
+            self._under_way.is_given_up = True
+        if self._lock is not None:
+            self._lock.release()
+
+
+class _StepClock:
+    """What steps take beside a checkpoint and without one; all seconds are of this process.
+
+    left()  ... train_step ...  entered()  ... begin a checkpoint ...  left()
+           | a step's seconds             | a stall                   |
+    """
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=_STEPS)
+        self._busy_steps, self._busy_seconds = 0, 0.0  # beside the newest checkpoint
+        self._stall = 0.0  # of the newest checkpoint
+        self._entered: float = 0.0
+        self._left: float | None = None
+        self._step: int | None = None
+        self._is_busy = False
+        self._num_steps = 0
+        self._spent = 0.0  # by checkpoints before the newest
+        self._total = 0.0
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of undisturbed training."""
+        cost = self._spent + self._newest()
+        return None if not self._quiet or self._total <= cost else max(0.0, cost) / (self._total - cost)
+
+    def entered(self, step: int) -> None:
+        """A step has returned; where several have, nothing can be said of one."""
+        self._entered = time.perf_counter()
+        if self._left is not None and self._step is not None and step == self._step + 1:
+            seconds = self._entered - self._left
+            self._num_steps += 1
+            self._total += seconds
+            if self._is_busy:
+                self._busy_steps += 1
+                self._busy_seconds += seconds
+            elif self._num_steps > 2:  # the first ones warm up
+                self._quiet.append(seconds)
+        self._step = step
+
+    def left(self, *, is_busy: bool) -> None:
+        """What there was to do about checkpoints is done; is_busy: one is under way beside the next step."""
+        self.stalled()
+        self._left = self._entered
+        self._is_busy = is_busy
+
+    def stalled(self) -> None:
+        """What has passed so far counts to the newest checkpoint."""
+        now = time.perf_counter()
+        self._stall += now - self._entered
+        self._total += now - self._entered
+        self._entered = now
+
+    def cost(self) -> Cost:
+        """That of the newest checkpoint; what follows is the next one's."""
+        found = Cost(
+            seconds=max(self._newest(), self._stall),
+            busy_steps=self._busy_steps,
+            step_seconds=statistics.median(self._quiet) if self._quiet else None,
+        )
+        self._spent += self._newest()
+        self._busy_steps, self._busy_seconds, self._stall = 0, 0.0, 0.0
+        return found
+
+    def _newest(self) -> float:
+        usual = statistics.median(self._quiet) if self._quiet else 0.0
+        return self._stall + self._busy_seconds - self._busy_steps * usual
+
+
+def _check_agreement(everyone: list[_Agreed]) -> None:
+    for rank, one in enumerate(everyone):
+        if one.problem:
+            raise ValueError(one.problem)
+        if one[:2] != everyone[0][:2]:
+            raise ValueError(
+                f"rank 0 saves every={everyone[0].every} with overhead={everyone[0].overhead}, and rank {rank} "
+                f"every={one.every} with overhead={one.overhead}: expected the same on all ranks"
+            )
+
+
+def check_options(every: Every, overhead: float) -> None:
+    """ValueError for an interval or a share that cannot be meant."""
+    is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not is_number and every != "auto":
+        raise ValueError(f"every={every!r}: expected a number of steps, at least 1, or 'auto'")
+    if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead < 1:
+        raise ValueError(f"overhead={overhead!r}: expected a share of the time above 0 and below 1, such as 0.035")

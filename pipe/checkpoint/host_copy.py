@@ -1,0 +1,136 @@
+"""The first phase of a checkpoint: copies in host memory, made while the next step's forwards and backwards run.
+
+    between two steps   what a forward may change (buffers) is copied at once
+    beside the step     what updates alone change (weights, optimizer state): on the CPU by a thread, on CUDA by a side
+                        stream into pinned memory
+    the update          waits until these copies are made: on CUDA its stream does, and no process
+
+Nothing else writes these tensors by then; where something did (a version counter tells), the copy is thrown away, and
+the tensor is copied at once from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+
+class _Pair(NamedTuple):
+    """A tensor, its copy, and the version that is copied."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    version: int
+
+    @property
+    def has_changed(self) -> bool:
+        return self.tensor._version != self.version
+
+
+class HostCopy:
+    """Copies of one process's tensors; their memory is used again by the next ones.
+
+    begin -> copy(tensor)... -> start; then `finish` in a thread, and `wait` before anything is written.
+
+    Attributes:
+        problem: why the newest copies are of no use; empty where nothing is known against them.
+        is_checked_late: whether that is known behind `wait` alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.problem = ""
+        self.is_checked_late = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._memory: list[torch.Tensor] = []
+        self._used = 0
+        self._at_rest: set[int] = set()
+        self._changing: set[int] = set()  # storages that something else than an update has changed
+        self._pairs: list[_Pair] = []
+        self._made = threading.Event()
+        self._copied: torch.cuda.Event | None = None
+
+    def begin(self, at_rest: Iterable[torch.Tensor]) -> None:
+        """New copies.
+
+        Arguments:
+            at_rest: the tensors that nothing but an update changes.
+        """
+        self._at_rest = {_storage(tensor) for tensor in at_rest} - self._changing
+        self._pairs, self._used, self.problem = [], 0, ""
+        self._made = threading.Event()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a tensor's copy, which may yet have to be filled."""
+        host = self._take(tensor)
+        is_late = _storage(tensor) in self._at_rest
+        if self._stream is not None and tensor.is_cuda:
+            stream = self._stream if is_late else torch.cuda.current_stream(self._stream.device)
+            with torch.cuda.stream(stream):
+                host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+        elif not is_late:
+            host.copy_(tensor)
+        if is_late:
+            self._pairs.append(_Pair(tensor, host, tensor._version))
+        return host
+
+    def start(self) -> None:
+        """All tensors are known."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # what was copied at once
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(self._stream)
+
+    def finish(self) -> None:
+        """Fill what is not filled; the copies can be read when this returns. In a thread of its own."""
+        try:
+            for pair in self._pairs:
+                if not pair.tensor.is_cuda:
+                    pair.host.copy_(pair.tensor)
+            if self._copied is not None:
+                self._copied.synchronize()
+            else:
+                self._note_changes()
+        finally:
+            self._made.set()
+
+    def wait(self) -> None:
+        """Updates may write again behind this."""
+        if self._stream is None or any(not pair.tensor.is_cuda for pair in self._pairs):
+            self._made.wait()
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+        self._note_changes()
+
+    def _note_changes(self) -> None:
+        """Before an update writes: note which tensors something else has changed meanwhile."""
+        found = [pair.tensor for pair in self._pairs if pair.has_changed]
+        self._changing |= {_storage(tensor) for tensor in found}
+        if found:
+            self.problem = (
+                f"a tensor of shape {tuple(found[0].shape)} was changed while it was copied, not by an update (by a "
+                f"forward, as nn.Embedding(max_norm=) does, or from outside); it is copied before the step from now on"
+            )
+
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of an earlier copy if it fits, else new one."""
+        if self._used < len(self._memory):
+            known = self._memory[self._used]
+            if known.shape == tensor.shape and known.dtype == tensor.dtype:
+                self._used += 1
+                return known
+            del self._memory[self._used :]
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda and tensor.is_cuda)
+        self._memory.append(made)
+        self._used += 1
+        return made
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,280 @@
+"""Checkpoints beside training: what is saved is the state behind one step, whatever the next ones do meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from support.small import X, Y, layers
+from support.small import make as make_small
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stagewright.pipe import PipelineModule, lock
+from stagewright.pipe.checkpoint import persist
+from stagewright.pipe.checkpoint.checkpointer import CheckpointRecord
+from stagewright.pipe.checkpoint.host_copy import HostCopy
+from stagewright.pipe.checkpoint.interval import FIRST, Cost, Interval
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+
+
+def make(schedule: str = "1f1b", *, device: str = "cpu", mesh: dict[str, int] | None = None) -> PipelineModule:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 2),
+    )
+    return PipelineModule(
+        model.double().to(device),
+        schedule=schedule,
+        num_microbatches=4,
+        mesh=mesh or {"pipe": 2},
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+        example_inputs=(torch.zeros(16, 6, dtype=torch.float64, device=device),),
+        timeout=30.0,
+    )
+
+
+def data(device: str = "cpu") -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(96, width, generator=generator, dtype=torch.float64) for width in (6, 2))
+    return TensorDataset(x.to(device), y.to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("schedule", "mesh"), [("1f1b", None), ("interleaved", None), ("2bw", None), ("1f1b", {"pipe": 1, "data": 2})]
+)
+def test_what_is_saved_is_the_state_behind_its_step(
+    schedule: str, mesh: dict[str, int] | None, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are made as late as they may be: just in time for the update behind the next backwards."""
+    finish = HostCopy.finish
+
+    def late(copies: HostCopy) -> None:
+        time.sleep(0.05)  # forwards and backwards of the next step have run by then
+        finish(copies)
+
+    monkeypatch.setattr(HostCopy, "finish", late)
+    pipe, found = make(schedule, device=device, mesh=mesh), list[CheckpointRecord]()
+    loader = pipe.loader(data(device), batch_size=16)
+    losses: list[float | None] = []
+    with pipe.checkpointer(tmp_path, every=3, loader=loader, on_saved=found.append) as saver:
+        for batch in itertools.chain(loader, loader):
+            losses.append(pipe.train_step(*batch).loss)
+            pipe.flush()
+            saver.step()
+            if len(losses) == 8:
+                break
+    assert [record.step for record in found] == [3, 6]
+    for record in found:
+        assert record.path is not None
+        again = make(schedule, device=device, mesh=mesh)
+        place = again.loader(data(device), batch_size=16)
+        again.load(record.path, loader=place)
+        assert again.num_steps == record.step
+        new = []
+        for batch in itertools.islice(itertools.chain(place, place), len(losses) - record.step):
+            new.append(again.train_step(*batch).loss)
+            again.flush()
+        assert new == losses[record.step :]
+        assert len(new) > 0
+
+
+class Renormed(nn.Module):
+    """Its forward changes its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6, max_norm=0.5)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))  # type: ignore[no-any-return]
+
+
+def test_a_weight_that_a_forward_changes_is_found_and_then_copied_before_the_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randint(5, (8,)), torch.randn(8, 2)
+    pipe = make_small(model=nn.Sequential(Renormed(), nn.Linear(2, 2)), example_inputs=(x,))
+    with pipe.checkpointer(tmp_path, every=1) as saver:
+        pipe.train_step(x, y)
+        with torch.no_grad():
+            dict(pipe.named_parameters())["0.table.weight"] *= 3
+        saver.step()
+        pipe.train_step(x, y)
+        with pytest.warns(UserWarning, match=r"tensor of shape \(5, 6\) was changed while it was copied, not by an"):
+            saver.wait()
+        assert saver.records[-1].path is None
+        saver.step()
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        pipe.train_step(x, y)
+        saver.wait()
+        assert saver.records[-1].path is not None
+    pipe.load(saver.records[-1].path)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_full_disk_is_told_and_the_next_interval_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, whole = make_small(model=layers()), persist.write_file
+    room = True
+
+    def write(*args: Any, **options: Any) -> Any:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return whole(*args, **options)
+
+    monkeypatch.setattr(persist, "write_file", write)
+    with pipe.checkpointer(tmp_path, every=2) as saver:
+        for step in range(1, 7):
+            room = step not in (4, 5)
+            pipe.train_step(X, Y)
+            saver.step()
+            if step == 4:
+                with pytest.warns(UserWarning, match=r"No space left on device.*training goes on, and tries again"):
+                    saver.wait()
+                assert (tmp_path / "latest").read_text().startswith("step-2-")
+                assert len(list(tmp_path.glob("step-*"))) == 1
+    assert [(one.step, one.path is not None) for one in saver.records] == [(2, True), (4, False), (6, True)]
+    assert (tmp_path / "latest").read_text().startswith("step-6-")
+    assert saver.overhead is None or saver.overhead >= 0
+
+
+def test_one_at_a_time_and_the_folder_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A persist that takes three steps: the next one begins when it is done. Another process is kept out meanwhile."""
+    under_way, most = 0, 0
+    whole = persist.write_file
+
+    def write(*args: Any, **options: Any) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        time.sleep(0.02)
+        under_way -= 1
+        return whole(*args, **options)
+
+    monkeypatch.setattr(persist, "write_file", write)
+    pipe = make_small()
+    make_lock = f"runpy.run_path({lock.__file__!r})['FolderLock']"
+    hold = f"import runpy, pathlib; {make_lock}(pathlib.Path({str(tmp_path)!r}), patience=0.1)"
+    with pipe.checkpointer(tmp_path, every=1) as saver:
+        for _ in range(5):
+            pipe.train_step(X, Y)
+            saver.step()
+        done = subprocess.run([sys.executable, "-P", "-c", hold], capture_output=True, text=True, check=False)
+        assert "is being written by another run (process " in done.stderr
+    assert (most, len(saver.records)) == (1, 5)
+    assert subprocess.run([sys.executable, "-P", "-c", hold], check=False).returncode == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "stagewright-checkpoint"]
+
+
+def test_the_interval_keeps_to_the_share_and_follows_what_changes() -> None:
+    interval = Interval(0.035)
+    assert interval.every == FIRST
+    for step_seconds, seconds in [(0.1, 0.2)] * 6 + [(0.1, 0.8)] * 6 + [(0.4, 0.2)] * 6:
+        every = interval.learn([Cost(seconds, 2, step_seconds), Cost(seconds / 2, 3, step_seconds)])
+        last = seconds / (every * step_seconds)
+    assert every == 15  # 0.2 / (0.035 * 0.4)
+    assert 0.03 < last <= 0.035
+    assert interval.learn([Cost(1e9, 2, 0.4)]) == 15  # one slow save
+    assert interval.learn([Cost(1e9, 2, 0.4)]) == 60  # and again: four times as many at most
+    cheap = Interval(0.5)
+    assert [cheap.learn([Cost(1e-6, 4, 1.0)]) for _ in range(2)] == [6, 6]  # the cost of one must be told from the next
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0: expected a number of steps, at least 1, or 'auto'"),
+        ({"every": "often"}, "every='often': expected"),
+        ({"every": "auto", "overhead": 3.5}, "overhead=3.5: expected a share of the time above 0 and below 1"),
+    ],
+)
+def test_intervals_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_small().checkpointer(tmp_path, **options)
+
+
+def test_automatic_intervals_are_found(tmp_path: Path) -> None:
+    pipe = make_small()
+    with pipe.checkpointer(tmp_path, every="auto", overhead=0.5) as saver:
+        for _ in range(60):
+            pipe.train_step(X, Y)
+            saver.step()
+    steps = [one.step for one in saver.records]
+    assert steps[0] == FIRST
+    assert len(steps) >= 2
+    assert saver.overhead is not None
+    assert 0 <= saver.overhead < 5
+
+
+def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int, list[float | None], str]:
+    """Rank 1 has a slow disk, which is full once. Records, steps beside a persist, losses, a refusal."""
+    import torch.distributed as dist
+
+    rank, whole, written = dist.get_rank(), persist.write_file, 0
+
+    def write(*args: Any, **options: Any) -> Any:
+        nonlocal written
+        written += 1
+        time.sleep(0.3 * rank)
+        if rank == 1 and written == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return whole(*args, **options)
+
+    persist.write_file = write
+    try:
+        pipe, beside, losses = make(), 0, list[float | None]()
+        loader = pipe.loader(data(), batch_size=16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pipe.checkpointer(folder, every=3, loader=loader) as saver:
+                for batch in itertools.chain(loader, loader):
+                    losses.append(pipe.train_step(*batch).loss)
+                    beside += any(one.name == "stagewright-checkpoint" for one in threading.enumerate())
+                    saver.step()
+        refusal = ""
+        try:
+            pipe.checkpointer(folder, every=2 + rank)
+        except ValueError as error:
+            refusal = str(error)
+        return [(one.step, one.path is not None, one.problem) for one in saver.records], beside, losses, refusal
+    finally:
+        persist.write_file = whole
+        pipe.close()
+
+
+@pytest.mark.gloo
+def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
+    """No step waits for rank 1's disk; where it is full nobody has a checkpoint, and the next one is whole."""
+    folder = tmp_path / "c"
+    one, other = gloo.run(save_beside_training, ranks=2, args=(str(folder),))
+    for records, beside, _, refusal in (one, other):
+        assert [(step, is_there) for step, is_there, _ in records] == [(3, True), (6, False), (9, True), (12, True)]
+        assert "rank 1: " in records[1][2]
+        assert "No space left on device" in records[1][2]
+        assert beside >= 5
+        assert "rank 0 saves every=2 with overhead=0.035, and rank 1 every=3" in refusal
+    assert one[2] == other[2]
+    again = make()
+    place = again.loader(data(), batch_size=16)
+    before = next(path for path in folder.glob("step-9-*"))
+    again.load(before, loader=place)
+    assert [again.train_step(*batch).loss for batch in place] == one[2][9:]
+    assert len(list(folder.glob("step-*"))) == 2
