@@ -100,7 +100,6 @@ def by_hand(delay: int) -> dict[str, Tensor]:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"mesh": {"pipe": 3}},
     "interleaved": {"schedule": "interleaved", "num_chunks": 3},
-    "interleaved, recomputed": {"schedule": "interleaved", "num_chunks": 3, "recompute": "full"},
     "interleaved replicas": {
         "schedule": "interleaved",
         "num_chunks": 2,
@@ -200,3 +199,44 @@ def test_over_processes(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("act", "grad"):
         wanted = sum(count for (each, *_), count in counting.tensors.items() if each == kind)
         assert sum(sent[kind] for _, sent in results) == wanted
+
+
+class CountedBlock(Block):
+    """Counts its runs."""
+
+    runs = 0
+
+    def forward(self, before: list[Tensor]) -> Tensor:
+        self.runs += 1
+        return super().forward(before)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        *(("interleaved", word) for word in ("none", "full", "layer", "selective")),
+        ("interleaved", ["full", "none", "layer", "selective", "none", "full"]),
+        ("2bw", "full"),
+        ("2bw", ["layer", "selective", "none"]),
+    ],
+    ids=str,
+)
+def test_a_block_runs_again_at_most_once(schedule: str, recompute: str | list[str]) -> None:
+    """Whatever it reads, and whichever of the stages that read its output is first."""
+    stages = 3 if schedule == "2bw" else 6
+    model = make_model()
+    for block in model.blocks:
+        block.__class__ = CountedBlock
+    shape = {"mesh": {"pipe": 3}} if schedule == "2bw" else {"num_chunks": 3}
+    starts = [f"blocks.{i * BLOCKS // stages}" for i in range(1, stages)]
+    pipe = make_pipe(model, schedule=schedule, recompute=recompute, split_points=starts, **shape)
+    for block in model.blocks:
+        block.runs = 0
+    for step in range(STEPS):
+        pipe.train_step(*batch(step))
+    pipe.flush()
+    words = recompute if isinstance(recompute, list) else [recompute] * stages
+    wanted = [1 if words[i * stages // BLOCKS] == "none" else 2 for i in range(BLOCKS)]
+    assert [block.runs / (STEPS * MICROBATCHES) for block in model.blocks] == wanted
+    delayed = by_hand(delay=int(schedule == "2bw"))
+    assert all(torch.allclose(value, delayed[name], rtol=0, atol=1e-12) for name, value in model.state_dict().items())

@@ -1,0 +1,126 @@
+"""Weights that stand on several stages, any of them, against one process, float64.
+
+layer   0    1    2    3    4    5
+        a    b    c    b    a    a      a: shared by three; b: shared by two in the middle; c: by none
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+
+WIDTH, MICROBATCHES, STEPS = 5, 4, 4
+TIED = {3: 1, 4: 0, 5: 0}  # layer -> the one whose weight it has
+
+
+def make_model(*, frozen: str = "") -> nn.Sequential:
+    torch.manual_seed(2)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    for layer, first in TIED.items():
+        layers[layer].weight = layers[first].weight
+    model = nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers]).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(2 * MICROBATCHES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, y
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def by_hand(*, delay: int, frozen: str, max_grad_norm: float) -> tuple[dict[str, Tensor], list[float]]:
+    """One process, the gradient of each step taken at the weights of `delay` steps before it; and the norms."""
+    model, norms = make_model(frozen=frozen), []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer_of(trained)
+    weights = [[p.detach().clone() for p in model.parameters()]]
+    for step in range(STEPS):
+        other = make_model(frozen=frozen)
+        for mine, theirs in zip(other.parameters(), weights[max(step - delay, 0)], strict=True):
+            mine.data.copy_(theirs)
+        x, y = batch(step)
+        F.mse_loss(other(x), y).backward()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = theirs.grad
+        norms.append(float(nn.utils.clip_grad_norm_(trained, max_grad_norm)))
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return model.state_dict(), norms
+
+
+def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
+    """Where a pipeline departs from `by_hand`; on every rank, where there are processes."""
+    clip = {"max_grad_norm": 0.05}
+    pipe = PipelineModule(
+        make_model(frozen=frozen),
+        loss_fn=F.mse_loss,
+        optimizer=optimizer_of,
+        example_inputs=batch(0)[:1],
+        timeout=30.0,
+        **({"num_microbatches": MICROBATCHES} | clip | options),
+    )
+    num_replicas = options["mesh"].get("data", 1) if pipe.world.distributed else 1
+    replica = pipe.rank % num_replicas
+    norms = []
+    for step in range(STEPS):
+        result = pipe.train_step(*(x.chunk(num_replicas)[replica] for x in batch(step)))
+        norms += [result.grad_norm] if result.loss_step is not None else []
+    norms += [result.grad_norm for result in pipe.flush()]
+    found = pipe.full_state_dict()
+    pipe.close()
+    wanted, expected = by_hand(delay=int(options.get("schedule") == "2bw"), frozen=frozen, **clip)
+    wrong = [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
+    return wrong if norms[-1] == pytest.approx(expected[-1], abs=1e-12) else [*wrong, f"norms {norms} {expected}"]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"mesh": {"pipe": 3}},
+    "six stages": {"mesh": {"pipe": 6}},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 3, "mesh": {"pipe": 2}},
+    "replicas": {"schedule": "interleaved", "num_chunks": 2, "mesh": {"pipe": 3, "data": 2}, "num_microbatches": 2},
+    "2bw": {"schedule": "2bw", "mesh": {"pipe": 3}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *((name, "") for name in LAYOUTS),
+        ("replicas", "0.0.weight"),
+        ("2bw", "0.0.weight"),
+        ("interleaved", "1.0.weight"),
+    ],
+)
+def test_as_in_one_process(name: str, frozen: str) -> None:
+    """Weight decay would move a frozen weight, and a sum over stages would count a gradient twice."""
+    assert differences(LAYOUTS[name], frozen) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        pytest.param({"schedule": "2bw", "mesh": {"pipe": 3}}, "", id="2bw"),
+        pytest.param(
+            {"schedule": "interleaved", "num_chunks": 3, "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2},
+            "1.0.weight",
+            id="interleaved-replicas-frozen",
+        ),
+    ],
+)
+def test_over_processes(gloo: Pool, options: dict[str, Any], frozen: str) -> None:
+    ranks = options["mesh"]["pipe"] * options["mesh"].get("data", 1)
+    assert gloo.run(differences, ranks=ranks, args=(options, frozen)) == [[]] * ranks
