@@ -93,10 +93,7 @@ class Collectives:
         """
         processes = self._processes(ranks)
         options = dist.AllreduceOptions()  # of a sum
-        options.asyncOp = True
-        limit = []
-        if self._device.type != "cuda":  # there waiting blocks no host, and NCCL's own watch ends what takes too long
-            options.timeout, limit = _EVER, [timedelta(seconds=self._timeout)]
+        limit = self._in_the_background(options)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self._run(lambda group: group.allreduce([values], options), processes, what)
         _tell(work, on_through)
@@ -187,24 +184,24 @@ class Collectives:
         received = torch.empty(sum(incoming), dtype=kind, device=self._device)
         width = received.element_size()
 
+        options = dist.AllToAllOptions()
+        limit = self._in_the_background(options)
+
         def begin(group: dist.ProcessGroup) -> dist.Work:
-            work: dist.Work | None = dist.all_to_all_single(
+            return group.alltoall_base(
                 received.view(torch.uint8),
                 wire,
                 [width * size for size in incoming],
                 [width * part.numel() for part in outgoing],
-                group=group,
-                async_op=True,
+                options,
             )
-            assert work is not None
-            return work
 
         group_of = self._processes(ranks)
         work = self._run(begin, group_of, what)
         _tell(work, on_through)
 
         def wait() -> list[torch.Tensor]:
-            self._run(lambda group: work.wait(), group_of, what)
+            self._run(lambda group: work.wait(*limit), group_of, what)
             by_place = dict(zip(order, torch.split(received, incoming), strict=True))
             return [by_place[i] for i in range(len(ranks))]
 
@@ -234,6 +231,17 @@ class Collectives:
             return
         missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
+
+    def _in_the_background(self, options: dist.AllreduceOptions | dist.AllToAllOptions) -> list[timedelta]:
+        """Let what is begun with these options take its time until somebody waits; what to wait with.
+
+        NCCL's own watch ends what takes too long: there waiting blocks no host.
+        """
+        options.asyncOp = True
+        if self._device.type == "cuda":
+            return []
+        options.timeout = _EVER
+        return [timedelta(seconds=self._timeout)]
 
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
         buffer = (

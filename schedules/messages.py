@@ -16,6 +16,9 @@ RECEIVES_AHEAD = 4
 # Bytes of gradients that ranks add up at once, in one flat buffer; a larger gradient goes alone.
 BUCKET_BYTES = 1 << 24
 
+# Bytes from which on a gradient goes alone: a copy into a buffer would take as long as a send of its own, and memory.
+ALONE_BYTES = 1 << 18
+
 
 class MessageKind(StrEnum):
     """Content of a message."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...comm import TensorSpec
-from ...schedules.messages import BUCKET_BYTES
+from ...schedules.messages import ALONE_BYTES, BUCKET_BYTES
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came
 
@@ -99,7 +99,8 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
 class Flat:
     """How tensors travel to other ranks: in flat buckets.
 
-    A bucket holds tensors of one type, together at most BUCKET_BYTES; a larger one stands alone, an empty one nowhere.
+    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more stands alone, an empty
+    one nowhere.
 
     Arguments:
         like: shapes and types, in the same order on both sides.
@@ -192,22 +193,26 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def buckets_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Positions by bucket: of each type in order, without empty ones."""
+    """Positions by bucket, those of each type in order, without empty ones; large ones have a bucket each."""
     by_type: dict[torch.dtype, list[int]] = {}
     for position, parameter in enumerate(parameters):
         if not parameter.numel():
             continue
         by_type.setdefault(parameter.dtype, []).append(position)
-    found = []
+    found: list[tuple[int, ...]] = []
     for positions in by_type.values():
         bucket: list[int] = []
         held = 0
         for position in positions:
             size = parameters[position].numel() * parameters[position].element_size()
+            if size >= ALONE_BYTES:
+                found.append((position,))
+                continue
             if bucket and held + size > BUCKET_BYTES:
                 found.append(tuple(bucket))
                 bucket, held = [], 0
             bucket.append(position)
             held += size
-        found.append(tuple(bucket))
+        if bucket:
+            found.append(tuple(bucket))
     return found

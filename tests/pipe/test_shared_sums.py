@@ -15,6 +15,8 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
+from stagewright.pipe.update.gradients import buckets_of
+from stagewright.schedules.messages import ALONE_BYTES, BUCKET_BYTES
 
 WIDTH = 5
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples by step and replica
@@ -205,3 +207,18 @@ def test_in_one_process_nothing_is_summed() -> None:
             assert found is None
         else:
             torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_large_gradients_have_a_bucket_each() -> None:
+    """They are summed where they are: a copy of all gradients would double their memory while sums are under way."""
+    sizes = [10, ALONE_BYTES // 4, 0, 20, ALONE_BYTES // 4 - 1, ALONE_BYTES]
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    assert buckets_of(tensors) == [(1,), (5,), (0, 3, 4)]
+    doubles = [torch.empty(size, dtype=torch.float64, device="meta") for size in (3, 4)]
+    assert buckets_of([*tensors[:1], *doubles]) == [(0,), (1, 2)]
+    assert buckets_of(tensors[1:3]) == [(0,)]
+    many = [torch.empty(ALONE_BYTES // 8, device="meta")] * (3 * BUCKET_BYTES // ALONE_BYTES)
+    assert [len(bucket) for bucket in buckets_of(many)] == [
+        2 * BUCKET_BYTES // ALONE_BYTES,
+        BUCKET_BYTES // ALONE_BYTES,
+    ]
