@@ -98,14 +98,13 @@ def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
     for name, record in manifest.files.items():
         if not (partial / name).is_file() or (partial / name).stat().st_size != record.num_bytes:
             raise ValueError(f"{partial / name} is not there as it was written: expected a folder that all ranks share")
+    pointer = f"{_LATEST}{_PARTIAL}"  # in a folder that no other run writes into
+    _write_text(partial / pointer, manifest.name)
     _write_text(partial / MANIFEST, manifest.to_text())
     _flush_folder(partial)
     partial.replace(place)
     _flush_folder(folder)  # before `latest` names it
-    pointer = folder / f"{_LATEST}{_PARTIAL}"
-    pointer.unlink(missing_ok=True)
-    _write_text(pointer, manifest.name)
-    pointer.replace(folder / _LATEST)
+    (place / pointer).replace(folder / _LATEST)
     with suppress(OSError):  # it is the latest; the one before is whole, too
         _flush_folder(folder)
     for name in own.older(folder, manifest.name):

@@ -84,7 +84,9 @@ class _Answer:
     """A process's part."""
 
     name: str = ""
+    folder: str = ""
     written: _Written | None = None
+    caution: str = ""
     problem: str = ""
     is_mistake: bool = False
 
@@ -98,12 +100,12 @@ def persist(
     """
     path = Path(folder)
     name = new_name(snapshot.step)
-    mine = _Answer(name=name)
-    if processes.rank == 0:
-        mine = _tried(lambda: begin(path, name), path) or mine
+    mine = _Answer(name=name, folder=str(path))
+    if processes.rank == 0 and (problem := _tried(lambda: begin(path, name), path)) is not None:
+        mine = replace(problem, folder=str(path))
     first = processes.gather(mine, what=f"beginning the checkpoint {path}")[0]
     if first.problem:
-        return _failed(path, name, [first], processes)
+        return _failed(Path(first.folder), name, [first], processes)
     name = first.name
     own.begin(name)
 
@@ -113,18 +115,18 @@ def persist(
         problem or _Answer(written=written[0]), what=f"writing the checkpoint {path} (process {processes.rank})"
     )
     if any(answer.problem for answer in answers):
-        return _failed(path, name, answers, processes)
+        return _failed(Path(first.folder), name, answers, processes)
 
     caution: list[str] = []
     mine = _Answer()
     if processes.rank == 0:
         parts = [answer.written for answer in answers if answer.written is not None]
         mine = _tried(lambda: caution.append(complete(path, _manifest(name, snapshot, parts), own)), path) or mine
-        mine = replace(mine, name="".join(caution))
+        mine = replace(mine, caution="".join(caution))
     last = processes.gather(mine, what=f"completing the checkpoint {path}")[0]
     if last.problem:
-        return _failed(path, name, [last], processes)
-    return SaveResult(path=path / name, caution=last.name)
+        return _failed(Path(first.folder), name, [last], processes)
+    return SaveResult(path=path / name, caution=last.caution)
 
 
 def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> _Written:

@@ -91,7 +91,7 @@ def decode(value: Json) -> Any:
         return [decode(each) for each in value]
     try:
         return _decode_tagged(value)
-    except (AttributeError, KeyError, TypeError, RuntimeError, ArithmeticError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, RuntimeError, ArithmeticError, ValueError, StopIteration) as error:
         raise ValueError(f"{value!r:.80} is no value of a checkpoint: {type(error).__name__}: {error}") from None
 
 

@@ -1,0 +1,175 @@
+"""What a checkpoint holds beside weights: values of any plain type, generators, loaders, other named state."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.pool import Pool
+from support.small import X, Y, layers, make
+from torch import nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.checkpoint.values import DTYPES, decode, encode
+
+
+def trained(steps: int, **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    pipe = make(model=layers(), **options)
+    for _ in range(steps):
+        pipe.train_step(X, Y)
+    return pipe
+
+
+def test_values_come_back_with_their_types() -> None:
+    value = {
+        "numbers": [1, -(2**80), 0.1, math.inf, -math.inf, 1e-320, True, None, 2 - 1j],
+        (1, "a"): (1, (2.5, "text \n")),
+        4: Counter({2: 1}),
+        "kinds": [OrderedDict(b=1, a=2), {1, 2}, frozenset({3}), deque([1, 2]), b"\0\xff", torch.Size([2, 3])],
+    }
+    found = decode(json.loads(json.dumps(encode(value, what="it"), allow_nan=False)))
+    assert found == value
+    assert [type(each) for each in found["kinds"]] == [type(each) for each in value["kinds"]]
+    assert isinstance(found[4], Counter)
+    assert found[4][9] == 0
+    assert math.isnan(decode(encode(math.nan, what="it")))
+    assert type(decode(encode(np.float64(0.5), what="it"))) is float
+    for name, dtype in DTYPES.items():
+        tensor = torch.arange(6).reshape(2, 3).to(dtype)[:, :2]
+        back = decode(encode(tensor, what="it"))
+        assert (back.dtype, back.shape) == (dtype, tensor.shape), name
+        assert torch.equal(back.to(torch.complex128), tensor.to(torch.complex128))
+    for array in (np.arange(4, dtype=np.uint32).reshape(2, 2), np.array(1.5), np.zeros((0, 2))):
+        back = decode(encode(array, what="it"))
+        assert (back.dtype, back.shape, back.tolist()) == (array.dtype, array.shape, array.tolist())
+    for odd in (object(), lambda: 0, [{"a": nn.Linear(1, 1)}], np.array([None]), torch.float32, Path("x")):
+        with pytest.raises(ValueError, match=r"the state.* is .* which a checkpoint has no form for: expected numbers"):
+            encode(odd, what="the state")
+    for bad in ({"exec": "x"}, {}, {"tensor": "float32", "shape": [9], "data": ""}, {"dict": 3}, {"bytes": "?"}):
+        with pytest.raises(ValueError, match="is no value of a checkpoint"):
+            decode(bad)
+
+
+def test_generators_go_on_where_they_stood(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    pipe = trained(1)
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    draw()
+    pipe.save(tmp_path)
+    expected = draw()
+    other = trained(0)
+    torch.manual_seed(9)
+    other.load(tmp_path)
+    assert draw() == expected
+
+
+def test_what_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+    trained(1).save(tmp_path)
+    with pytest.warns(UserWarning, match="saved with seed=0, and this run has seed=5: dropout and the like") as said:
+        trained(0, seed=5).load(tmp_path)
+    assert len(said) == 1
+
+
+class Counted:
+    """Named state, as a GradScaler or a loader of another library has it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"value": self.value, "tensor": torch.tensor([self.value])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert state["tensor"].tolist() == [state["value"]]
+        self.value = state["value"]
+
+
+def with_other(pipe: PipelineModule, value: int) -> Counted:
+    others = pipe._building.built("a test").state.others
+    assert isinstance(others, dict)
+    others["counted"] = Counted(value)
+    return others["counted"]
+
+
+def test_other_named_state_goes_along(tmp_path: Path) -> None:
+    pipe, again = trained(1), trained(0)
+    with_other(pipe, 7)
+    pipe.save(tmp_path / "c")
+    found = with_other(again, 0)
+    again.load(tmp_path / "c")
+    assert found.value == 7
+    with pytest.warns(UserWarning, match="it has the state of 'counted', which this run has not"):
+        trained(0).load(tmp_path / "c")
+    trained(1).save(tmp_path / "without")
+    again.load(tmp_path / "without")
+    assert found.value == 7
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps values of many types, none of them like the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "words": ("a", "b")})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            state["rows/a"] = parameter.grad.sum(-1).mean() + torch.zeros(3)
+            state["history"] = [*state.get("history", []), parameter.grad.mean()][-2:]
+            parameter.data -= 0.1 * parameter.grad * (1 + len(state["history"])) / state["count"]
+
+
+def test_state_of_any_optimizer_goes_on(tmp_path: Path) -> None:
+    pipe, other = trained(3, optimizer=Odd), trained(1, optimizer=Odd, mesh={"pipe": 3})
+    pipe.save(tmp_path)
+    other.load(tmp_path)
+    for _ in range(2):
+        assert pipe.train_step(X, Y).loss == other.train_step(X, Y).loss
+
+
+def test_state_that_is_not_there_yet_is_not_there_again(tmp_path: Path) -> None:
+    """Loaded over one that is: momentum begins anew, as in the run that saved."""
+
+    def momentum(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    fresh, old = trained(0, optimizer=momentum), trained(3, optimizer=momentum)
+    fresh.save(tmp_path)
+    old.load(tmp_path)
+    for _ in range(2):
+        assert old.train_step(X, Y).loss == fresh.train_step(X, Y).loss
+
+
+def _own_places(folder: str) -> list[int]:
+    """Each process has a loader of its own, which stands elsewhere."""
+    pipe = trained(0, mesh={"pipe": 2})
+    pipe.save(f"{folder}/c", loader=Counted(pipe.rank))
+    found = Counted(9)
+    pipe.load(f"{folder}/c", loader=found)
+    pipe.save(f"{folder}/same", loader=Counted(5))
+    pipe.close()
+    return [found.value]
+
+
+@pytest.mark.gloo
+def test_loaders_of_each_process(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(_own_places, ranks=2, args=(str(tmp_path),)) == [[0], [1]]
+    pipe, loader = trained(0), Counted(9)
+    with pytest.raises(ValueError, match="another place in the data for each of 2 processes, and there are 1 now"):
+        pipe.load(tmp_path / "c", loader=loader)
+    pipe.load(tmp_path / "same", loader=loader)
+    assert loader.value == 5
