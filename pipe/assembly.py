@@ -5,6 +5,7 @@ cut -> wire both modes -> who holds what -> programs -> links -> update -> stage
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,8 @@ from .update.stream_parts import StreamExecution, make_stream_execution
 from .verify.plain import PlainModule
 from .verify.regions import Regions
 from .verify.verification import Verifier
+
+_log = logging.getLogger("stagewright")
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
@@ -124,9 +127,11 @@ def assemble(
     )
     peers = layout.tensor.peers_in_parts(place, collectives)
     whole = WholeOutputs(cut, microbatch, is_wanted=bool(peers))
-    styles = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1]).styles
-    regions = Regions(root, styles) if verify and styles else None
-    group = divide_over_group(root, styles, collectives, device=device, on_region=seeder.region)
+    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1])
+    if tensor.styles and place.world.rank == 0:
+        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
+    regions = Regions(root, tensor.styles) if verify and tensor.styles else None
+    group = divide_over_group(root, tensor.styles, collectives, device=device, on_region=seeder.region)
     parts = cut()
     stage_num_parameters = _count_parameters(parts, group)
     train = wire(schedule, parts.train, microbatch, alike=whole.alike(parts.train, training=True))

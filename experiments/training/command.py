@@ -33,15 +33,14 @@ def run(argv: Sequence[str]) -> int:
         from .dry_run import show
 
         return show(options, what)
-    if "WORLD_SIZE" in os.environ or options.ranks == 1:
+    if "WORLD_SIZE" in os.environ or options.num_processes == 1:
         from .loop import train
 
         return train(options, what)
     _check_before_launch(options)
-    assert options.ranks is not None
     named = argv if "--name" in argv else [*argv, "--name", str(options.name)]
     # a rank that waits gives up by itself after the time-out: when all stand still for longer, none of them will
-    return launch_command(["train", *named], num_ranks=options.ranks, stall=options.timeout + 60.0)
+    return launch_command(["train", *named], num_ranks=options.num_processes, stall=options.timeout + 60.0)
 
 
 def _check_before_launch(options: TrainOptions) -> None:

@@ -16,6 +16,7 @@ from ...schedules.wording import count
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..schedule_files import FORMS, is_file, read
+from ..tensor_options import read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -52,7 +53,11 @@ class TrainOptions(OwnOptions):
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
     ranks: int | None = None
-    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes)."""
+    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over T)."""
+    tensor: int = 1
+    """T, processes of each rank, which divide its matrices."""
+    tensor_parallel: str = "auto"
+    """Which module is divided how over them: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: int | None = None
     """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
     microbatches: int | None = None
@@ -120,6 +125,7 @@ class TrainOptions(OwnOptions):
         if self.plan is None:
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
+        decided["tensor"] = None if self.tensor == 1 else self.tensor
         if self.plan != AUTO:
             decided["microbatches"] = self.microbatches
         for option, value in decided.items():
@@ -127,6 +133,12 @@ class TrainOptions(OwnOptions):
                 raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
         if self.plan == AUTO and self.dry_run:
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, once `resolve` has filled in the ranks; a plan counts each as a rank."""
+        assert self.ranks is not None
+        return self.ranks * self.tensor
 
     @property
     def checkpoints(self) -> Path:
@@ -150,12 +162,25 @@ def resolve(options: TrainOptions) -> TrainOptions:
     options.check_own(given(options, _GPT))
     world = os.environ.get("WORLD_SIZE")
     planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
-    ranks = options.ranks if options.ranks is not None else int(world or planned or DEFAULT_RANKS)
-    if world is not None and int(world) != ranks:
+    if world is not None and int(world) % options.tensor:
         raise ValueError(
-            f"--ranks {ranks} in one of {count(int(world), 'process')} (WORLD_SIZE={world}): leave --ranks away under "
-            f"torchrun, or start {count(ranks, 'process')}"
+            f"--tensor {options.tensor} in {count(int(world), 'process')} (WORLD_SIZE={world}): expected a number of "
+            f"processes that it divides, such as torchrun --nproc-per-node {2 * options.tensor}"
         )
+    started = None if world is None else int(world) // options.tensor
+    ranks = options.ranks if options.ranks is not None else started or planned or DEFAULT_RANKS
+    if started not in (None, ranks):
+        processes = ranks * options.tensor
+        raise ValueError(
+            f"--ranks {ranks} in one of {count(int(world or 0), 'process')} (WORLD_SIZE={world}): leave --ranks away "
+            f"under torchrun, or start {count(processes, 'process')}"
+        )
+    if options.tensor > 1 and options.dry_run:
+        raise ValueError(
+            f"--dry-run is one process, and a tensor group is {options.tensor}: leave --tensor away; `stagewright "
+            f"profile --tensor {options.tensor}` tells which module is divided how, and what one of them holds"
+        )
+    read_tensor_parallel(options.tensor_parallel)
     called = "gpt" if options.model is None else options.model.rpartition(":")[2]
     name = options.name or (_newest_run() if options.resume else time.strftime(f"{called}-%Y%m%d-%H%M%S"))
     return replace(options, ranks=ranks, name=name)

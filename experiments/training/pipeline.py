@@ -14,6 +14,7 @@ from ...schedules import Schedule
 from ...schedules.wording import count
 from ..host import physical_bytes
 from ..own_task import Batch
+from ..tensor_options import read_tensor_parallel
 from .options import DEFAULT_MICROBATCHES, TrainOptions
 from .recipe import learning_rate_curve
 from .task import Task
@@ -43,10 +44,12 @@ def make_pipe(
         mesh = {"pipe": options.ranks} if options.ranks else None
         choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches}
     else:
-        choice = {"schedule": what, "mesh": {"pipe": what.num_ranks}, "recompute": options.recompute}
+        mesh = {"pipe": what.num_ranks, "tensor": options.tensor}
+        choice = {"schedule": what, "mesh": mesh, "recompute": options.recompute}
     return PipelineModule(
         model,
         **choice,
+        tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         loss_fn=loss_fn,
         optimizer=task.make_optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),

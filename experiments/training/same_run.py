@@ -12,7 +12,7 @@ from typing import Any
 MAY_DIFFER = frozenset(
     {
         *("name", "resume", "checkpoint_every", "checkpoint_dir", "dry_run", "json", "timeout", "verify"),
-        *("ranks", "schedule", "plan", "chunks", "microbatches", "recompute"),
+        *("ranks", "schedule", "plan", "chunks", "microbatches", "recompute", "tensor", "tensor_parallel"),
     }
 )
 

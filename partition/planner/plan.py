@@ -74,7 +74,7 @@ def plan(
             `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        runnable: only what the runtime executes: no split tensors, no sharded optimizer.
+        runnable: only what the runtime executes: no sharded optimizer.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; a note says where the search stopped at it.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
@@ -108,7 +108,7 @@ def plan(
             )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ways = _tensor_sizes(source, cluster, tensor_sizes, runnable=runnable)
+    ways = _tensor_sizes(source, cluster, tensor_sizes)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=limit)
@@ -282,18 +282,13 @@ def _chunks(values: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _tensor_sizes(
-    source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None, *, runnable: bool
-) -> tuple[int, ...]:
+def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
     known = tuple(source.tensor_sizes(cluster.num_devices))
-    if runnable:
-        known = tuple(size for size in known if size == 1)
     sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
     if not sizes:
-        why = " with runnable=True" if runnable else ""
         raise ValueError(
-            f"tensor_sizes={_listed(wanted)}{why}: expected some of {', '.join(map(str, known)) or '1'}, the sizes "
-            f"that the profiles and the cluster allow"
+            f"tensor_sizes={_listed(wanted)}: expected some of {', '.join(map(str, known)) or '1'}, the sizes that the "
+            f"profiles and the cluster allow"
         )
     return sizes
 

@@ -1,1 +1,20 @@
-"""Data and tensor parallel groups around each stage: who holds which part of a tensor."""
+"""Data and tensor parallel groups around each stage: who holds which part of a tensor, and which module is cut how."""
+
+from .attention import Experts, Heads
+from .style import Style, StyleError
+from .styles import Column, Local, Row, Sequence, SummedGradients
+from .tensor_option import TensorStyles, read_tensor_parallel
+
+__all__ = [
+    "Column",
+    "Experts",
+    "Heads",
+    "Local",
+    "Row",
+    "Sequence",
+    "Style",
+    "StyleError",
+    "SummedGradients",
+    "TensorStyles",
+    "read_tensor_parallel",
+]

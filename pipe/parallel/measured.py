@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ def profile_cut(
     *,
     tensor: int,
     tensor_parallel: TensorParallelLike = "auto",
+    progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Profile:
     """Measure a copy of the model as one of `tensor` ranks holds it; what travels between them is counted, not sent.
@@ -30,14 +31,17 @@ def profile_cut(
     Arguments:
         tensor: 1: the model itself.
         tensor_parallel: as PipelineModule takes it.
+        progress: told which module is cut how, and what is being done.
         options: of `profile_model`.
 
     Raises ValueError as both do.
     """
     if tensor == 1:
-        return profile_model(model, example_inputs, **options)
+        return profile_model(model, example_inputs, progress=progress, **options)
     styles = read_tensor_parallel(tensor_parallel, model, count=tensor)
+    if progress is not None:
+        progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
     traffic, part = Traffic(), copy.deepcopy(model)
     group = TensorGroup(None, index=0, count=tensor, on_bytes=traffic.tell)
     cut_by_styles(part, styles.styles, group)
-    return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, **options)
+    return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, progress=progress, **options)

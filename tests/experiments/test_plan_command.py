@@ -87,7 +87,7 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2"], "--tensor 2: expected some of 1"),
         (
             ["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2", "--runnable"],
-            "--tensor 2 with --runnable: expected some of 1",
+            "--tensor 2: expected some of 1",
         ),
         (["--pipedream", "{vgg}", "--ranks", "2", "--microbatches", "2"], "--microbatches: no profile of 2 samples"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--microbatches", "0"], "--microbatches 0: expected a whole number"),

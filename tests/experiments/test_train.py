@@ -99,6 +99,22 @@ def test_ranks_follow_torchrun_and_must_agree_with_it(monkeypatch: pytest.Monkey
         resolve(TrainOptions(ranks=2))
 
 
+def test_processes_are_ranks_times_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(TrainOptions(tensor=2)).num_processes == 4
+    with pytest.raises(ValueError, match="--dry-run is one process, and a tensor group is 2"):
+        resolve(TrainOptions(tensor=2, dry_run=True))
+    with pytest.raises(ValueError, match=r"--tensor-parallel mine: expected auto, or a .json file"):
+        resolve(TrainOptions(tensor=2, tensor_parallel="mine"))
+    with pytest.raises(ValueError, match=r"--tensor 2 beside --plan plan.json: leave it away"):
+        resolve(TrainOptions(tensor=2, plan="plan.json"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert resolve(TrainOptions(tensor=2)).ranks == 2
+    with pytest.raises(ValueError, match=r"--ranks 4 in one of 4 processes .* or start 8 processes"):
+        resolve(TrainOptions(tensor=2, ranks=4))
+    with pytest.raises(ValueError, match="--tensor 3 in 4 processes"):
+        resolve(TrainOptions(tensor=3))
+
+
 def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
@@ -226,6 +242,16 @@ def test_one_rank_trains_in_its_own_process_to_the_same_loss(
     pair = json.loads(command(*common, "--name", "two", "--schedule", "1f1b").stdout)
     check_run(tmp_path / "runs" / "one", ranks=1)
     check_run(tmp_path / "runs" / "two", ranks=2)
+    assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
+
+
+@pytest.mark.gloo
+def test_two_members_of_a_tensor_group_train_to_the_same_loss(command: Callable[..., Done], text: str) -> None:
+    common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
+    alone = json.loads(command(*common, "--name", "one").stdout)
+    pair = json.loads(command(*common, "--name", "two", "--tensor", "2").stdout)
+    assert (len(alone["peak_memory_bytes"]), len(pair["peak_memory_bytes"])) == (1, 2)
+    assert pair["parameters"] == alone["parameters"]
     assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
 
 
