@@ -204,6 +204,8 @@ def assemble(
             parts=parts,
             stages=stages_of,
             links=links if place.world.distributed else None,
+            sharding=layout.sharding,
+            unsharding=update.unsharding,
             device=device,
             make_engine=partial(makers.engine, EvaluationWorker),
             make_reader=makers.reader,

@@ -54,6 +54,7 @@ class Building:
     def start(self, layout: Layout, example: Given | None) -> None:
         """Take a layout; with example inputs build the stages."""
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
+        layout.sharding.check_optimizer(has_optimizer=self._settings.optimizer is not None)
         self.layout = layout
         self._guard.stands_at(layout.place)
         if example is not None:

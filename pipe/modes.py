@@ -20,6 +20,7 @@ from ..schedules.program import RankProgram
 from .batch.given import check_like_example
 from .batch.reader import BatchReader
 from .evaluation import Forwards
+from .parallel.sharding import Sharding
 from .run.engine import Engine
 from .stages.build import CutModel
 from .stages.shapes import InferredStages, Signature
@@ -27,6 +28,7 @@ from .stages.stage import Stage
 from .stages.wiring import Wiring, stage_edges
 from .update.flush import batch_programs
 from .update.rank_update import RankUpdate
+from .update.unsharding import Unsharding
 
 StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
@@ -79,6 +81,8 @@ class EvaluationModes:
         built: the mode for arguments of the form that the stages were built for, which `like` has.
         stages: of this process.
         links: that processes are connected by; None: in one process.
+        sharding: whether weights are gathered.
+        unsharding: by local rank, of these weights.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class EvaluationModes:
         parts: CutModel,
         stages: StagesOf,
         links: frozenset[Link] | None,
+        sharding: Sharding,
+        unsharding: Mapping[int, Unsharding],
         device: torch.device,
         make_engine: Callable[[Mode, Mapping[int, RankUpdate], StagesOf], Engine],
         make_reader: _MakeReader,
@@ -98,6 +104,7 @@ class EvaluationModes:
         self._parts = parts
         self._stages = stages
         self._links = links
+        self._sharding, self._unsharding = sharding, unsharding
         self._device = device
         self._make_engine = make_engine
         self._make_reader = make_reader
@@ -109,8 +116,8 @@ class EvaluationModes:
         stages = self._stages
         smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
         mode = replace(mode, schedule=smaller)
-        programs = batch_programs(smaller, has_loss=has_loss)
-        updates = {rank: RankUpdate(rank, smaller) for rank in stages}
+        programs = batch_programs(smaller, has_loss=has_loss, collectives=self._sharding.collectives())
+        updates = {rank: RankUpdate(rank, smaller, unsharding=self._unsharding.get(rank)) for rank in stages}
         return Forwards(
             engine=self._make_engine(mode, updates, stages),
             ranks=list(updates.values()),

@@ -100,8 +100,8 @@ class PipelineModule:
             inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the results of its matrix
             products are kept, too); or one a stage; or for single modules, {"blocks.*": "full", "head": "selective"}.
         data_parallel: what the ranks that hold a stage (its replicas) divide among themselves: "replicate" nothing;
-            "zero1" the optimizer's state and the sums of gradients (docs/sharding.md). Replicas in one process share
-            their Parameters: nothing is divided there.
+            "zero1" the optimizer's state and the sums of gradients; "fsdp" the weights, too, which are gathered for
+            each batch (docs/sharding.md). Replicas in one process share their Parameters: nothing is divided there.
         verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
             stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
@@ -365,7 +365,7 @@ class PipelineModule:
         return self._building.built("parameters and state").state.ownership.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this process's stages."""
+        """Parameters and buffers of this process's stages. Under data_parallel="fsdp" collective over the processes."""
         return self._building.built("parameters and state").state.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:

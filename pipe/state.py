@@ -49,19 +49,23 @@ class State:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.state_dict."""
         self.update.refuse_reading("state_dict")
-        return self.ownership.state_dict()
+        if not self.update.unsharding:
+            return self.ownership.state_dict()
+        with self.guard.together(), self.update.whole_weights():
+            return {name: value.detach() for name, value in self.ownership.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """See PipelineModule.full_state_dict."""
         self.training.drain()
-        with self.guard.together():
+        with self.guard.together(), self.update.whole_weights():
             return self.ownership.full_state_dict(self.collectives)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See PipelineModule.load_state_dict."""
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()
-        self.ownership.load_state_dict(state)
+        with self.update.whole_weights(replaced=True):
+            self.ownership.load_state_dict(state)
         self.update.take_state(self.ownership.own_parts(state))
 
     def snapshot(self, loader: HasState | None) -> Snapshot:
@@ -71,7 +75,7 @@ class State:
         """
         self.training.drain()
         contents = self._contents()
-        with self.guard.together():
+        with self.guard.together(), self.update.whole_weights():
             if not self._writers:
                 self._writers.append(Writers(contents, self.collectives))
             place = None if loader is None else loader.state_dict()
@@ -98,15 +102,16 @@ class State:
         self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
-        loaded = load(
-            Path(folder),
-            self._contents(),
-            stages=self.update.stages,
-            loader=loader,
-            own=self.own_checkpoints,
-            collectives=self.collectives,
-            agree=self._agree,
-        )
+        with self.update.whole_weights(replaced=True):
+            loaded = load(
+                Path(folder),
+                self._contents(),
+                stages=self.update.stages,
+                loader=loader,
+                own=self.own_checkpoints,
+                collectives=self.collectives,
+                agree=self._agree,
+            )
         self.training.num_steps = loaded.step
         self.update.restart()
         self._say(f"of the checkpoint {folder}: {'; '.join(loaded.lost)}" if loaded.lost else "")
@@ -142,6 +147,7 @@ class State:
         for _, optimizers, versions in self.update.stages:
             tensors += versions.tensors() if versions is not None else ()
             tensors += optimizers.tensors()
+        tensors += self.update.part_tensors()
         dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
         return sum(storages.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .alive import peak_activations
-from .collectives import find_cycle, ready_positions
+from .collectives import find_cycle, latest_positions, ready_positions
 from .ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from .messages import STAGE_KINDS, Message, Transfer
 from .needs import Needs
@@ -132,13 +132,22 @@ def _check_collectives(lowered: Lowered) -> None:
     for rank, program in enumerate(lowered.programs):
         counts = Counter(orders[rank])
         ready = ready_positions(schedule, rank, everywhere)
+        latest = latest_positions(schedule, rank, everywhere)
         done = 0
         for position, step in enumerate(program.steps):
             done += isinstance(step, Action)
-            if isinstance(step, Collective) and step in ready and done < ready[step]:
+            if not isinstance(step, Collective):
+                continue
+            if step in ready and step.op is not Op.UNSHARD and done < ready[step]:
+                wanted = "whose gradient it takes" if step.op is Op.REDUCE_GRAD else "which needs the weights"
                 raise ScheduleError(
                     f"rank {rank}, step {position}: {step} stands before {schedule.programs[rank][ready[step] - 1]}, "
-                    f"whose gradient it takes: expected it behind the last backward of its stages"
+                    f"{wanted}: expected it behind the last backward of its stages"
+                )
+            if step in latest and done > latest[step]:
+                raise ScheduleError(
+                    f"rank {rank}, step {position}: {step} stands behind {schedule.programs[rank][latest[step]]}, "
+                    f"which needs the weights: expected it in front of the first use of its stage"
                 )
         for each in everywhere:
             members = each.ranks(schedule.owners)

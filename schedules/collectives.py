@@ -29,9 +29,12 @@ class _Landmarks:
 
     Arguments:
         behind_backward: behind the last B or W; none where the rank has no backward of that group.
+        first_use, behind_use: by stage, its first action, and the place behind its last one; none where it has none.
     """
 
     behind_backward: Mapping[tuple[int, int], int]
+    first_use: Mapping[int, int]
+    behind_use: Mapping[int, int]
 
 
 def _behind_last_backward(collective: Collective, at: _Landmarks) -> int:
@@ -39,8 +42,22 @@ def _behind_last_backward(collective: Collective, at: _Landmarks) -> int:
     return max(at.behind_backward.get((stage, collective.index), 0) for stage in collective.stages)
 
 
+def _ahead_of_first_use(collective: Collective, at: _Landmarks) -> int:
+    """In front of the first use of the stage that the rank uses first before it: one stage ahead."""
+    first = at.first_use.get(collective.stages[0], 0)
+    return max((other for other in at.first_use.values() if other < first), default=0)
+
+
+def _behind_last_use(collective: Collective, at: _Landmarks) -> int:
+    return at.behind_use.get(collective.stages[0], 0)
+
+
 # Where each op is ready to stand: the position of the action in front of which it is begun.
-_READY: Mapping[Op, Callable[[Collective, _Landmarks], int]] = {Op.REDUCE_GRAD: _behind_last_backward}
+_READY: Mapping[Op, Callable[[Collective, _Landmarks], int]] = {
+    Op.REDUCE_GRAD: _behind_last_backward,
+    Op.UNSHARD: _ahead_of_first_use,
+    Op.RESHARD: _behind_last_use,
+}
 
 
 def update_group_size(schedule: Schedule) -> int:
@@ -50,15 +67,28 @@ def update_group_size(schedule: Schedule) -> int:
 
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
     """The collectives that `rank` takes part in, by the position of the action before which each may begin."""
-    size = update_group_size(schedule)
-    last = {
-        (stage, index // size): position + 1
-        for position, (stage, op, index) in enumerate(schedule.programs[rank])
-        if op in LAST_USES
-    }
-    at = _Landmarks(behind_backward=last)
+    at = _landmarks(schedule, rank)
     own = frozenset(schedule.placement[rank])
     return {each: _READY[each.op](each, at) for each in collectives if not own.isdisjoint(each.stages)}
+
+
+def latest_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
+    """Of those that something on `rank` waits for, by the position of the action that does."""
+    first = _landmarks(schedule, rank).first_use
+    return {each: first[s] for each in collectives for s in each.stages if each.op is Op.UNSHARD and s in first}
+
+
+def _landmarks(schedule: Schedule, rank: int) -> _Landmarks:
+    size = update_group_size(schedule)
+    backward: dict[tuple[int, int], int] = {}
+    first: dict[int, int] = {}
+    behind: dict[int, int] = {}
+    for position, (stage, op, index) in enumerate(schedule.programs[rank]):
+        first.setdefault(stage, position)
+        behind[stage] = position + 1
+        if op in LAST_USES:
+            backward[stage, index // size] = position + 1
+    return _Landmarks(behind_backward=backward, first_use=first, behind_use=behind)
 
 
 def place_collectives(

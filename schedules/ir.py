@@ -35,7 +35,8 @@ class Op(StrEnum):
     U = "U"  # optimizer step of a stage: makes its next weight version
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
-    UNSHARD = "UNSHARD"  # weights are whole, of which each of several ranks has updated a part
+    UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
+    RESHARD = "RESHARD"  # each of them keeps its part alone
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -43,7 +44,7 @@ BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which tra
 LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
 
 _ACTION = re.compile(r"(\d+)([FBIWU])(\d+)")
-_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD)(\d+)")
+_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
 
 
 class Action(NamedTuple):
@@ -80,6 +81,8 @@ class Collective(NamedTuple):
 
     REDUCE_GRAD: gradients of the parameters that exactly these stages hold are added up over all their ranks: those of
     one stage over its replicas, those of tied weights over the stages that share them.
+    UNSHARD: weights of the stage are gathered from the parts of its ranks.
+    RESHARD: each of them lets go of what is not its part (the others are not asked).
 
     Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule).
 

@@ -43,8 +43,12 @@ MESSAGE_WORDS = {
     MessageKind.TOTAL: "global norm arriving",
     MessageKind.WEIGHTS: "updated weights arriving",
 }
-COLLECTIVE_HUES = {Op.REDUCE_GRAD: OP_HUES[Op.W]}
-COLLECTIVE_WORDS = {Op.REDUCE_GRAD: "sums of shared gradients"}
+COLLECTIVE_HUES = {Op.REDUCE_GRAD: OP_HUES[Op.W], Op.UNSHARD: "#882255", Op.RESHARD: OTHER_HUE}
+COLLECTIVE_WORDS = {
+    Op.REDUCE_GRAD: "sums of shared gradients",
+    Op.UNSHARD: "weights gathered",
+    Op.RESHARD: "weights let go",
+}
 CAUSE_HUES = {  # by field of `Idle`
     "warm_up": "#DDCC77",
     "drain": "#999933",

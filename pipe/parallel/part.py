@@ -15,28 +15,59 @@ from .share import Share
 class Part:
     """This rank's part of a parameter.
 
+    Arguments:
+        apart: whether the part has memory of its own, and the whole parameter may be let go.
+
     Attributes:
         whole: the model's own Parameter.
-        parameter: what the optimizer holds in its place: a view of it while `whole` is there.
+        parameter: what the optimizer holds in its place: a view of it, unless `apart`.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, division: Division, rank: int) -> None:
+    def __init__(self, name: str, whole: nn.Parameter, division: Division, rank: int, *, apart: bool) -> None:
         self.name = name
         self.whole = whole
         self.division = division
         self._rank = rank
-        self.parameter = nn.Parameter(division.view(whole.data, rank), requires_grad=whole.requires_grad)
+        self._apart = apart
+        self._stride = whole.stride()
+        own = division.view(whole.data, rank)
+        self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
 
     def follow(self) -> None:
         """Be a view of the whole parameter, wherever that is now."""
-        self.parameter.data = self.of(self.whole.data)
+        if not self._apart:
+            self.parameter.data = self.of(self.whole.data)
 
     def settle(self) -> None:
         """Behind a step: the whole parameter has the part, also of an optimizer that put it into other memory."""
+        if self._apart or self.is_empty:
+            return
         own = self.of(self.whole.data)
-        if own.data_ptr() != self.parameter.data_ptr() and not self.is_empty:
+        if own.data_ptr() != self.parameter.data_ptr():
             own.copy_(self.parameter.data)
             self.follow()
+
+    # Of a part that stands apart
+
+    def make_room(self) -> None:
+        """The whole parameter has memory again, and this part of its values."""
+        if self._apart:
+            shape, own = self.whole.shape, self.parameter.data
+            self.whole.data = torch.empty_strided(shape, self._stride, dtype=own.dtype, device=own.device)
+            if not self.is_empty:
+                self.of(self.whole.data).copy_(own)
+
+    def take(self) -> None:
+        """The part becomes what the whole parameter holds."""
+        if self._apart and not self.is_empty:
+            self.parameter.data.copy_(self.of(self.whole.data))
+
+    def let_go(self) -> None:
+        """The whole parameter keeps its shape alone: one NaN stands for all elements, and none can be written."""
+        if self._apart:
+            own = self.parameter.data
+            nothing = float("nan") if own.is_floating_point() or own.is_complex() else 0
+            self.whole.data = torch.full((), nothing, dtype=own.dtype, device=own.device).expand(self.whole.shape)
 
     @property
     def is_empty(self) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...comm import World
-from ...schedules import Schedule
+from ...schedules import Collective, Op, Schedule
 
-DATA_PARALLEL = ("replicate", "zero1")
+DATA_PARALLEL = ("replicate", "zero1", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +23,30 @@ class Sharding:
 
     Arguments:
         shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
+        weights: whether the weights are, too, between two batches.
     """
 
     shards: tuple[int, ...]
+    weights: bool = False
 
     @property
     def is_any(self) -> bool:
         """Whether anything is divided."""
         return any(count > 1 for count in self.shards)
+
+    def check_optimizer(self, *, has_optimizer: bool) -> None:
+        """ValueError for divided weights that an optimizer of the user's own would have to update."""
+        if self.weights and not has_optimizer:
+            raise ValueError(
+                "data_parallel='fsdp' without an optimizer: between two batches each rank keeps parts of the weights "
+                "alone, which only an optimizer of the pipeline can update. Expected PipelineModule(..., "
+                "optimizer=lambda params: torch.optim.AdamW(params)), or data_parallel='replicate'"
+            )
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """What a program does with divided weights."""
+        stages = [stage for stage, count in enumerate(self.shards) if self.weights and count > 1]
+        return tuple(Collective((stage,), op, 0) for stage in stages for op in (Op.UNSHARD, Op.RESHARD))
 
 
 def check_data_parallel(data_parallel: str) -> str:
@@ -41,15 +57,28 @@ def check_data_parallel(data_parallel: str) -> str:
 
 
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
-    """The same for each stage, over all ranks that hold it."""
-    return _for([1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners], world)
+    """The same for each stage, over all ranks that hold it.
+
+    Raises ValueError for weights that would be divided while batches are under way all the time.
+    """
+    if data_parallel == "fsdp" and schedule.is_asynchronous:
+        raise ValueError(
+            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "
+            f"train_step to the next, and use the weight versions that are kept, so that none could be let go. "
+            f"Expected data_parallel='zero1', which divides the optimizer's state, or a flush schedule such as "
+            f"schedule='1f1b'"
+        )
+    counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
+    return _for(counts, world, weights=data_parallel == "fsdp")
 
 
 def sharding_of_plan(shards: Sequence[int], world: World) -> Sharding:
     """As a plan says, by stage."""
-    return _for(shards, world)
+    return _for(shards, world, weights=False)
 
 
-def _for(shards: Sequence[int], world: World) -> Sharding:
+def _for(shards: Sequence[int], world: World, *, weights: bool) -> Sharding:
     """Ranks of one process share their Parameters: nothing is divided there."""
-    return Sharding(shards=tuple(shards) if world.distributed else (1,) * len(shards))
+    if not world.distributed:
+        return Sharding(shards=(1,) * len(shards))
+    return Sharding(shards=tuple(shards), weights=weights and any(count > 1 for count in shards))

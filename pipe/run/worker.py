@@ -176,6 +176,12 @@ class Worker(ABC):
         for stage in self._stages.values():
             stage.drop()
 
+    def _unshard(self, s: int) -> None:
+        """Wait for weights that are on their way, if any are."""
+        unsharding = self._updates.unsharding
+        if unsharding is not None and unsharding.awaited:
+            unsharding.whole(s)
+
     def _inputs(self, s: int, index: int, batch: Batch, k: int) -> list[torch.Tensor]:
         ports = self._ports[s]
         arrived = [self._take_in(wire, index) for wire in ports.takes]
@@ -217,6 +223,7 @@ class TrainingWorker(Worker):
         if op is Op.U:
             self._updates.step(s, index)
             return
+        self._unshard(s)
         number, k = divmod(index, self._num_microbatches)
         batch = self._updates.batches[number]
         self._seeder.begin(step=batch.step, microbatch=k)
@@ -280,6 +287,7 @@ class EvaluationWorker(Worker):
     def run(self, action: Action) -> None:
         """F."""
         s, _, k = action
+        self._unshard(s)
         batch = self._updates.batches[0]
         self._seeder.begin(step=batch.step, microbatch=k)
         try:

@@ -81,14 +81,18 @@ class Ownership:
         """Type of a parameter or buffer."""
         return self._tensors()[name].dtype
 
-    def stage_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+    def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages
-        hold goes to the first of them."""
+        hold goes to the first of them.
+
+        Arguments:
+            frozen: the others as well.
+        """
         return [
             (name, parameter)
             for name, parameter in self._root.named_parameters()
             if self.is_local(name)
-            and parameter.requires_grad
+            and (frozen or parameter.requires_grad)
             and min(s for s in self.stages[name] if s in self._local) == stage
         ]
 

@@ -78,18 +78,23 @@ def divide_stages(rank: int, schedule: Schedule, parts: UpdateParts, stages: Seq
     for one in stages:
         count = parts.sharding.shards[one.stage]
         if count > 1:
-            own = dict(parts.ownership.stage_parameters(one.stage))
+            own = dict(parts.ownership.stage_parameters(one.stage, frozen=parts.sharding.weights))
             proposed |= divide(own, ranks=schedule.owners[one.stage], count=count, whole=one.whole_names())
             parameters |= own
             stage_of |= dict.fromkeys(own, one.stage)
     divisions = _agreed(proposed, parts.ownership, parts.collectives)
-    mine = {name: Part(name, parameters[name], division, rank) for name, division in divisions[rank].items()}
+    mine = {
+        name: Part(name, parameters[name], division, rank, apart=parts.sharding.weights)
+        for name, division in divisions[rank].items()
+    }
     by_stage: list[StageParts] = []
     for one in stages:
         own_parts = {name: part for name, part in mine.items() if stage_of[name] == one.stage}
         if own_parts:
-            one.divide(own_parts)
-            by_stage.append(StageParts(one.stage, rank, own_parts, parts.collectives))
+            one.divide({name: part for name, part in own_parts.items() if part.whole.requires_grad})
+            several = [n for n in own_parts if len({*parts.ownership.stages[n]} & {*schedule.placement[rank]}) > 1]
+            by_stage.append(StageParts(one.stage, rank, own_parts, parts.collectives, several=several))
+            by_stage[-1].let_go(all_of_them=True)
     return Divided(stages=by_stage, parts=mine, divisions=divisions)
 
 

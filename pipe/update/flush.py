@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from .interface import Known, Programs, StageState, Update, UpdateParts
 from .loss_scale import LossScale, unscale
 from .parts import together
 from .shared_sums import FlushRank, SharedSum
+from .unsharding import Unsharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ def make_flush_execution(
     for ranks, count in zip(schedule.owners, sharding.shards, strict=True):
         if count > 1 or own_batches:
             collectives.subgroup(ranks)
-    programs = batch_programs(schedule, has_loss=has_loss, collectives=sums)
+    programs = batch_programs(schedule, has_loss=has_loss, collectives=(*sums, *sharding.collectives()))
     return FlushExecution(schedule=schedule, programs=programs, own_batches=own_batches)
 
 
@@ -94,13 +96,21 @@ class FlushUpdate(Update):
         ]
         divided = divide_stages(local[0], schedule, parts, optimizers) if parts.sharding.is_any else NOTHING_DIVIDED
         self._divided = divided
+        unsharding = (
+            {local[0]: Unsharding({one.stage: one for one in divided.stages}, parts.recorders[local[0]])}
+            if parts.sharding.weights
+            else {}
+        )
         scale = None if parts.grad_scaler is None else LossScale(parts.grad_scaler)
-        self._flush_ranks = {rank: self._make_rank(rank, execution, parts, scale) for rank in local}
+        self._flush_ranks = {
+            rank: self._make_rank(rank, execution, parts, scale, unsharding.get(rank)) for rank in local
+        }
         super().__init__(
             schedule,
             self._flush_ranks,
             [StageState(one.stage, one, None) for one in optimizers],
             [] if scale is None else [scale],
+            unsharding,
         )
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
         self._programs = execution.programs
@@ -157,13 +167,16 @@ class FlushUpdate(Update):
             norm = self._clip(self._max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
         self.gate.enter()
+        for part in self._divided.parts.values():
+            part.follow()
         for rank, optimizers in self._steppers:
             recorder = self._recorders[rank]
             for optimizer in optimizers:
                 start = recorder.clock.stamp()
                 optimizer.step(known.loss, skipped=skipped)
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
-        together([stage.begin_gather() for stage in self._divided.stages])()
+        if not self.unsharding:
+            self._gather()
         return known._replace(grad_norm=norm, skipped=skipped)
 
     def _unscale(self) -> bool:
@@ -183,6 +196,8 @@ class FlushUpdate(Update):
             parameter.grad = grad
         for part in self._divided.parts.values():
             part.parameter.grad = None
+        for unsharding in self.unsharding.values():
+            unsharding.drop()
         self._before = []
 
     def accumulated(self) -> Known:
@@ -238,12 +253,42 @@ class FlushUpdate(Update):
                 part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
         self._before = []
 
+    @contextmanager
+    def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
+        """Gathered, or to be filled; then let go."""
+        stages = self._divided.stages if self.unsharding else ()
+        try:
+            if replaced:
+                for stage in stages:
+                    stage.make_room()
+            elif stages:
+                self._gather()
+            yield
+            for stage in stages if replaced else ():
+                stage.take()
+        finally:
+            for stage in stages:
+                stage.let_go(all_of_them=True)
+
+    def part_tensors(self) -> list[torch.Tensor]:
+        """Those of this rank."""
+        parts = [part.parameter for part in self._divided.parts.values()]
+        return [*parts, *(part.grad for part in parts if part.grad is not None)]
+
+    def _gather(self) -> None:
+        together([stage.begin_gather() for stage in self._divided.stages])()
+
     def timeline(self, records: Sequence[RankRecord]) -> Timeline:
         """One batch."""
         return assemble_timeline(self.schedule, records)
 
     def _make_rank(
-        self, rank: int, execution: FlushExecution, parts: UpdateParts, loss_scale: LossScale | None
+        self,
+        rank: int,
+        execution: FlushExecution,
+        parts: UpdateParts,
+        loss_scale: LossScale | None,
+        unsharding: Unsharding | None,
     ) -> FlushRank:
         schedule, ownership = execution.schedule, parts.ownership
         named, held = dict(ownership.named_parameters()), ownership.shared()
@@ -270,11 +315,16 @@ class FlushUpdate(Update):
             rank,
             schedule,
             loss_scale,
-            sums={each: sums(each) for each in execution.programs[rank].steps if isinstance(each, Collective)},
+            sums={
+                each: sums(each)
+                for each in execution.programs[rank].steps
+                if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
+            },
             option_numbers=self._option_numbers,
             replicas=schedule.owners[schedule.placement[rank][0]] if execution.own_batches else (),
             collectives=parts.collectives,
             recorder=parts.recorders[rank],
+            unsharding=unsharding,
             device=parts.device,
         )
 

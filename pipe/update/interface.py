@@ -15,7 +15,8 @@ within a program. Which of the two it is, is chosen once, when the pipeline is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from .gate import UpdateGate
 from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate
+from .unsharding import Unsharding
 
 Programs = Mapping[int, RankProgram]  # by local rank
 
@@ -113,6 +115,7 @@ class Update(ABC):
         ranks: by local rank.
         stages: of all local ranks, in order; none without an optimizer.
         loss_scales: of the local ranks that have one each, or one for all; none without a GradScaler.
+        unsharding: by local rank, of weights of which it keeps parts alone.
 
     Attributes:
         gate: entered before weights or optimizer state are written.
@@ -124,9 +127,11 @@ class Update(ABC):
         ranks: Mapping[int, RankUpdate],
         stages: Sequence[StageState],
         loss_scales: Sequence[LossScale] = (),
+        unsharding: Mapping[int, Unsharding] | None = None,
     ) -> None:
         self.gate = UpdateGate()
         self.loss_scales = loss_scales
+        self.unsharding: Mapping[int, Unsharding] = {} if unsharding is None else unsharding
         self.schedule = schedule
         self.ranks = ranks
         self.stages = stages
@@ -209,6 +214,20 @@ class Update(ABC):
         return
 
     # State and measurement
+
+    @contextmanager
+    def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
+        """Within: weights of which each rank keeps a part are whole. Collective over the processes.
+
+        Arguments:
+            replaced: all of them get new values within, which are kept; the old ones are not gathered, and nothing is
+                collective.
+        """
+        yield
+
+    def part_tensors(self) -> list[torch.Tensor]:
+        """Parts of weights and of their gradients, of which other ranks have the rest."""
+        return []
 
     def refuse_reading(self, what: str) -> None:
         """ValueError while weights that are read would not be of one update."""

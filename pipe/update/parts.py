@@ -22,20 +22,51 @@ class StageParts:
 
     Arguments:
         parts: by name, in the same order on all ranks of the stage.
+        several: names of those that other stages of this rank use, too.
     """
 
-    def __init__(self, stage: int, rank: int, parts: Mapping[str, Part], collectives: Collectives) -> None:
+    def __init__(
+        self,
+        stage: int,
+        rank: int,
+        parts: Mapping[str, Part],
+        collectives: Collectives,
+        *,
+        several: Collection[str],
+    ) -> None:
         self.stage = stage
+        self._several = frozenset(several)
         self.parts = parts
         self._rank = rank
         self._collectives = collectives
         self._all = list(parts.values())
         self._ranks = self._all[0].division.ranks if self._all else ()
 
-    def begin_gather(self) -> Callable[[], None]:
-        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters."""
+    def begin_gather(self, *, on_through: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters.
+
+        Arguments:
+            on_through: as of `Collectives.exchange`, for the last of what is exchanged.
+        """
+        self.make_room()
         pairs = [(part.parameter.data, part.whole.data) for part in self._all]
-        return self._begin(self._all, pairs, what="gathering updated weights")
+        return self._begin(self._all, pairs, what=f"gathering weights of stage {self.stage}", on_through=on_through)
+
+    def make_room(self) -> None:
+        """The whole parameters are there, of which this rank's parts alone have values."""
+        for part in self._all:
+            part.make_room()
+
+    def take(self) -> None:
+        """The parts become what the whole parameters hold."""
+        for part in self._all:
+            part.take()
+
+    def let_go(self, *, all_of_them: bool = False) -> None:
+        """Keep the parts alone, where they stand apart; but what other stages use, too, stays whole at first."""
+        for part in self._all:
+            if all_of_them or part.name not in self._several:
+                part.let_go()
 
     def gather_gradients(self, names: Collection[str]) -> None:
         """The gradients of these parameters become whole, on the parameters."""
@@ -52,18 +83,33 @@ class StageParts:
             part.whole.grad, part.parameter.grad = full, None
 
     def _begin(
-        self, parts: Sequence[Part], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, what: str
+        self,
+        parts: Sequence[Part],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        what: str,
+        on_through: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
         """An all-gather; of each part, this rank's tensor and the full one, which gets those of the others."""
+        buckets = buckets_of([part.whole for part in parts])
         return together(
             [
-                self._begin_bucket([parts[i] for i in bucket], [pairs[i] for i in bucket], what)
-                for bucket in buckets_of([part.whole for part in parts])
+                self._begin_bucket(
+                    [parts[i] for i in bucket],
+                    [pairs[i] for i in bucket],
+                    what,
+                    on_through if bucket is buckets[-1] else None,
+                )
+                for bucket in buckets
             ]
         )
 
     def _begin_bucket(
-        self, parts: Sequence[Part], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: str
+        self,
+        parts: Sequence[Part],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        what: str,
+        on_through: Callable[[], None] | None,
     ) -> Callable[[], None]:
         views = [
             [part.division.view(full, rank) for part, (_, full) in zip(parts, pairs, strict=True)]
@@ -74,6 +120,7 @@ class StageParts:
             [sum(view.numel() for view in there) for there in views],
             what=what,
             ranks=self._ranks,
+            on_through=on_through,
         )
 
         def finish() -> None:

@@ -15,6 +15,7 @@ from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, r
 from ..batch.checksum import UNKNOWN
 from ..stages.stage import LossValue
 from .loss_scale import LossScale
+from .unsharding import Unsharding
 
 
 class RankUpdate:
@@ -23,10 +24,18 @@ class RankUpdate:
     Attributes:
         batches: under way, by number: microbatches number * M, number * M + 1, ...
         loss_scale: None: losses are not scaled, and must be finite.
+        unsharding: of the weights of which this rank keeps parts alone; None: it keeps them whole.
     """
 
-    def __init__(self, rank: int, schedule: Schedule, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        loss_scale: LossScale | None = None,
+        unsharding: Unsharding | None = None,
+    ) -> None:
         self.loss_scale = loss_scale
+        self.unsharding = unsharding
         self.batches: dict[int, Batch] = {}
         self._rank = rank
         self._num_microbatches = schedule.num_microbatches
@@ -55,11 +64,13 @@ class RankUpdate:
 
     def begin(self, collective: Collective) -> None:
         """The program has come to what ranks of several processes do together: it goes on beside compute."""
-        raise AssertionError(f"{collective} in a program of ranks that share nothing")
+        assert self.unsharding is not None, f"{collective} in a program of ranks that share nothing"
+        self.unsharding.begin(collective)
 
     def settle(self) -> None:
         """Block until what was begun is through: the program is."""
-        return
+        if self.unsharding is not None:
+            self.unsharding.settle()
 
     def finish(self, step: GroupStep) -> None:
         """The backwards of an update group are through on this rank."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
-from ...schedules import Collective, Schedule
+from ...schedules import Collective, Op, Schedule
 from ..batch.batches import Batch
 from ..measure.recorder import Recorder
 from .gradients import FlatGradients, flatten, scale_gradients, unflatten
@@ -26,6 +26,7 @@ from .loss_scale import LossScale
 from .optimizers import differing_options
 from .parts import DividedSum
 from .rank_update import RankUpdate
+from .unsharding import Unsharding
 
 
 class SharedSum:
@@ -156,9 +157,10 @@ class FlushRank(RankUpdate):
         replicas: Sequence[int],
         collectives: Collectives,
         recorder: Recorder,
+        unsharding: Unsharding | None,
         device: torch.device,
     ) -> None:
-        super().__init__(rank, schedule, loss_scale)
+        super().__init__(rank, schedule, loss_scale, unsharding)
         self._sums = sums
         self._option_numbers = option_numbers
         self._replicas = replicas
@@ -182,7 +184,10 @@ class FlushRank(RankUpdate):
             self._samples = samples, self._collectives.begin_all_reduce(samples, what=what, ranks=self._replicas)
 
     def begin(self, collective: Collective) -> None:
-        """The backwards that make these gradients are through on this rank."""
+        """The backwards that make these gradients are through on this rank; or weights come and go."""
+        if collective.op is not Op.REDUCE_GRAD:
+            super().begin(collective)
+            return
         self._count_samples()
         if self._numbers is None:
             self._numbers = self._option_numbers()
@@ -199,6 +204,7 @@ class FlushRank(RankUpdate):
                 each.wait()
             end = stamps[-1] if len(stamps) > 1 else self._recorder.clock.stamp()
             self._recorder.collective(collective, stamps[0], end)
+        super().settle()
 
     def finish_sums(self) -> set[str]:
         """The sums become the gradients; returns the names of the parameters that have one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from stagewright import named
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.update.separable import separable
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
 
@@ -167,7 +169,7 @@ EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["zero1"])
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 @pytest.mark.parametrize(
     ("optimizer", "sizes", "options"),
     [
@@ -241,3 +243,207 @@ def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options
         if "max_grad_norm" in options:
             assert found["norms"] == pytest.approx(wanted["norms"], abs=1e-12)
         assert_same(found["state"], wanted["state"], tolerance=1e-10)
+
+
+def even() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
+
+
+EVEN_BYTES = 8 * 4 * (64 + 8)
+X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2))
+
+
+def kept(kind: str) -> dict[str, Any]:
+    """What a rank of two replicas has behind two steps, and what it says of itself."""
+    pipe = PipelineModule(
+        even(),
+        data_parallel=kind,
+        mesh={"pipe": 1, "data": 2},
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        verify=True,
+        timeout=30.0,
+    )
+    results = [pipe.train_step(X, Y) for _ in range(2)]
+    counters = 4 * sum(len(optimizer.state) for optimizer in pipe.optimizers)
+    found = {
+        "held": pipe.held_bytes() - counters,
+        "state_bytes": state_bytes(pipe),
+        "is_nan": bool(pipe.parameters()[0].isnan().all()),
+        "collectives": [str(span.what) for span in results[-1].timeline().ranks[0].collectives],
+        "state": {name: value.detach().clone() for name, value in pipe.state_dict().items()},
+        "output": pipe.predict(X),
+        "verified": pipe.verify(X, Y).num_gradients,
+    }
+    pipe.load_state_dict(even().state_dict())
+    found["output of the first weights"] = pipe.predict(X)
+    found["loss"] = pipe.train_step(X, Y).loss
+    pipe.close()
+    return found
+
+
+@pytest.mark.gloo
+def test_what_a_rank_keeps(gloo: Pool) -> None:
+    weights, sums = EVEN_BYTES, ["0REDUCE_GRAD0"]
+    first = even()
+    for kind, held, state, collectives in (
+        ("zero1", weights + weights, weights, sums),
+        (
+            "fsdp",
+            weights // 2 + weights + 8 * 8,
+            weights,
+            ["0UNSHARD0", *sums, "0RESHARD0"],
+        ),  # an element stands for each
+    ):
+        for found in gloo.run(kept, ranks=2, args=(kind,)):
+            assert (found["held"], found["state_bytes"]) == (held, state)
+            assert found["is_nan"] is (kind == "fsdp")
+            assert sorted(found["collectives"]) == sorted(collectives)
+            model = even()
+            model.load_state_dict(found["state"])
+            torch.testing.assert_close(found["output"], model(X).detach())
+            assert found["verified"] == 8
+            torch.testing.assert_close(found["output of the first weights"], first(X).detach())
+            assert found["loss"] == pytest.approx(float(F.mse_loss(first(X), Y).detach()), abs=1e-12)
+
+
+def refused(options: dict[str, Any]) -> str:
+    settings: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
+    try:
+        PipelineModule(even(), loss_fn=F.mse_loss, timeout=30.0, num_microbatches=2, **(settings | options))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+class Together(torch.optim.SGD):
+    """An optimizer that looks at all of its parameters at once."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
+        return super().step(closure)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data_parallel": "zero1", "optimizer": Together},
+            "optimizer Together updates a parameter by what it knows of others",
+        ),
+        ({"data_parallel": "fsdp", "schedule": "2bw"}, "data_parallel='fsdp' under the asynchronous schedule '2bw'"),
+        ({"data_parallel": "fsdp", "optimizer": None}, "data_parallel='fsdp' without an optimizer"),
+    ],
+    ids=["together", "fsdp-2bw", "fsdp-alone"],
+)
+def test_refused(gloo: Pool, options: dict[str, Any], message: str) -> None:
+    for answer in gloo.run(refused, ranks=2, args=(options,)):
+        assert answer.startswith(message)
+
+
+def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
+    with pytest.raises(ValueError, match=r"data_parallel='zero3': expected one of 'replicate', 'zero1', 'fsdp'"):
+        PipelineModule(even(), data_parallel="zero3")
+    for kind in ("zero1", "fsdp"):
+        pipe = PipelineModule(
+            even(),
+            data_parallel=kind,
+            mesh={"pipe": 2, "data": 2},
+            num_microbatches=2,
+            loss_fn=F.mse_loss,
+            optimizer=torch.optim.AdamW,
+        )
+        pipe.train_step(X, Y)
+        assert state_bytes(pipe) == 2 * EVEN_BYTES
+
+
+OWN = torch.optim.AdamW
+
+
+class OwnAdam(OWN):
+    """A user's own, which is not known by name."""
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.0), "elements"),
+        (lambda ps: OwnAdam(ps, lr=0.0), "elements"),
+        (lambda ps: OwnAdam(ps, fused=True), "elements"),
+        (torch.optim.Adafactor, "parameters"),
+        (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]), "parameters"),
+    ],
+)
+def test_what_an_optimizer_may_be_given(make: Any, kind: str) -> None:
+    model = even()
+    optimizer = make(list(model.parameters()))
+    halved(optimizer)  # puts a step of its own in the optimizer's place
+    assert separable(optimizer) == kind
+    assert not optimizer.state
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), even().parameters(), strict=True))
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure: Any = None) -> Any:
+            return self.base.step(closure)
+
+    with pytest.raises(ValueError, match=r"optimizer Wrapper could not be tried on parts of its parameters"):
+        separable(Wrapper(sgd(list(even().parameters()))))
+
+
+def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Two steps, a checkpoint, two more steps in another way."""
+    loss = 0.0
+    for begins, options in ((True, before), (False, after)):
+        pipe = PipelineModule(
+            even(), loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=30.0, **options
+        )
+        pipe.build(X, Y)
+        if not begins:
+            pipe.load(folder)
+        for _ in range(2):
+            loss = pipe.train_step(X, Y).loss or 0.0
+        if begins:
+            pipe.save(folder)
+        state = pipe.full_state_dict()
+        pipe.close()
+    return loss, state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"}, {"mesh": {"pipe": 2}}),
+        ({"mesh": {"pipe": 2}}, {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"}),
+        (
+            {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "zero1"},
+            {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "replicate"},
+        ),
+    ],
+    ids=["from-fsdp", "to-fsdp", "from-zero1"],
+)
+def test_a_checkpoint_of_parts_is_one_of_wholes(
+    gloo: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    answers = gloo.run(resumed, ranks=2, args=(str(tmp_path), before, after))
+    model = even()
+    optimizers = [one for one in two(list(model.parameters())) if one is not None]
+    for _ in range(4):
+        loss = F.mse_loss(model(X), Y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, state in answers:
+        assert found == pytest.approx(float(loss.detach()), abs=1e-10)
+        assert_same(state, model.state_dict(), tolerance=1e-10)
