@@ -80,6 +80,11 @@ def scaler(init_scale: float = 2.0**10) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
 
 
+def odd_scaler() -> torch.amp.GradScaler:
+    """Its factors are no powers of two: another scale makes other last bits."""
+    return torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=3.0, backoff_factor=0.3, growth_interval=2)
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """With an eps above rounding errors, which it would otherwise make larger."""
     return torch.optim.AdamW(parameters, lr=0.05, eps=1e-2)
@@ -98,7 +103,7 @@ class Plain:
 
     def __init__(self, *, delay: int, clip: float | None, dtype: torch.dtype) -> None:
         self.model, self.delay, self.clip, self.dtype = model(dtype), delay, clip, dtype
-        self.scaler = scaler()
+        self.scaler = odd_scaler()
         self.optimizer = adamw(self.model.parameters())
         self.scheduler = decay(self.optimizer)
         self.versions = [(copy.deepcopy(self.model), self.scaler.get_scale())]
@@ -152,7 +157,7 @@ def piped_run(schedule: str, clip: float | None = None, save: Path | None = None
     told: list[StepRecord] = []
 
     def make() -> tuple[PipelineModule, torch.amp.GradScaler]:
-        own = scaler()
+        own = odd_scaler()
         settings: dict[str, Any] = {
             "schedule": schedule,
             "num_microbatches": M,
@@ -212,7 +217,8 @@ def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
 def test_the_plain_loops_skip_and_grow() -> None:
     plain = plain_run()
     assert plain.skipped == [bool(bad) for bad in BAD] == plain_run(delay=1).skipped
-    assert plain.scales == [2.0**n for n in (10, 9, 9, 10, 9, 8, 8, 9, 9, 10, 9, 9)]
+    wanted = [1000, 300, 300, 900, 270, 81, 81, 243, 243, 729, 218.7, 218.7]
+    assert plain.scales == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(
