@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -9,11 +10,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from .errors import PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups, as_one
 from .mesh import MeshPlace
 from .process_group import break_group
 
 T = TypeVar("T")
+
+_BACKEND_ERROR = re.compile(r"gloo|nccl|timed out|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 _EVER = timedelta(days=365)
 
@@ -44,6 +48,11 @@ class Collectives:
     def name_of(self, process: int) -> str:
         """A process for people."""
         return self._place.name_of(process)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that it takes are."""
+        return self._device
 
     @property
     def rank(self) -> int:
@@ -129,6 +138,17 @@ class Collectives:
     def tensor_group(self) -> dist.ProcessGroup:
         """The processes that run this rank together; there must be several."""
         return self._groups[self.tensor_members]
+
+    def lost_member(self, error: RuntimeError) -> PipelineError | None:
+        """What an error of an action means if it came from a collective of a module that the tensor group has divided;
+        None for any other."""
+        if len(self.tensor_members) == 1 or not _BACKEND_ERROR.search(str(error)):
+            return None
+        others = [one for one in self.tensor_members if one != self.rank]
+        kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
+        return kind(
+            f"in a divided module, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others
+        )
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
         """Sum `tensor` over the tensor group, in place."""

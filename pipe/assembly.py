@@ -37,7 +37,7 @@ from .measure.measurement import Measurement
 from .measure.recorder import Recorder
 from .measure.steps import StepReports
 from .modes import EvaluationModes, links_of, wire
-from .parallel.group_shares import GroupShares, divide_over_group
+from .parallel.group_shares import GroupShares, divide_over_group, refuse_divided
 from .parallel.sends import WholeOutputs
 from .parallel.sharding import Sharding
 from .parallel.tensor_option import read_tensor_parallel
@@ -107,6 +107,7 @@ def assemble(
     microbatch = Signature.of(example)
     seeder = Seeder(settings.seed, device, runs_again=layout.recompute.runs_again, member=place.tensor[0])
     root = nn.ModuleList(stages) if model is None else model
+    refuse_divided(root)
     judge = place.process_of(schedule.owners[-1][0], tensor=0)
     plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
     collectives = Collectives(place, device=device, timeout=settings.timeout)
@@ -132,21 +133,22 @@ def assemble(
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if verify and tensor.styles else None
     group = divide_over_group(root, tensor.styles, collectives, device=device, on_region=seeder.region)
-    parts = cut()
-    stage_num_parameters = _count_parameters(parts, group)
-    train = wire(schedule, parts.train, microbatch, alike=whole.alike(parts.train, training=True))
-    evaluate = wire(
-        schedule.forward_only(), parts.evaluate, microbatch, alike=whole.alike(parts.evaluate, training=False)
-    )
+    with group.undone_on_error():
+        parts = cut()
+        stage_num_parameters = _count_parameters(parts, group)
+        train = wire(schedule, parts.train, microbatch, alike=whole.alike(parts.train, training=True))
+        evaluate = wire(
+            schedule.forward_only(), parts.evaluate, microbatch, alike=whole.alike(parts.evaluate, training=False)
+        )
 
-    local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
-    ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
-    unchanged = Unchanged(parts)
-    for index in local_stages:
-        parts.train.stages[index].module.to(device)
-        parts.evaluate.stages[index].module.to(device)
-    _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank, verify=verify)
-    ownership.spread_from_first_owners(collectives)
+        local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
+        ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
+        unchanged = Unchanged(parts)
+        for index in local_stages:
+            parts.train.stages[index].module.to(device)
+            parts.evaluate.stages[index].module.to(device)
+        _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank, verify=verify)
+        ownership.spread_from_first_owners(collectives)
 
     clock = clock_for(device)
     window = _OVERLAPPING if schedule.num_batches > 1 else 1
@@ -181,6 +183,7 @@ def assemble(
         local_stages=local_stages,
         seeder=seeder,
         guard=guard,
+        collectives=collectives,
         recorders=recorders,
         transports=transports,
         update=update,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm import Guard, Transport
+from ..comm import Collectives, Guard, Transport
 from ..partition.graph.forms import Arguments, Tensors
 from ..partition.graph.units import MODEL_INPUT
 from .batch.batches import read_loss
@@ -44,6 +44,7 @@ class Makers:
     local_stages: Sequence[int]
     seeder: Seeder
     guard: Guard
+    collectives: Collectives
     recorders: Mapping[int, Recorder]
     transports: Mapping[int, Transport]
     update: Update
@@ -98,7 +99,7 @@ class Makers:
                 device=self.settings.device,
             )
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.recorders[rank]))
-        return Engine(ranks, timeout=self.settings.timeout)
+        return Engine(ranks, timeout=self.settings.timeout, lost_member=self.collectives.lost_member)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
         """The reader of a mode's batches.

@@ -8,7 +8,9 @@ A full tensor is a function of what the members hold; what is whole is equal on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from uuid import uuid4
 
@@ -20,7 +22,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...comm import Collectives
 from .cutting import cut_by_styles
 from .share import Share
+from .style import style_of
 from .tensor_group import TensorGroup
+
+_COMPARISONS = 2  # update groups whose gradients are compared
+_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; what other kernels add up in another order
 
 
 class GroupShares:
@@ -38,6 +44,52 @@ class GroupShares:
         self._by_member = by_member
         self._originals = dict(originals)
         self._own = collectives.tensor_members.index(collectives.rank)
+        self._comparisons = 0 if len(collectives.tensor_members) > 1 else _COMPARISONS
+        self._undo: Callable[[], None] | None = None
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum what members found each of their own parts, in place. Collective over the tensor group."""
+        self._collectives.tensor_sum(tensor, what="adding up the norm of a tensor group's gradients")
+
+    def compare_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Compare the gradients of what all members hold whole, in the first batches. Collective over the tensor group.
+
+        Where a module computes with a part of the activations, a gradient is a part of a sum that nobody makes.
+
+        Raises ValueError, on all members, for one that is not the same on all of them.
+        """
+        if self._comparisons == _COMPARISONS:
+            return
+        self._comparisons += 1
+        whole = {name: gradient for name, gradient in gradients.items() if name not in self._by_member}
+        rows = [_figures(gradient).to(self._collectives.device) for gradient in whole.values()]
+        if not rows:
+            return
+        mine = torch.stack(rows)
+        members, name_of = self._collectives.tensor_members, self._collectives.name_of
+        first, *others = self._collectives.tensor_gather(mine, what="comparing the gradients of a tensor group")
+        for member, theirs in zip(members[1:], others, strict=True):
+            for (name, gradient), one, other in zip(whole.items(), first.tolist(), theirs.tolist(), strict=True):
+                if _differs(one, other, gradient):
+                    raise ValueError(
+                        f"the gradient of {name!r}, which the members of a tensor group hold whole, has norm "
+                        f"{one[1]:.6g} on {name_of(members[0])} and {other[1]:.6g} on {name_of(member)}: its module "
+                        f"computes with a part of the activations, and nobody adds the parts up. Expected "
+                        f"'sequence' or SummedGradients() for it in tensor_parallel=, or a place that is not between "
+                        f"a 'column' and its 'row'"
+                    )
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Within, an error leaves the user's model as it was before it was divided."""
+        try:
+            yield
+        except BaseException:
+            if self._undo is not None:
+                self._undo()
+            raise
+        self._undo = None
+        self._originals.clear()
 
     def is_divided(self, name: str) -> bool:
         """Whether members hold different parts."""
@@ -74,12 +126,8 @@ class GroupShares:
         return share.take(value) if is_full else value
 
     def original(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor as this process was given it, before `forget_originals`."""
+        """The full tensor as this process was given it, within `undone_on_error`."""
         return self._originals.get(name, local)
-
-    def forget_originals(self) -> None:
-        """All processes have their parts."""
-        self._originals.clear()
 
 
 def divide_over_group(
@@ -110,7 +158,14 @@ def divide_over_group(
     group = TensorGroup(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=on_region
     )
-    shares = cut_by_styles(root, styles, group, mesh=mesh).shares
+    cut = cut_by_styles(root, styles, group, mesh=mesh)
+    shares = cut.shares
+
+    def undo() -> None:
+        cut.undo()
+        for parameter in parameters.values():
+            parameter.data = full[id(parameter)]
+
     by_id = {id(parameters[name]): share for name, share in shares.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
     everyone = collectives.tensor_gather_objects(own, what="comparing the parts of a tensor group")
@@ -122,11 +177,41 @@ def divide_over_group(
                 f"{collectives.name_of(member)} has divided {name!r} otherwise than {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
             )
-    return GroupShares(
+    found = GroupShares(
         collectives,
         {name: [theirs[name] for theirs in everyone] for name in own},
         {name: full[id(parameters[name])] for name in own},
     )
+    found._undo = undo
+    return found
+
+
+def _figures(gradient: torch.Tensor | None) -> torch.Tensor:
+    """[3] whether there is one, its norm, its sum: float64."""
+    if gradient is None:
+        return torch.zeros(3, dtype=torch.float64)
+    values = gradient.detach().to_dense().double() if gradient.is_sparse else gradient.detach().double()
+    return torch.stack([values.new_ones(()), values.norm(), values.sum()])
+
+
+def _differs(one: Sequence[float], other: Sequence[float], gradient: torch.Tensor | None) -> bool:
+    """Whether figures are further apart than rounding explains; what is not finite is compared nowhere."""
+    if one[0] != other[0]:
+        return True
+    if gradient is None or not all(map(math.isfinite, (*one, *other))):
+        return False
+    allowed = _ALLOWED.get(gradient.dtype, 5e-2) * max(one[1], other[1])
+    return abs(one[1] - other[1]) > allowed or abs(one[2] - other[2]) > allowed * math.sqrt(gradient.numel())
+
+
+def refuse_divided(root: nn.Module) -> None:
+    """ValueError for a model that an earlier pipeline has divided."""
+    name = next((name for name, module in root.named_modules() if style_of(module) is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"module {name!r} is divided over a tensor group already, by a PipelineModule before this one: expected a "
+            f"new model, into which load_state_dict() puts that one's full_state_dict()"
+        )
 
 
 def _refuse_hooks(root: nn.Module) -> None:

@@ -11,7 +11,7 @@ waits for what is not there yet. Nothing else differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...comm import PipelineError, Transport
@@ -38,10 +38,18 @@ class Engine:
     Arguments:
         ranks: of this process: one over processes, all P in one process.
         timeout: of each wait [s].
+        lost_member: what an action's error means if another process of the tensor group is behind it.
     """
 
-    def __init__(self, ranks: Sequence[LocalRank], *, timeout: float) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[LocalRank],
+        *,
+        timeout: float,
+        lost_member: Callable[[RuntimeError], PipelineError | None],
+    ) -> None:
         self.ranks = ranks
+        self._lost_member = lost_member
         self._timeout = timeout
 
     def run(self, programs: Mapping[int, RankProgram]) -> None:
@@ -80,12 +88,19 @@ class Engine:
                         one.end()
                         standing.remove(one)
                         moved = True
-                except PipelineError as error:
-                    story = f"rank {worker.rank}: {error}, {_story(one.local, instruction)}"
-                    raise type(error)(story, peers=error.peers) from error
+                except RuntimeError as error:
+                    self._tell(error, one.local, instruction)
+                    raise
             if not moved:
                 stories = "; ".join(one.why_it_waits() for one in standing)
                 raise PipelineError(f"deadlock in one process: {stories}")
+
+    def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
+        """Raise it with its story, if it is about another process."""
+        known = error if isinstance(error, PipelineError) else self._lost_member(error)
+        if known is not None:
+            story = f"rank {local.worker.rank}: {known}, {_story(local, instruction)}"
+            raise type(known)(story, peers=known.peers) from error
 
     def drop(self) -> None:
         """Forget what is under way on every rank (after an error)."""

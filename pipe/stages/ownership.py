@@ -160,7 +160,6 @@ class Ownership:
             if self.is_local(name):
                 value = collectives.tensor_first(value, what=f"spreading {name!r}")
                 tensor.data.copy_(self.group.own_part(name, tensor, value))
-        self.group.forget_originals()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict; see `check_state_dict`."""

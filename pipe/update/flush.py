@@ -118,7 +118,9 @@ class FlushUpdate(Update):
         self._recorders = parts.recorders
         self._max_grad_norm = parts.max_grad_norm
         self._device = parts.device
-        self._parameters = [p for _, p in ownership.named_parameters() if p.requires_grad]
+        self._tensor_group = ownership.group
+        self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
+        self._parameters = list(self._named.values())
         self._is_divided = [id(p) in {id(part.whole) for part in divided.parts.values()} for p in self._parameters]
         self._counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
         self._counted_parts = divided.counted(ownership, local[0])
@@ -150,6 +152,7 @@ class FlushUpdate(Update):
     def gradients_ready(self) -> None:
         """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before."""
         self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
+        self._tensor_group.compare_gradients({name: p.grad for name, p in self._named.items()})
         scale_gradients([p.grad for p in self._updated()], self._scale)
         for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
             if grad is not None and not is_divided:

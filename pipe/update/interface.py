@@ -96,7 +96,7 @@ class UpdateParts:
     ) -> StageOptimizers:
         """The optimizers of a stage's parameters; see StageOptimizers."""
         assert self.optimizer is not None
-        return StageOptimizers(
+        made = StageOptimizers(
             stage,
             parameters,
             self.optimizer,
@@ -105,6 +105,8 @@ class UpdateParts:
             model={id(parameter) for parameter in self.model.root.parameters()},
             may_hold_others=may_hold_others,
         )
+        made.refuse_to_divide([name for name, _ in parameters if self.ownership.group.is_divided(name)])
+        return made
 
 
 class Update(ABC):

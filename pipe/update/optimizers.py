@@ -63,6 +63,24 @@ class StageOptimizers:
         self._refuse_twice(where)
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
 
+    def refuse_to_divide(self, names: Collection[str]) -> None:
+        """ValueError for an optimizer that needs the whole of one of these, of which each process has a part."""
+        for optimizer in self.optimizers:
+            held = [self.names.get(id(parameter)) for parameter in _parameters(optimizer)]
+            name = next((each for each in held if each in names), None)
+            if name is None:
+                continue
+            try:
+                is_able = separable(optimizer) == "elements"
+            except ValueError:
+                is_able = False
+            if not is_able:
+                raise ValueError(
+                    f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
+                    f"does not update each element by itself: each process would come to another result than the "
+                    f"whole weight does. Expected one such as AdamW for it, or a module that is not divided"
+                )
+
     def whole_names(self) -> set[str]:
         """Names of the parameters that may not be cut, since their optimizer treats each as a whole.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...comm import Collectives
 from ...schedules import Schedule, check
@@ -65,7 +64,7 @@ class StreamExecution:
                 counted=counted,
                 max_grad_norm=parts.max_grad_norm,
                 loss_scale=None if parts.grad_scaler is None else LossScale(parts.grad_scaler, count=count),
-                add_up=partial(parts.collectives.tensor_sum, what="summing the gradient norm of a tensor group"),
+                group=parts.ownership.group,
                 device=parts.device,
             )
         return StreamUpdate(self.stream, ranks, parts.collectives)

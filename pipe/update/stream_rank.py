@@ -9,7 +9,7 @@ U: SUM, TOTAL are here             -> clip, update the versions of the stage
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.stream import Stream
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
+from ..parallel.group_shares import GroupShares
 from ..stages.weights import WeightVersions
 from .dividing import Divided
 from .gate import UpdateGate
@@ -72,7 +73,7 @@ class StreamRank(RankUpdate):
         divided: what this rank has parts of.
         max_grad_norm: None: no clipping.
         loss_scale: None: no scale, no skipped updates.
-        add_up: sums a tensor over the tensor group, in place.
+        group: what the tensor group holds.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StreamRank(RankUpdate):
         divided: Divided,
         max_grad_norm: float | None,
         loss_scale: LossScale | None,
-        add_up: Callable[[torch.Tensor], None],
+        group: GroupShares,
         device: torch.device,
     ) -> None:
         schedule = stream.schedule
@@ -103,7 +104,7 @@ class StreamRank(RankUpdate):
         self._shared = tuple(shared)
         self._counted = tuple(counted)
         self._max_grad_norm = max_grad_norm
-        self._add_up = add_up
+        self._tensor_group = group
         self._device = device
         self._first_batch = 0
         self._groups: dict[int, _Group] = {}
@@ -212,6 +213,8 @@ class StreamRank(RankUpdate):
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         gradients = self._gradients(step.index)
         scale_gradients(gradients, scale)
+        names = [name for weights in self.weights.values() for name in weights.names]
+        self._tensor_group.compare_gradients(dict(zip(names, gradients, strict=True)))
         if self.loss_scale is not None:  # before they leave: a sum of finite numbers is finite
             overflowed = unscale(gradients, self.scale_of(step.index), device=self._device)
             self._group(step.index).overflowed = overflowed
@@ -262,7 +265,7 @@ class StreamRank(RankUpdate):
         part, overflowed = norm_part(counted, device=self._device), group.overflowed
         flag = part.new_zeros(1) if overflowed is None else overflowed.to(part).reshape(1)
         own = group.norms[self._rank] = torch.cat([part, flag])
-        self._add_up(own)
+        self._tensor_group.add_up(own)
         if self._rank == 0:
             self._read_total(group, self._whole_norm(group))
 
