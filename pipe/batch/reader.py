@@ -85,7 +85,10 @@ class BatchReader:
                 sums = checksum(arguments.tensors), checksum(given.target)
             parts = given.on(device).cut(len(own))
             microbatches = [part.arguments for part in parts]
-            inferred = [self._inference.of(Signature.of(each)) for each in microbatches]
+            # They differ in their number of samples alone: one look at the stages for each of these.
+            by_size = {each.num_samples: each for each in microbatches}
+            stages_of = {size: self._inference.of(Signature.of(each)) for size, each in by_size.items()}
+            inferred = [stages_of[each.num_samples] for each in microbatches]
             self._refuse_float16(inferred)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:

@@ -53,9 +53,9 @@ class RankMachine:
             return self._wait_for(self._program.finally_needs, None)
         step = steps[self._position]
         if not isinstance(step, Transfer):
-            wait = self._wait_for(self._program.inputs.get(step, ()), step)
-            if wait is not None:
-                return wait
+            needed = self._program.inputs.get(step)
+            if needed is not None and not self._arrived.issuperset(needed):
+                return self._wait_for(needed, step)
         self._position += 1
         return step
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -152,7 +153,7 @@ class Worker(ABC):
         if message.kind is MessageKind.ACT:
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
-            self._inbox[message] = unpack(tensors, self._certain(message))
+            self._inbox[message] = unpack(tensors, self.specs(message))
         else:
             self._updates.put(message, tensors)
 
@@ -160,11 +161,10 @@ class Worker(ABC):
         """A message to send."""
         if message.kind not in STAGE_KINDS:
             return self._updates.take(message)
-        return pack(self._outbox.pop(message), self.specs(message), self._device)
-
-    def _certain(self, message: Message) -> tuple[bool, ...]:
-        number, k = divmod(message.index, self._num_microbatches)
-        return self._wiring.certain(message, self._updates.batches[number].certain[k])
+        tensors = self._outbox.pop(message)
+        if message.kind is MessageKind.ACT:
+            return cast(Tensors, tensors)
+        return pack(tensors, self.specs(message), self._device)
 
     def drop(self) -> None:
         """Forget what is under way (after an error)."""
@@ -265,19 +265,19 @@ class TrainingWorker(Worker):
 
     def _hand_back(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
         """The input gradients of a backward to the stages whose outputs they were, with what other stages here add."""
+        for i, gradient in enumerate(by_input):
+            if gradient is None and certain[i]:
+                self._stages[s].refuse_lost_gradient(i)
         for wire, places in self._ports[s].input_gradients:
-            for _, i in places:
-                if by_input[i] is None and certain[i]:
-                    self._stages[s].refuse_lost_gradient(i)
             message = wire.message(index)
-            if len(wire.makers) == 1:
-                self._emit(message, tuple(by_input[i] for _, i in places))
+            if len(wire.consumers) == 1:
+                self._emit(message, [by_input[i] for _, i in places])
                 continue
             total = self._sums.setdefault(message, _Sum([None] * len(self._wiring.slots[wire])))
             for position, i in places:
                 total.gradients[position] = _added(total.gradients[position], by_input[i])
             total.parts += 1
-            if total.parts == len(wire.makers):
+            if total.parts == len(wire.consumers):
                 self._emit(message, self._sums.pop(message).gradients)
 
 

@@ -24,13 +24,12 @@ class Autocast(NamedTuple):
     def off(self) -> AbstractContextManager[None]:
         """Within: none is in force. Backwards run so: operations have the types of the forward's results already, and
         float32 islands in a forward must not be cast behind it."""
-        return self._replace(dtype=None).again()
+        return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:
         """Within: it is in force."""
+        if self.dtype is None:
+            return self.off()
         if Autocast.now(self.kind) == self:
             return _NOTHING
-        context: AbstractContextManager[None] = torch.autocast(
-            self.kind, dtype=self.dtype, enabled=self.dtype is not None
-        )
-        return context
+        return torch.autocast(self.kind, dtype=self.dtype)

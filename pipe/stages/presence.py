@@ -90,10 +90,15 @@ def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
     return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
 
 
+def has_flags(specs: Sequence[TensorSpec]) -> bool:
+    """Whether flags stand in front of the gradients of a message: nothing else there is made of bytes."""
+    return specs[0].dtype is torch.uint8
+
+
 def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
     """A message of these layouts: flags, where it has them, and every gradient, zeros where there is none."""
-    if len(specs) == len(gradients):
-        return tuple(gradient for gradient in gradients if gradient is not None)
+    if not has_flags(specs):
+        return tuple([gradient for gradient in gradients if gradient is not None])
     flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
     whole = [
         torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
@@ -104,9 +109,9 @@ def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device
     return (flags, *whole)
 
 
-def unpack(message: Tensors, certain: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a message."""
-    if all(certain):
+def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
+    """The gradients of a message of these layouts."""
+    if not has_flags(specs):
         return message
     flags, *whole = message
     return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))

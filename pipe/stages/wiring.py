@@ -53,6 +53,7 @@ class Wiring:
             for module in stages
         ]
         self.slots: dict[Wire, tuple[int, ...]] = {}
+        self._layouts: dict[int, tuple[OutputSpecs, dict[tuple[MessageKind, int, int], list[TensorSpec]]]] = {}
         self._wire_of = {(wire.kind, wire.src, wire.dst): wire for wire in self.wires}
         self._inputs: dict[Wire, list[list[tuple[int, int]]]] = {}  # by slot: (consumer, input)
         for wire in self.wires:
@@ -73,20 +74,28 @@ class Wiring:
     def message_specs(
         self, message: Message, specs: OutputSpecs, certain: Sequence[Sequence[bool]]
     ) -> list[TensorSpec]:
-        """Layouts of the tensors of an activation or gradient message.
+        """Layouts of the tensors of an activation or gradient message, remembered by `specs`.
 
         Arguments:
-            certain: by stage and input, whether its gradient always comes.
+            specs: of a microbatch.
+            certain: of the same: by stage and input, whether its gradient always comes.
         """
-        wire = self._wire_of[message[:3]]
-        tensors = [self._spec(wire.producer, slot, specs) for slot in self.slots[wire]]
-        return tensors if wire.kind is MessageKind.ACT else [*flag_spec(self.certain(message, certain)), *tensors]
+        known = self._layouts.get(id(specs))
+        if known is None or known[0] is not specs:
+            known = self._layouts[id(specs)] = (specs, {})
+        layout = known[1].get(message[:3])
+        if layout is None:
+            wire = self._wire_of[message[:3]]
+            layout = [self._spec(wire.producer, slot, specs) for slot in self.slots[wire]]
+            if wire.kind is MessageKind.GRAD:
+                layout = [*flag_spec(self._certain(wire, certain)), *layout]
+            known[1][message[:3]] = layout
+        return layout
 
     def _spec(self, stage: int, slot: int, specs: OutputSpecs) -> TensorSpec:
         spec = specs[stage][slot]
         return spec._replace(in_parts=True) if (stage, slot) in self._alike else spec
 
-    def certain(self, message: Message, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
+    def _certain(self, wire: Wire, certain: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
         """By gradient of a message, whether it always comes: from any of the consumers."""
-        takers = self._inputs[self._wire_of[message[:3]]]
-        return tuple(any(certain[stage][i] for stage, i in each) for each in takers)
+        return tuple(any(certain[stage][i] for stage, i in each) for each in self._inputs[wire])
