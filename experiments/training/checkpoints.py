@@ -12,11 +12,13 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...pipe import PipelineModule
+from ...pipe.checkpoint.checkpointer import Checkpointer
 from ...schedules.wording import count, duration
 from .options import PLAN, TrainOptions
 from .run_folder import Metrics, RunFolder, write_whole
@@ -81,6 +83,16 @@ class Layout:
         return tuple(told)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Checkpoints of a run, by number: whole ones and failed ones; see Summary for the rest."""
+
+    number: int
+    failed: int
+    every: int
+    overhead: float | None
+
+
 class Checkpoints:
     """Checkpoints of one run, in one rank; its calls are collective.
 
@@ -95,6 +107,7 @@ class Checkpoints:
         self._batches = batches
         self._run = run
         self._path = options.checkpoints
+        self._saver: Checkpointer | None = None
         self.first_step = 0
         self.known: list[Metrics] = []  # of the steps before, on rank 0
         self.notes: list[str] = []  # for people
@@ -109,25 +122,43 @@ class Checkpoints:
                     self._pipe.measured_costs()
             if self._run is not None:
                 self._tell(self._run)
-        if self._run is not None and self._options.checkpoint_every is not None:
-            self._path.mkdir(parents=True, exist_ok=True)
+        every = self._options.checkpoint_every
+        if every is None:
+            return
+        self._saver = self._pipe.checkpointer(
+            self._path, every=every, overhead=self._options.checkpoint_overhead, loader=self._batches
+        )
+        if self._run is not None:
             if self._pipe.plan is not None:
                 write_whole(self._path / PLAN, self._pipe.plan.to_json())
             write_whole(self._path / _LAYOUT, json.dumps(asdict(Layout.of(self._pipe))))
 
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved behind step number `step`."""
-        every = self._options.checkpoint_every
-        return every is not None and (step + 1) % every == 0 and step + 1 < self._options.steps
-
-    def save(self) -> None:
-        """Save the state behind the step that was run last, which is logged."""
-        self._pipe.save(self._path, loader=self._batches)
+    def behind(self, step: int, log: Callable[[], object]) -> None:
+        """Step number `step` was run: save where that is due, once `log` has written down what is known of it."""
+        if self._saver is None or step + 1 == self._options.steps:
+            return
+        if self._saver.is_due:
+            self._pipe.flush()
+            log()  # a run that goes on from a checkpoint has the lines of all steps before it
+        self._saver.step()
 
     def end(self) -> None:
         """The run has its results: its last state is saved, too."""
-        if self._options.checkpoint_every is not None:
-            self._pipe.save(self._path, loader=self._batches)
+        if self._saver is not None:
+            self._saver.save()
+            self._saver.close()
+
+    @property
+    def saved(self) -> Saved | None:
+        """What saving has cost so far; None where nothing is to be saved."""
+        if self._saver is None:
+            return None
+        return Saved(
+            number=sum(record.path is not None for record in self._saver.records),
+            failed=sum(record.path is None for record in self._saver.records),
+            every=self._saver.every,
+            overhead=self._saver.overhead,
+        )
 
     def _is_there(self) -> bool:
         """Whether there is a checkpoint, on every rank alike."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -181,10 +182,7 @@ class _Training:
                 self._trace(result)
             bubbles[step] = self.record.newest_bubbles()
             self._log(bubbles, progress)
-            if self.checkpoints.is_due(step):
-                self.pipe.flush()
-                self._log(bubbles, progress)  # nothing behind a checkpoint is told before it
-                self.checkpoints.save()
+            self.checkpoints.behind(step, partial(self._log, bubbles, progress))
         self.pipe.flush()
         self._log(bubbles, progress)
         self.record.seconds += time.perf_counter() - started
@@ -254,7 +252,7 @@ class _Training:
         tensors: tuple[int, ...],
         weights: dict[str, torch.Tensor],
     ) -> None:
-        record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
+        record, schedule, plan, saved = self.record, self.pipe.schedule, self.pipe.plan, self.checkpoints.saved
         assert record.traces is not None
         text = self.task.sample_bytes
         train_loss = statistics.fmean(record.losses[-20:])
@@ -282,6 +280,10 @@ class _Training:
             peak_tensor_bytes=None if plan is None or not any(tensors) else tensors,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
             planned_memory_bytes=None if plan is None else _by_process(plan, len(resident)),
+            checkpoints=0 if saved is None else saved.number,
+            failed_checkpoints=0 if saved is None else saved.failed,
+            checkpoint_every=None if saved is None else saved.every,
+            checkpoint_overhead=None if saved is None else saved.overhead,
             resumed_at=tuple(resume["step"] for resume in folder.resumes()),
         )
         if plan is not None:
@@ -315,6 +317,11 @@ def report(summary: Summary) -> str:
         f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
         f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above what stood at its start",
     ]
+    if summary.checkpoint_every is not None:
+        share = "" if summary.checkpoint_overhead is None else f", {summary.checkpoint_overhead:.1%} of the time"
+        failed = f", {summary.failed_checkpoints} failed" if summary.failed_checkpoints else ""
+        every = count(summary.checkpoint_every, "step")
+        lines.append(f"saved        {count(summary.checkpoints, 'checkpoint')}, one in {every} at last{share}{failed}")
     step, held, expected = summary.planned_step_seconds, summary.peak_tensor_bytes, summary.planned_memory_bytes
     if step is not None and held is not None and expected is not None:
         memory = ", ".join(

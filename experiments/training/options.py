@@ -94,8 +94,11 @@ class TrainOptions(OwnOptions):
     """Run the first batch through the plain model as well and compare every gradient, where memory allows."""
     timeout: float = 300.0
     """Seconds that a rank waits for another before it gives up and says for what."""
-    checkpoint_every: int | None = None
-    """Save a checkpoint after so many steps (default: none)."""
+    checkpoint_every: int | Literal["auto"] | None = None
+    """Save a checkpoint after so many steps, beside training; auto: as often as --checkpoint-overhead allows (default:
+    none)."""
+    checkpoint_overhead: float = 0.035
+    """Share of the time that checkpoints may take under --checkpoint-every auto."""
     checkpoint_dir: str | None = None
     """Folder of the checkpoints (default: runs/<name>/checkpoints)."""
     resume: bool = False
@@ -108,12 +111,16 @@ class TrainOptions(OwnOptions):
 
     def check(self) -> None:
         """ValueError for numbers that cannot be meant."""
-        at_least_one = ("steps", "batch", "length", "checkpoint_every")
+        at_least_one = ("steps", "batch", "length")
         for option, least in (*((name, 1) for name in at_least_one), ("lr", 0.0), ("timeout", 0.0)):
             value = getattr(self, option)
             if value is not None and (value < least or (isinstance(least, float) and value == 0)):
                 typed = option.replace("_", "-")
                 raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
+        if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
+            raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
+        if not 0 < self.checkpoint_overhead < 1:
+            raise ValueError(f"--checkpoint-overhead {self.checkpoint_overhead}: expected a share above 0 and below 1")
         if self.checkpoint_dir is not None and self.checkpoint_every is None and not self.resume:
             raise ValueError(
                 f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"

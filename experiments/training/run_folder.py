@@ -112,6 +112,8 @@ class Summary:
         peak_tensor_bytes, planned_memory_bytes: per rank, bytes of tensors at the peak of one watched step, measured
             and predicted by the plan; None without a plan, as is planned_step_seconds.
         resumed_at: first step of each time that the run went on.
+        checkpoints, failed_checkpoints: saved before the end, since the run last went on; checkpoint_every: steps from
+            one to the next at the end; checkpoint_overhead: share of undisturbed training that they took, on rank 0.
     """
 
     schedule: str
@@ -138,6 +140,10 @@ class Summary:
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
     resumed_at: tuple[int, ...] = ()
+    checkpoints: int = 0
+    failed_checkpoints: int = 0
+    checkpoint_every: int | None = None
+    checkpoint_overhead: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from typing import Any
 # Options that a run may go on with as they are now: where and how fast it runs, not what it computes.
 MAY_DIFFER = frozenset(
     {
-        *("name", "resume", "checkpoint_every", "checkpoint_dir", "dry_run", "json", "timeout", "verify"),
+        *("checkpoint_every", "checkpoint_overhead", "checkpoint_dir"),
+        *("name", "resume", "dry_run", "json", "timeout", "verify"),
         *("ranks", "schedule", "plan", "chunks", "microbatches", "recompute", "tensor", "tensor_parallel"),
     }
 )

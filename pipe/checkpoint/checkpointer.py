@@ -138,6 +138,11 @@ class Checkpointer:
         """Share of undisturbed training that checkpoints took so far, in this process; None: not known yet."""
         return self._clock.overhead
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `step`, called now, looks at taking a checkpoint."""
+        return self._state.training.num_steps >= self._due
+
     def step(self) -> None:
         """A `train_step` has returned: begin a checkpoint where one is due, and tell of the one that is done.
 
@@ -150,11 +155,11 @@ class Checkpointer:
         self._clock.entered(step)
         if self._under_way is not None and self._is_done(self._under_way):
             self._end(self._under_way)
-        if step >= self._due:
+        if self.is_due:
             self._wait()
             self._clock.stalled()  # by the one before
             self._decide(step)
-            if step >= self._due:
+            if self.is_due:
                 self._begin(step)
                 self._last, self._due = step, step + self.every
         self._clock.left(is_busy=self._under_way is not None)
