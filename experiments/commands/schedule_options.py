@@ -89,6 +89,8 @@ class CostOptions(BuildOptions):
     """W [s], where the backward is split."""
     latency: float = 0.0
     """Seconds of a message between ranks."""
+    reduce_grad: tuple[float, ...] = (0.0,)
+    """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
 
     def costs(self) -> Costs:
         """As the simulator takes them."""
@@ -98,6 +100,7 @@ class CostOptions(BuildOptions):
             input_grad=None if self.input_grad is None else _per_stage(self.input_grad),
             weight_grad=None if self.weight_grad is None else _per_stage(self.weight_grad),
             latency=self.latency,
+            reduce_grad=_per_stage(self.reduce_grad),
         )
 
 

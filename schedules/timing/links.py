@@ -79,8 +79,8 @@ class LinkLevel:
 class Sum:
     """Gradients of a stage that several ranks add up in front of each of its updates.
 
-    It is ready when the last rank of the stage is through with its backwards of the update group; the stage's updates
-    wait for it. Compute goes on meanwhile, where the program lets it.
+    It is ready when the last rank of the stage begins it (behind its backwards of the update group, see `collectives`);
+    the stage's updates wait for it. Compute goes on meanwhile, where the program lets it.
 
     Arguments:
         stage: whose gradients.

@@ -104,6 +104,8 @@ def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFi
     words = ("gpipe", "--ranks", "2", "--microbatches", "1")
     assert simulated(capsys, *words, "--forward", "1", "2", "--backward", "3", "4")["makespan"] == 10.0
     assert simulated(capsys, *words, "--latency", "0.25")["makespan"] == 6.5
+    replicas = ("1f1b", "--ranks", "3", "--microbatches", "2", "--replicas", "1", "2")
+    assert simulated(capsys, *replicas, "--reduce-grad", "0", "20")["makespan"] == 25.0  # behind 1B1, at 5
 
 
 def test_the_table_for_people_names_bubbles_and_causes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,23 @@ def test_a_sum_runs_beside_compute_and_the_update_waits() -> None:
     assert timeline.makespan == 9.0
 
 
+@steady
+@given(schedules(forward_only=False))
+def test_the_simulator_begins_sums_where_the_program_does(schedule: Schedule) -> None:
+    """Plans are ranked by this simulation, and run by this program."""
+    sums = [total(stage) for stage, ranks in enumerate(schedule.owners) if len(ranks) > 1]
+    programs = lowered(schedule, *sums).programs
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0, reduce_grad=1.5))
+    for program, trace in zip(programs, timeline.ranks, strict=True):
+        ended = {span.what: span.end for span in trace.compute}
+        wanted, now = {}, 0.0
+        for step in program.steps:
+            now = ended.get(step, now) if isinstance(step, Action) else now
+            if isinstance(step, Collective):
+                wanted[step] = now
+        assert {span.what: span.start for span in trace.collectives} == wanted
+
+
 def test_without_replicas_there_is_no_sum() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     assert simulate(schedule, Costs(reduce_grad=9.0)).makespan == simulate(schedule, Costs()).makespan
