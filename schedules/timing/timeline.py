@@ -86,8 +86,10 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """The last end of any rank [s], updates included."""
-        return max((rank.compute[-1].end for rank in self.ranks if rank.compute), default=0.0)
+        """The last end of any rank [s], updates and sums of gradients included."""
+        ends = [rank.compute[-1].end for rank in self.ranks if rank.compute]
+        ends += [span.end for rank in self.ranks for span in rank.collectives]
+        return max(ends, default=0.0)
 
     @property
     def makespan(self) -> float:
