@@ -75,7 +75,7 @@ class State:
         """
         self.training.drain()
         contents = self._contents()
-        with self.guard.together(), self.update.whole_weights():
+        with self.guard.together():
             if not self._writers:
                 self._writers.append(Writers(contents, self.collectives))
             place = None if loader is None else loader.state_dict()
@@ -102,16 +102,15 @@ class State:
         self.update.gate.enter()
         if not self.update.is_lost:
             self.training.drain()
-        with self.update.whole_weights(replaced=True):
-            loaded = load(
-                Path(folder),
-                self._contents(),
-                stages=self.update.stages,
-                loader=loader,
-                own=self.own_checkpoints,
-                collectives=self.collectives,
-                agree=self._agree,
-            )
+        loaded = load(
+            Path(folder),
+            self._contents(),
+            stages=self.update.stages,
+            loader=loader,
+            own=self.own_checkpoints,
+            collectives=self.collectives,
+            agree=self._agree,
+        )
         self.training.num_steps = loaded.step
         self.update.restart()
         self._say(f"of the checkpoint {folder}: {'; '.join(loaded.lost)}" if loaded.lost else "")
@@ -126,6 +125,7 @@ class State:
         return Contents(
             ownership=self.ownership,
             stages=self._first(),
+            parts=self.update.parts_apart(),
             first=frozenset(name for name, stages in owned if stages[0] in self.first_stages),
             schedule=self.update.schedule,
             seed=self.seed,

@@ -103,8 +103,8 @@ class _Fitting:
         self._process = {"process": collectives.rank, "num_processes": collectives.size}
         ownership = contents.ownership
         self._sources = _sources(checkpoint, ownership)
-        for name in ownership.state_dict():
-            checkpoint.check(self._sources[name], ownership.share(name))
+        for name, _, share in contents.held():
+            checkpoint.check(self._sources[name], share)
         for one in stages:
             if one.versions is not None:
                 for key, share in self._older(one.versions).values():
@@ -131,8 +131,8 @@ class _Fitting:
         for key, state in self._others.items():
             self._contents.others[key].load_state_dict(state)
         with torch.no_grad():
-            for name, tensor in ownership.state_dict().items():
-                tensor.copy_(checkpoint.read(self._sources[name], ownership.share(name)))
+            for name, tensor, share in self._contents.held():
+                tensor.copy_(checkpoint.read(self._sources[name], share))
             for one in self._stages:
                 if one.versions is not None:
                     self._take_versions(one.versions)

@@ -11,7 +11,7 @@ what (`Writers`), so that replicas share the writing out among themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch
 
 from ...comm import Collectives
 from ...schedules import Schedule
+from ..parallel.part import Part
 from ..parallel.share import Box, Share
 from ..stages.ownership import Ownership
 from ..update.interface import StageState
@@ -98,6 +99,7 @@ class Contents:
 
     Arguments:
         stages: by stage, that of its first local rank: the others are equal.
+        parts: by name, parts that this process has where the model's own Parameters are let go.
         first: names of the tensors whose first owner is in this process; buffers are written by it alone.
         others: further named state, equal on all processes.
         loss_scales: of the local ranks that have one each, or one for all.
@@ -105,11 +107,19 @@ class Contents:
 
     ownership: Ownership
     stages: Mapping[int, StageState]
+    parts: Mapping[str, Part]
     first: frozenset[str]
     schedule: Schedule
     seed: int
     others: Mapping[str, HasState]
     loss_scales: Sequence[LossScale]
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor, Share]]:
+        """Name of each parameter and buffer, what this process has of it, and which part that is."""
+        tied = self.ownership.tied_names()
+        for name, tensor in self.ownership.state_dict().items():
+            part, share = self.parts.get(tied.get(name, name)), self.ownership.share(name)
+            yield (name, tensor.data, share) if part is None else (name, part.parameter.data, part.share(share))
 
 
 class Writers:
@@ -120,11 +130,11 @@ class Writers:
         ownership = contents.ownership
         parameters = dict(ownership.named_parameters())
         tied = ownership.tied_names()
-        for name, tensor in ownership.state_dict().items():
+        for name, tensor, share in contents.held():
             if name not in tied and (name in parameters or name in contents.first):
                 mine |= {
-                    (model_key(name), box.start, box.sizes): tensor[box.of_local()].nbytes
-                    for box in _boxes(ownership.share(name))
+                    (model_key(name), box.start, box.sizes): prod(box.sizes) * tensor.element_size()
+                    for box in _boxes(share)
                 }
         for one in contents.stages.values():
             for name in dict.fromkeys(one.optimizers.names.values()):
@@ -151,10 +161,8 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
     ownership = contents.ownership
     tied = ownership.tied_names()
     pieces: list[HeldPiece] = []
-    state = ownership.state_dict()
-    for name, tensor in state.items():
+    for name, tensor, share in contents.held():
         if name not in tied:
-            share = ownership.share(name)
             pieces += _pieces(model_key(name), tensor, share, writers.boxes(model_key(name), share))
     values: dict[str, Json] = {"rule": encode(rule_of(contents.schedule), what="the weight rule")}
     optimizers: list[Json] = []
@@ -223,8 +231,15 @@ def other_key(name: str) -> str:
 
 def _pieces(key: str, tensor: torch.Tensor, share: Share, boxes: Sequence[Box]) -> list[HeldPiece]:
     assert tuple(tensor.shape) == share.local, f"{key} of shape {tuple(tensor.shape)}, and the share is {share.local}"
+    own = tensor.detach()
     return [
-        HeldPiece(key=key, shape=share.full, start=box.start, tensor=tensor.detach()[box.of_local()]) for box in boxes
+        HeldPiece(
+            key=key,
+            shape=share.full,
+            start=box.start,
+            tensor=own[box.of_local()] if prod(box.sizes) else own.new_empty(box.sizes),
+        )
+        for box in boxes
     ]
 
 

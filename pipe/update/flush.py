@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, assemble_timeline
+from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from .dividing import NOTHING_DIVIDED, divide_stages
@@ -272,6 +273,10 @@ class FlushUpdate(Update):
         finally:
             for stage in stages:
                 stage.let_go(all_of_them=True)
+
+    def parts_apart(self) -> Mapping[str, Part]:
+        """All of this rank's, under fsdp."""
+        return self._divided.parts if self.unsharding else {}
 
     def part_tensors(self) -> list[torch.Tensor]:
         """Those of this rank."""

@@ -30,6 +30,7 @@ from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ..batch.batches import Batch
 from ..measure.recorder import RankRecord, Recorder
+from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
@@ -226,6 +227,10 @@ class Update(ABC):
                 collective.
         """
         yield
+
+    def parts_apart(self) -> Mapping[str, Part]:
+        """By name, the parts of weights that this process keeps where the model's own Parameters are let go."""
+        return {}
 
     def part_tensors(self) -> list[torch.Tensor]:
         """Parts of weights and of their gradients, of which other ranks have the rest."""

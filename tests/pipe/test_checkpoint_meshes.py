@@ -97,7 +97,7 @@ MESHES: list[dict[str, Any]] = [
     {"schedule": "1f1b", "mesh": {"pipe": 4}},
     {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "num_chunks": 2, "data_parallel": "zero1"},
     {"schedule": "gpipe", "mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": PATTERNS},
-    {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": PATTERNS, "data_parallel": "zero1"},
+    {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": PATTERNS, "data_parallel": "fsdp"},
     {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}},
 ]
 STEPS = 1  # of each run
