@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.amp import GradScaler
 
+from ..batch.batches import NonFiniteLossError
+
 
 def read_grad_scaler(option: object) -> GradScaler | None:
     """The option `grad_scaler=`; None for a scaler that is not enabled. ValueError for anything else."""
@@ -63,7 +65,10 @@ class LossScale:
         return self._scales[version].value
 
     def update(self, *, overflowed: bool) -> None:
-        """An update was made, or skipped since gradients overflowed: the scale of the next version."""
+        """An update was made, or skipped since gradients overflowed: the scale of the next version.
+
+        Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0: no scale helps any more.
+        """
         value, good = self._scales[self.newest]
         scale, tracker = torch.tensor(value), torch.tensor(good, dtype=torch.int32)
         torch._amp_update_scale_(
@@ -74,6 +79,12 @@ class LossScale:
             self._scaler.get_backoff_factor(),
             self._scaler.get_growth_interval(),
         )
+        if overflowed and not scale > 0:
+            raise NonFiniteLossError(
+                "the loss scale has shrunk to 0, since gradients were infinite or not a number in one batch after the "
+                "other: the updates of all of them were skipped. Expected a finite loss and gradients for some scale; "
+                "look at the samples, or run a batch in float32"
+            )
         self.newest += 1
         self._scales[self.newest] = Scale(scale.item(), int(tracker))
         self._scales = {version: one for version, one in self._scales.items() if version > self.newest - self._count}

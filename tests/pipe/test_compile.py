@@ -93,17 +93,22 @@ def assert_equal(found: tuple[dict[str, Tensor], list[float]], expected: tuple[d
 
 
 CASES = [
-    ("1f1b", chain, {}, 3),
-    ("interleaved", Skipping, {}, 3),
-    ("2bw", chain, {}, 3),
-    ("pipedream", Skipping, {"recompute": "layer"}, 3),
     ("1f1b", chain, {"recompute": "full"}, 5),  # in training without a graph, too
     ("2bw", Skipping, {"mesh": {"pipe": 2, "data": 2}}, 3),
 ]
-NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES]
+SLOW_CASES = [
+    ("interleaved", Skipping, {}, 3),
+    ("2bw", chain, {}, 3),
+    ("pipedream", Skipping, {"recompute": "layer"}, 3),
+]
+NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES + SLOW_CASES]
 
 
-@pytest.mark.parametrize(("schedule", "model", "options", "graphs"), CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("schedule", "model", "options", "graphs"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=NAMES,
+)
 def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any], graphs: int) -> None:
     """And compiled twice for training (the model's input wants no gradient), once for evaluation: not for each unit,
     and not for each weight version."""

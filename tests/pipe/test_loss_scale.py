@@ -19,6 +19,7 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.batch.batches import NonFiniteLossError
 from stagewright.pipe.measure.steps import StepRecord
 
 WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
@@ -245,7 +246,7 @@ def test_the_scale_is_in_the_checkpoint(schedule: str, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "zero1"}), ("2bw", {})], ids=str
+    ("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"}), ("2bw", {})], ids=str
 )
 def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
     plain = plain_run(delay=int(schedule == "2bw"), clip=0.1, dtype=torch.float64)
@@ -404,3 +405,16 @@ def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
             else:
                 pipe.train_step(x, y)
             pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_scale_that_has_shrunk_to_nothing_is_an_error(schedule: str) -> None:
+    pipe, _ = small(schedule=schedule, grad_scaler=scaler(2.0**-149))
+    x, y = batch(0, {})
+
+    def step() -> None:
+        pipe.train_step(x, torch.full_like(y, math.inf))
+        pipe.flush()
+
+    with half(), pytest.raises(NonFiniteLossError, match="the loss scale has shrunk to 0"):
+        step()

@@ -159,7 +159,9 @@ def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("1f1b", {}), ("interleaved", ZERO1), ("2bw", {}), ("2bw", ZERO1)], ids=str
+    ("schedule", "options"),
+    [("1f1b", {"data_parallel": "fsdp"}), ("interleaved", ZERO1), ("2bw", {}), ("2bw", ZERO1)],
+    ids=str,
 )
 def test_eight_processes(eight: Pool, schedule: str, options: dict[str, Any]) -> None:
     check(eight.run(piped, ranks=8, args=(schedule, ALL, options), timeout=150.0), schedule)
