@@ -147,7 +147,16 @@ def assemble(
         for index in local_stages:
             parts.train.stages[index].module.to(device)
             parts.evaluate.stages[index].module.to(device)
-        _check_agreement(schedule, parts, microbatch, settings, collectives, rank=place.world.rank, verify=verify)
+        _check_agreement(
+            schedule,
+            parts,
+            microbatch,
+            settings,
+            collectives,
+            rank=place.world.rank,
+            verify=verify,
+            tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none",
+        )
         ownership.spread_from_first_owners(collectives)
 
     clock = clock_for(device)
@@ -285,6 +294,7 @@ def _check_agreement(
     *,
     rank: int,
     verify: bool,
+    tensor: str,
 ) -> None:
     mine = describe(
         schedule,
@@ -295,6 +305,7 @@ def _check_agreement(
         grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
         loss_fn=_kind_of_loss(settings),
         verify=verify,
+        tensor=tensor,
     )
     check_agreement(mine, collectives, rank=rank)
 

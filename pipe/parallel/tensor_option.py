@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -39,6 +40,11 @@ class TensorStyles:
     count: int
     styles: Mapping[str, ParallelStyle]
     whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        """A line that tells styles apart."""
+        each = [f"{name}: {describe(style)}" for name, style in self.styles.items()]
+        return f"{len(each)} divided modules ({zlib.crc32(chr(10).join(each).encode()):08x})"
 
     def table(self, model: nn.Module) -> str:
         """Which modules are cut how, and which are not, for people; of the model before it is cut.

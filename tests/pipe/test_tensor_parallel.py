@@ -146,7 +146,10 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 CASES = {
     "tensor": (2, {"mesh": {"pipe": 1, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS}),
-    "pipe-tensor": (4, {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS}),
+    "pipe-tensor": (
+        4,
+        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS, "verify": True},
+    ),
     "interleaved": (
         4,
         {
@@ -158,7 +161,12 @@ CASES = {
     ),
     "data-tensor": (
         4,
-        {"mesh": {"pipe": 1, "data": 2, "tensor": 2}, "schedule": "gpipe", "tensor_parallel": WORDS_ALONE},
+        {
+            "mesh": {"pipe": 1, "data": 2, "tensor": 2},
+            "schedule": "gpipe",
+            "tensor_parallel": WORDS_ALONE,
+            "data_parallel": "fsdp",
+        },
     ),
     "2bw": (
         4,
@@ -168,7 +176,9 @@ CASES = {
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "interleaved" else ()) for case in CASES]
+)
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     processes, options = CASES[case]
     check(gloo.run(train, ranks=processes, args=(options,)), options)
@@ -179,7 +189,9 @@ def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
     data = options["mesh"].get("data", 1)
     model = make_model()
     model.load_state_dict(answers[0]["first"])
-    alone_options = {k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order", "tensor_sends")}
+    alone_options = {
+        k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order", "tensor_sends", "data_parallel")
+    }
     alone = make_pipe(model, **alone_options | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
     results = []
     for step in range(3):
@@ -254,17 +266,21 @@ def drop(recompute: Any) -> dict[str, Any]:
     return {"divided": seen["divided"][:4], "whole": seen["whole"][:4], "state": state}
 
 
+def drop_each(recomputes: Any) -> list[dict[str, Any]]:
+    return [drop(recompute) for recompute in recomputes]
+
+
 @pytest.mark.gloo
 def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
-    one, other = gloo.run(drop, ranks=2, args=("none",))
+    again = ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"})
+    (one, *runs), (other, *_) = gloo.run(drop_each, ranks=2, args=(("none", *again),))
     assert all(torch.equal(a, b) for a, b in zip(one["whole"], other["whole"], strict=True))
     for a, b in zip(one["divided"], other["divided"], strict=True):
         assert 0.3 < float((a == 0).double().mean()) < 0.7
         assert 0.3 < float(((a == 0) == (b == 0)).double().mean()) < 0.7
     assert difference(one["state"], other["state"]) == 0.0
-    for recompute in ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"}):
-        again, _ = gloo.run(drop, ranks=2, args=(recompute,))
-        assert difference(again["state"], one["state"]) == 0.0
+    assert len(runs) == 2
+    assert all(difference(run["state"], one["state"]) == 0.0 for run in runs)
 
 
 def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
@@ -289,10 +305,13 @@ def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
         ProcessGroupTransport.send = send  # type: ignore[method-assign]
 
 
+def count_both() -> list[Any]:
+    return [count_bytes("whole"), count_bytes("parts")]
+
+
 @pytest.mark.gloo
 def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
-    whole, parts = gloo.run(count_bytes, ranks=4, args=("whole",)), gloo.run(count_bytes, ranks=4, args=("parts",))
-    for (all_of_it, state), (half, same) in zip(whole, parts, strict=True):
+    for (all_of_it, state), (half, same) in gloo.run(count_both, ranks=4):
         assert half["ACT"] * 2 == all_of_it["ACT"] > 0
         assert half["GRAD"] * 2 == all_of_it["GRAD"] > 0
         assert half.get("LOSS") == all_of_it.get("LOSS")
@@ -478,3 +497,17 @@ def test_a_lost_member_is_named(gloo: Pool) -> None:
     assert "in a divided module, together with process 3 (rank 1, tensor 1)" in told[2][0]
     for text, _ in told[:3]:
         assert "cause: process 3 (rank 1, tensor 1) failed: ZeroDivisionError: division by zero" in text
+
+
+def differ() -> str:
+    """The second rank's group divides the MLPs alone."""
+    mlps = {name: style for name, style in WORDS_ALONE.items() if "mlp" in name}
+    divided = WORDS_ALONE if dist.get_rank() < 2 else mlps
+    with pytest.raises(ValueError, match="divided modules") as told:
+        make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, tensor_parallel=divided).build(*make_batch(0))
+    return str(told.value)
+
+
+@pytest.mark.gloo
+def test_all_ranks_divide_alike(gloo: Pool) -> None:
+    assert all("tensor=8 divided modules" in told for told in gloo.run(differ, ranks=4))
