@@ -24,7 +24,18 @@ from .figures import figures_of
 from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, Contest, MemoryKind, PlannedRun, check_pipedream_data
 from .races import RACES, Race
 from .records import Record, read_records
-from .workloads import CASES, OVERLAP, PING_PONG, RECEIVE_BYTES, Case, ModelKind, Workload, select_cases, workloads_of
+from .workloads import (
+    CASES,
+    CHECKPOINTS,
+    OVERLAP,
+    PING_PONG,
+    RECEIVE_BYTES,
+    Case,
+    ModelKind,
+    Workload,
+    select_cases,
+    workloads_of,
+)
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # A fixed threshold [bytes], above which glibc's malloc gives memory back when it is freed. By default the threshold
@@ -108,7 +119,8 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     for num_ranks in sorted({one.num_ranks for one in sized} | {2, 4}):
         jobs = [one.name for one in sized if one.num_ranks == num_ranks]
         if num_ranks == 2:
-            jobs = [PING_PONG] * bool(tiny) + jobs + [RECEIVE_BYTES] * (RECEIVE_BYTES in names)
+            jobs = [PING_PONG] * bool(tiny) + jobs
+            jobs += [name for name in (RECEIVE_BYTES, CHECKPOINTS) if name in names]
         jobs += [OVERLAP] * (num_ranks == 4 and OVERLAP in names)
         if jobs:
             records += _run_ranks(num_ranks, jobs, options, folder)

@@ -8,8 +8,8 @@ from statistics import median
 from .figure import GIGABYTE, Figure, Judged, Origin, Target, error_of, milliseconds
 from .figures_plans import plan_figures
 from .races import RACES, Race
-from .records import Measurement, OverlapTimes, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
-from .workloads import OVERLAP, WORKLOADS, Case, ModelKind, Workload
+from .records import CheckpointTimes, Measurement, OverlapTimes, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
+from .workloads import CHECKPOINTS, OVERLAP, WORKLOADS, Case, ModelKind, Workload
 
 
 def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
@@ -33,6 +33,8 @@ def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
         found += _receive_bytes([r for r in records if isinstance(r, ReceiveBytes)])
     if case.name == OVERLAP:
         found += [figure for r in records if isinstance(r, OverlapTimes) for figure in _overlap(r)]
+    if case.name == CHECKPOINTS:
+        found += [figure for r in records if isinstance(r, CheckpointTimes) for figure in _checkpoints(r)]
     if case.name == "simulator":
         found += _simulator([r for r in records if isinstance(r, SimulatorSpeed)])
     return found + plan_figures(case, records)
@@ -185,6 +187,42 @@ def _overlap(times: OverlapTimes) -> list[Figure]:
         for side, seconds in times.seconds.items()
     ]
     return [saved, *errors]
+
+
+def _checkpoints(times: CheckpointTimes) -> list[Figure]:
+    """What a checkpoint adds to its steps, by either way, and the share that an interval of its own keeps to."""
+    without, blocking, beside = (times.seconds[side] for side in ("without", "blocking", "beside"))
+    workload = f"GPT, AdamW, {times.num_bytes / 1e6:.0f} MB a rank"
+
+    def figure(what: str, unit: str, value: Spread, target: Target, note: str) -> Figure:
+        return Figure(
+            case=CHECKPOINTS,
+            workload=workload,
+            what=what,
+            unit=unit,
+            value=value,
+            target=target,
+            origin=Origin.MEASURED,
+            note=note,
+        )
+
+    shown = f"{milliseconds(Spread.of(beside))} / {milliseconds(Spread.of(blocking))}, without one "
+    return [
+        figure(
+            f"{times.steps} steps, checkpoint beside / blocking",
+            "ratio",
+            Spread.of_ratios(beside, blocking),
+            Target(limit=1.0),
+            shown + milliseconds(Spread.of(without)),
+        ),
+        figure(
+            "share of the time, interval found for 3.5%",
+            "ratio",
+            Spread.of(times.shares),
+            Target(limit=0.035),
+            f"one in {', '.join(map(str, times.every))} steps at the end",
+        ),
+    ]
 
 
 def _simulator(records: Sequence[SimulatorSpeed]) -> list[Figure]:

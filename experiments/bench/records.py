@@ -199,6 +199,25 @@ class OverlapTimes:
     predicted: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTimes:
+    """The same steps "without" a checkpoint, with one "beside" them, and with a save that they wait for ("blocking").
+
+    Arguments:
+        seconds: by side: [repetitions] of all steps [s].
+        steps: of a repetition.
+        num_bytes: of a checkpoint, that rank 0 writes.
+        shares: [repetitions] of undisturbed training that checkpoints took with an interval found for 3.5%.
+        every: [repetitions] that interval at the end, in steps.
+    """
+
+    seconds: dict[str, list[float]]
+    steps: int
+    num_bytes: int
+    shares: list[float]
+    every: list[int]
+
+
 Record = (
     Measurement
     | RaceTimes
@@ -211,6 +230,7 @@ Record = (
     | PlannedMemory
     | CutTimes
     | OverlapTimes
+    | CheckpointTimes
 )
 _TYPES: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 

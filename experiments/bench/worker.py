@@ -25,6 +25,7 @@ import tyro
 
 from ...schedules import simulate
 from ..launcher import report_to_launcher
+from .checkpoints import run_checkpoints
 from .cuts import run_contest
 from .models import StagesProblem, make_problem
 from .overlap import run_overlap
@@ -34,7 +35,7 @@ from .races import RACES, Race, Runner
 from .records import Measurement, PingPong, RaceTimes, ReceiveBytes, Record, write_records
 from .sides import OurSide, Side, TorchSide, check_same_work
 from .timing import in_turn, say, timed
-from .workloads import OVERLAP, PING_PONG, RECEIVE_BYTES, WORKLOADS, ModelKind, Workload
+from .workloads import CHECKPOINTS, OVERLAP, PING_PONG, RECEIVE_BYTES, WORKLOADS, ModelKind, Workload
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _WARM_UP_STEPS = 2
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 records += receive_bytes()
             elif job == OVERLAP:
                 records.append(run_overlap(repetitions=options.repetitions))
+            elif job == CHECKPOINTS:
+                records.append(run_checkpoints(repetitions=options.repetitions))
             elif job in RACES:
                 records.append(run_race(RACES[job], repetitions=options.repetitions))
             elif job in PLANNED_RUNS:

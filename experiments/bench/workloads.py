@@ -14,7 +14,7 @@ from enum import StrEnum
 from .plan_workloads import CONTESTS, PLANNED_RUNS
 
 # Jobs of a worker beside the workloads.
-PING_PONG, RECEIVE_BYTES, OVERLAP = "ping-pong", "receive-bytes", "overlap"
+PING_PONG, RECEIVE_BYTES, OVERLAP, CHECKPOINTS = "ping-pong", "receive-bytes", "overlap", "checkpoints"
 
 
 class ModelKind(StrEnum):
@@ -179,6 +179,10 @@ CASES: dict[str, Case] = {
         Case(
             name=OVERLAP,
             summary="gradients summed over a slow wire: beside the backwards that follow, and behind them",
+        ),
+        Case(
+            name=CHECKPOINTS,
+            summary="a GPT with AdamW on two ranks: checkpoints beside training and saves it waits for; 3.5% by auto",
         ),
         Case(name="simulator", summary="the simulator's own speed and memory"),
         Case(

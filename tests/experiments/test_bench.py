@@ -17,6 +17,7 @@ from rich.console import Console
 from support.commands import Done
 from support.pool import Pool
 
+from stagewright.experiments.bench.checkpoints import run_checkpoints
 from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.figure import Figure, Judged, Target
 from stagewright.experiments.bench.figures import figures_of
@@ -26,6 +27,7 @@ from stagewright.experiments.bench.overlap import predicted_behind, run_overlap,
 from stagewright.experiments.bench.races import RACES
 from stagewright.experiments.bench.records import (
     Breakdown,
+    CheckpointTimes,
     Measurement,
     OverlapTimes,
     PingPong,
@@ -47,6 +49,7 @@ from stagewright.experiments.bench.workloads import (
     select_cases,
     workloads_of,
 )
+from stagewright.experiments.training.gpt import GPTConfig
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 from stagewright.schedules.builders.replicas import replicate
 from stagewright.schedules.messages import Sharing
@@ -91,6 +94,13 @@ RECORDS: list[Record] = [
     ReceiveBytes(schedule="1f1b", num_microbatches=8, ours=96, torch=256),
     ReceiveBytes(schedule="1f1b", num_microbatches=64, ours=96, torch=2048),
     OverlapTimes(seconds={"beside": [0.31, 0.32], "behind": [0.35, 0.36]}, predicted={"beside": 0.31, "behind": 0.35}),
+    CheckpointTimes(
+        seconds={"without": [1.0, 1.1], "blocking": [1.4, 1.5], "beside": [1.1, 1.2]},
+        steps=10,
+        num_bytes=30_000_000,
+        shares=[0.02, 0.03],
+        every=[20, 21],
+    ),
     SimulatorSpeed(actions_per_second=3e5, build_check_simulate=3.0, num_actions=262_144, peak_bytes=2 * 10**8),
 ]
 
@@ -123,6 +133,21 @@ def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
     for times in gloo.run(overlap_once, ranks=4):
         assert {side: len(seconds) for side, seconds in times.seconds.items()} == {"beside": 1, "behind": 1}
         assert times.predicted["beside"] < times.predicted["behind"]
+
+
+def checkpoints_once() -> Any:
+    model = GPTConfig(length=8, layers=2, width=16, heads=2)
+    return run_checkpoints(repetitions=1, model=model, steps=4, auto_steps=12)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
+    for times in gloo.run(checkpoints_once, ranks=2):
+        assert {side: len(seconds) for side, seconds in times.seconds.items()} == dict.fromkeys(
+            ("without", "blocking", "beside"), 1
+        )
+        assert times.num_bytes > 10_000
 
 
 # Tables

@@ -206,7 +206,7 @@ def test_fewer_processes_go_on_by_a_plan_for_what_is_left() -> None:
     after = Plan.load(Path("runs/run/checkpoints/plan.json"))
     assert (before.num_devices, after.num_devices) == (4, 2)
     (resume,) = [json.loads(line) for line in Path("runs/run/resumes.jsonl").read_text().splitlines()]
-    assert (resume["step"], resume["num_ranks"]) == (at, after.build_schedule(num_microbatches=8).num_ranks)
+    assert (resume["step"], resume["num_ranks"]) == (at, 2)
     assert resume["predicted_before"] == before.simulated_step_time
     assert resume["predicted_step_seconds"] == after.simulated_step_time
     assert "the same state, and sums in another order from here on" in notes
