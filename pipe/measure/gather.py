@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...comm import Collectives
 from ...schedules import Costs, Op, Timeline
-from .recorder import RankRecord, Recorder, costs_from_medians
+from .recorder import RankRecord, Recorder, Timed, costs_from_medians
 
 
 def gather_records(
@@ -33,10 +33,10 @@ def gather_costs(
     Arguments:
         latency: of a message as this rank measured it (0 where it did not) [s].
     """
-    medians: dict[tuple[int, Op], float] = {}
+    medians: dict[Timed, float] = {}
     for recorder in recorders:
         medians.update(recorder.medians())
-    merged: dict[tuple[int, Op], float] = {}
+    merged: dict[Timed, float] = {}
     norms: list[float | None] = []
     mine = (medians, latency, [recorder.median_norm() for recorder in recorders])
     for one, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):

@@ -17,6 +17,7 @@ _WINDOW = 400  # durations remembered of each (stage, op)
 _REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
 
 
+Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 _Stamps = tuple[
     list[tuple[Action, Stamp, Stamp]], list[tuple[Message, Stamp, Stamp]], list[tuple[Collective, Stamp, Stamp]]
 ]
@@ -37,7 +38,7 @@ class Recorder:
         self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
         self._remembered = 0  # actions of this step whose durations are in already
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._durations: dict[tuple[int, Op], deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
+        self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
     def begin(self) -> None:
         """A new step: the one before goes into the durations."""
@@ -56,8 +57,7 @@ class Recorder:
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
         """A collective was begun on this rank, and was through."""
         self._collectives.append((collective, start, end))
-        if len(collective.stages) == 1:
-            self._durations[collective.stages[0], collective.op].append(self.clock.between(start, end))
+        self._durations[collective.stages, collective.op].append(self.clock.between(start, end))
 
     def norm(self, start: Stamp, end: Stamp) -> None:
         """The global norm was found and the gradients clipped."""
@@ -85,8 +85,8 @@ class Recorder:
 
         return read
 
-    def medians(self) -> dict[tuple[int, Op], float]:
-        """Median seconds by (stage, op), without waits, over the last steps."""
+    def medians(self) -> dict[Timed, float]:
+        """Median seconds by (stages, op), without waits, over the last steps."""
         self._remember()
         return {key: statistics.median(durations) for key, durations in self._durations.items()}
 
@@ -98,7 +98,7 @@ class Recorder:
 
     def _remember(self) -> None:
         for action, start, end in self._actions[self._remembered :]:
-            self._durations[action.stage, action.op].append(self.clock.between(start, end))
+            self._durations[(action.stage,), action.op].append(self.clock.between(start, end))
         self._remembered = len(self._actions)
 
 
@@ -172,18 +172,17 @@ def assemble_stream(stream: Stream, records: Sequence[RankRecord]) -> Timeline:
     return assemble_timeline(stream.unrolled(last - first + 1), rebased)
 
 
-def costs_from_medians(
-    medians: Mapping[tuple[int, Op], float], *, num_stages: int, latency: float, norm: float | None
-) -> Costs:
+def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, latency: float, norm: float | None) -> Costs:
     """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
 
     def column(op: Op) -> list[float]:
-        return [medians.get((stage, op), 0.0) for stage in range(num_stages)]
+        return [medians.get(((stage,), op), 0.0) for stage in range(num_stages)]
 
     return Costs(
         forward=column(Op.F),
         backward=column(Op.B),
         reduce_grad=column(Op.REDUCE_GRAD),
+        tied=[(s, seconds) for (s, op), seconds in medians.items() if op is Op.REDUCE_GRAD and len(s) > 1],
         update=column(Op.U),
         latency=latency,
         norm=norm,

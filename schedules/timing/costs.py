@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
+from typing import cast
 
 from ..ir import Op
 
 PerStage = float | Sequence[float]
+Ties = Sequence[tuple[tuple[int, ...], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Costs:
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
             begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
+        tied: sums of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; likewise,
+            under flush schedules, where the stages stand on several ranks.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
@@ -43,6 +47,7 @@ class Costs:
     weight_grad: PerStage | None = None
     latency: PerStage = 0.0
     reduce_grad: PerStage = 0.0
+    tied: Ties = ()
     update: PerStage = 0.0
     norm: float | None = None
 
@@ -50,7 +55,7 @@ class Costs:
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not each.default:
-                convert = _seconds if each.name == "norm" else _per_stage
+                convert = {"norm": _seconds, "tied": _ties}.get(each.name, _per_stage)
                 object.__setattr__(self, each.name, convert(each.name, value))
         if (self.input_grad is None) != (self.weight_grad is None):
             raise ValueError(
@@ -69,6 +74,9 @@ class Costs:
                 )
             return numbers
 
+        missing = [stages for stages, _ in self.tied if stages[-1] >= num_stages]
+        if missing:
+            raise ValueError(f"tied={missing[0]}: expected stages below {num_stages}")
         forward = spread("forward", self.forward)
         if self.input_grad is not None and self.weight_grad is not None:
             input_grad = spread("input_grad", self.input_grad)
@@ -85,6 +93,7 @@ class Costs:
             weight_grad=weight_grad,
             latency=spread("latency", self.latency),
             reduce_grad=spread("reduce_grad", self.reduce_grad),
+            tied=dict(self.tied),
             update=spread("update", self.update),
             norm=self.norm,
         )
@@ -97,6 +106,18 @@ def _per_stage(name: str, value: object) -> float | tuple[float, ...]:
     return _seconds(name, value)
 
 
+def _ties(name: str, value: object) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Pairs of (stages, seconds)."""
+    found: dict[tuple[int, ...], float] = {}
+    for pair in value if isinstance(value, Iterable) else (value,):
+        match pair:
+            case [[int(first), int(), *_] as stages, seconds] if first >= 0 and list(stages) == sorted({*stages}):
+                found[tuple(cast(Sequence[int], stages))] = _seconds(name, seconds)
+            case _:
+                raise ValueError(f"{name}={pair!r:.60}: expected pairs of ascending stages and seconds, ((0, 3), 0.1)")
+    return tuple(found.items())
+
+
 def _seconds(name: str, number: object) -> float:
     if not isinstance(number, Real) or not (float(number) >= 0 and math.isfinite(number)):
         raise ValueError(
@@ -107,7 +128,7 @@ def _seconds(name: str, number: object) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """`Costs` spread over the stages: tuples of S seconds."""
+    """`Costs` spread over the stages: tuples of S seconds; tied by the stages that share weights."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -115,6 +136,7 @@ class CostTable:
     weight_grad: tuple[float, ...]
     latency: tuple[float, ...]
     reduce_grad: tuple[float, ...]
+    tied: Mapping[tuple[int, ...], float]
     update: tuple[float, ...]
     norm: float | None
 

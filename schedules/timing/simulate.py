@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
         costs: of one stage action each [s].
         links: what carries the messages, and sums of gradients; None: messages take the latency in `costs` and never
             queue. A latency in `costs` comes on top of that of links. A stage of which links have no sum takes
-            `costs.reduce_grad` for one, if it has replicas.
+            `costs.reduce_grad` for one, if it has replicas; those of tied weights are in `costs` alone.
 
     Raises ValueError for costs that do not fit the stages and links that do not fit the schedule, ScheduleError for a
     schedule in which a rank waits for ever. It takes the schedule for complete and each program for sound in itself:
@@ -57,14 +57,15 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
 
 
 class _StageSum:
-    """The sums of one stage's gradients: where each rank begins them, and when each is through.
+    """The sums of the gradients of one stage, or of weights that several share: when ranks begin them, and when each is
+    through.
 
     Slot of update group g and the owner in place q of R: base + g * R + q, where that owner's update looks.
     """
 
-    def __init__(self, schedule: Schedule, stage: int, route: Route, *, base: int) -> None:
+    def __init__(self, owners: Sequence[int], route: Route, *, base: int) -> None:
         self.route, self.base = route, base
-        self.owners = schedule.owners[stage]
+        self.owners = owners
         self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
         self.through: dict[int, float] = {}  # update group -> when all ranks have it [s]
 
@@ -95,7 +96,7 @@ class _Simulation:
         count = len(self.durations)
         self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
         self.outputs: list[list[_Output]] = [[] for _ in range(count)]  # by code
-        self.sums: dict[int, _StageSum] = {}  # by stage
+        self.sums: dict[tuple[int, ...], _StageSum] = {}  # by the stages that hold the weights
         # Per rank, the sums that it begins in front of each position of its program.
         self.begins: list[dict[int, list[Collective]]] = [{} for _ in schedule.programs]
         self.needs = Needs(schedule)
@@ -157,24 +158,30 @@ class _Simulation:
         if not schedule.has_backward:
             return
         groups = range(max(1, schedule.num_batches * schedule.groups_per_batch))
-        routes = {each.stage: self.traffic.sum(each) for each in sums if self.traffic is not None}
-        for stage, route in (self._sums_by_costs() | routes).items():
-            self.sums[stage] = _StageSum(schedule, stage, route, base=self.end_of_slots)
-            self.inputs[self._code(Op.U, stage)].append(self.end_of_slots)
-            self.end_of_slots += len(groups) * len(schedule.owners[stage])
-        wanted = [Collective((stage,), Op.REDUCE_GRAD, group) for stage in self.sums for group in groups]
+        routes = {(each.stage,): self.traffic.sum(each) for each in sums if self.traffic is not None}
+        for stages, route in (self._sums_by_costs() | routes).items():
+            owners = Collective(stages, Op.REDUCE_GRAD, 0).ranks(schedule.owners)
+            self.sums[stages] = _StageSum(owners, route, base=self.end_of_slots)
+            if not schedule.has_epilogue:
+                self.inputs[self._code(Op.U, stages[0])].append(self.end_of_slots)
+            self.end_of_slots += len(groups) * len(owners)
+        wanted = [Collective(stages, Op.REDUCE_GRAD, group) for stages in self.sums for group in groups]
         for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
             for position, collective in placed:
                 begins.setdefault(position, []).append(collective)
 
-    def _sums_by_costs(self) -> dict[int, Route]:
-        """Routes by stage of sums over replicas; each rank has one lane for them."""
+    def _sums_by_costs(self) -> dict[tuple[int, ...], Route]:
+        """Routes by stages of sums over replicas and over stages that share weights; a rank has one lane for them."""
         lanes = [Channel() for _ in self.schedule.placement]
-        return {
-            stage: Route(seconds, 0.0, [lanes[rank] for rank in owners])
-            for stage, (seconds, owners) in enumerate(zip(self.table.reduce_grad, self.schedule.owners, strict=True))
-            if seconds > 0 and len(owners) > 1
-        }
+        sums: dict[tuple[int, ...], float] = {(s,): seconds for s, seconds in enumerate(self.table.reduce_grad)}
+        if self.schedule.has_epilogue:
+            sums.update(self.table.tied)
+        routes = {}
+        for stages, seconds in sums.items():
+            ranks = Collective(stages, Op.REDUCE_GRAD, 0).ranks(self.schedule.owners)
+            if seconds > 0 and len(ranks) > 1:
+                routes[stages] = Route(seconds, 0.0, [lanes[rank] for rank in ranks])
+        return routes
 
     def run(self) -> Timeline:
         programs = self._encode()
@@ -216,7 +223,7 @@ class _Simulation:
     def _encode_updates(self, rank: int, program: tuple[Action, ...], indices: list[int]) -> None:
         """Updates that wait for a sum look at the slot of their own rank."""
         for at, (stage, op, group) in enumerate(program):
-            if op is Op.U and stage in self.sums:
+            if op is Op.U and (stage,) in self.sums:
                 owners = self.schedule.owners[stage]
                 indices[at] = group * len(owners) + owners.index(rank)
 
@@ -279,8 +286,8 @@ class _Simulation:
     def _begin(self, sums: Iterable[Collective], rank: int, now: float, blocked: dict[int, int]) -> list[int]:
         """A rank begins sums; returns the ranks that stood blocked on them."""
         freed: list[int] = []
-        for (stage,), _, group in sums:
-            freed += self.sums[stage].begin(group, rank, now, self.arrived, blocked)
+        for stages, _, group in sums:
+            freed += self.sums[stages].begin(group, rank, now, self.arrived, blocked)
         return freed
 
     def _completed(self, code: int, index: int) -> list[_Output]:
@@ -298,9 +305,11 @@ class _Simulation:
                 )
 
     def _with_epilogue(self, ranks: list[RankTrace]) -> list[RankTrace]:
-        """The optimizer steps of a flush schedule, stage by stage, each behind the sum of its gradients."""
+        """The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients."""
         ends = [trace.compute[-1].end if trace.compute else 0.0 for trace in ranks]
-        summed = {stage: each.through[0] for stage, each in self.sums.items()}
+        summed: dict[int, float] = {}
+        for stages, each in self.sums.items():
+            summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in stages)
         if self.table.norm is not None:
             ends = [max([*ends, *summed.values()]) + self.table.norm] * len(ranks)
         extended = []
@@ -336,8 +345,8 @@ class _Simulation:
     def _collectives(self) -> list[tuple[Span[Collective], ...]]:
         """The lane of collectives of each rank: each from when this rank began it until it was through."""
         lanes: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
-        for stage, each in self.sums.items():
+        for stages, each in self.sums.items():
             for group, through in each.through.items():
                 for rank, begun in each.begun[group].items():
-                    lanes[rank].append(Span(Collective((stage,), Op.REDUCE_GRAD, group), begun, through))
+                    lanes[rank].append(Span(Collective(stages, Op.REDUCE_GRAD, group), begun, through))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
 from stagewright.pipe.update.gradients import buckets_of
+from stagewright.schedules import simulate
 from stagewright.schedules.messages import ALONE_BYTES, BUCKET_BYTES
 
 WIDTH = 5
@@ -130,9 +131,11 @@ def stamped() -> tuple[list[str], list[str]]:
     events = sorted((span.start, str(span.what)) for span in (*trace.compute, *trace.collectives))
     first_update = min(span.start for span in trace.compute if str(span.what).endswith("U0"))
     through = [str(span.what) for span in trace.collectives if span.end <= first_update]
-    costs = pipe.measured_costs().table(num_stages=4).reduce_grad
+    costs = pipe.measured_costs()
+    predicted = simulate(pipe.schedule, costs).ranks[rank].collectives
     pipe.close()
-    assert all(seconds > 0 for seconds in costs)
+    assert all(seconds > 0 for seconds in costs.table(num_stages=4).reduce_grad)
+    assert {span.what for span in predicted} == {span.what for span in trace.collectives}
     return [what for _, what in events], through
 
 

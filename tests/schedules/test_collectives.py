@@ -229,6 +229,26 @@ def test_the_simulator_begins_sums_where_the_program_does(schedule: Schedule) ->
         assert {span.what: span.start for span in trace.collectives} == wanted
 
 
+def test_sums_of_tied_weights_hold_up_the_updates_of_all_their_stages() -> None:
+    """Rank 0 begins 0+1 behind 0B0, at 9, and rank 1 behind 1B0, at 7; stage 2 holds none of it."""
+    schedule = build("1f1b", num_ranks=3, num_microbatches=1)
+    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0, update=0.5, tied=(((0, 1), 4.0),)))
+    assert [trace.collectives for trace in timeline.ranks] == [
+        (Span(total(0, 1), 9.0, 13.0),),
+        (Span(total(0, 1), 7.0, 13.0),),
+        (),
+    ]
+    assert [trace.compute[-1].start for trace in timeline.ranks] == [13.0, 13.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "tied", [(((1,), 1.0),), (((1, 0), 1.0),), ((0, 1.0),), (((0, 1), -1.0),), 3, (((0, 5), 1.0),)]
+)
+def test_ties_that_are_none(tied: object) -> None:
+    with pytest.raises(ValueError, match="tied="):
+        simulate(build("1f1b", num_ranks=2, num_microbatches=1), Costs(tied=tied))  # type: ignore[arg-type]
+
+
 def test_without_replicas_there_is_no_sum() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     assert simulate(schedule, Costs(reduce_grad=9.0)).makespan == simulate(schedule, Costs()).makespan
