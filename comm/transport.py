@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """The layout that `torch.empty_like` gives: the tensor's own, with gaps and overlaps closed."""
-        dense = torch.empty_like(tensor)
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor)
         return cls(tuple(map(int, dense.shape)), tuple(map(int, dense.stride())), tensor.dtype, tensor.requires_grad)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .forms import Form, Tensors
 from .made_up import call_for_shapes
@@ -63,7 +64,7 @@ def first_run(piece: Piece, linked: Linked, arguments: Tensors) -> tuple[StageMo
 
 def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozenset[int]]:
     """The value a module returns, and which arguments (leaves) it changes in place; it then ran again on copies."""
-    values = [x.detach().clone() for x in arguments]
+    values = [None if isinstance(x, FakeTensor) else x.detach().clone() for x in arguments]  # fakes have none
     versions = [x._version for x in arguments]
     try:
         value = call_for_shapes(module, arguments)
@@ -75,7 +76,8 @@ def run_and_watch(module: nn.Module, arguments: Tensors) -> tuple[object, frozen
             return value, frozenset()
     with torch.no_grad():
         for x, before in zip(arguments, values, strict=True):
-            x.detach().copy_(before)
+            if before is not None:
+                x.detach().copy_(before)
     copies = [x.clone() for x in arguments]
     versions = [x._version for x in copies]
     value = call_for_shapes(module, copies)

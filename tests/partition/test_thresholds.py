@@ -59,7 +59,7 @@ def test_microbatches_in_flight_decide_what_fits(schedule: str, straight: bool) 
     figures = {"forward_seconds": 1, "backward_seconds": 1, "parameter_bytes": 0.1, "stash_bytes": 1}
     profile = Profile(nodes=tuple(Node(name=f"n{i}", **figures) for i in range(6)))
     cluster = Cluster.from_levels([(5, 0.01)])  # slow links: replicas do not pay
-    for quarters in range(2, 60):
+    for quarters in (*range(2, 20), *range(20, 60, 4)):
         options = {"schedule": schedule, "num_microbatches": None, "limit": quarters / 4}
         costs = costs_of(profile, cluster, options)
         exact, found = solve(costs, straight=straight), solve_large(costs, straight=straight)

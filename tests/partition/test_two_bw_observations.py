@@ -106,7 +106,7 @@ def test_less_memory_makes_the_pipeline_deeper_or_recomputes() -> None:
     """The planner trades throughput for memory: deeper pipelines hold less of the model on each worker."""
     plans = [
         planned(
-            nodes="2x8:nvlink=150GB/s@5us,net=12.5GB/s@20us",
+            nodes="2x4:nvlink=150GB/s@5us,net=12.5GB/s@20us",
             schedules=("2bw",),
             tensor_sizes=(1,),
             optimizer_sharding=("none",),
@@ -127,7 +127,7 @@ def test_slow_links_make_it_deep_and_fast_ones_wide(schedule: str) -> None:
 
     def depth(speed: str) -> int:
         found = planned(
-            nodes=f"1x8:nvlink={speed}@5us,net={speed}@5us",
+            nodes=f"1x4:nvlink={speed}@5us,net={speed}@5us",
             schedules=(schedule,),
             tensor_sizes=(1,),
             memory_limit=1e12,

@@ -40,6 +40,7 @@ def check(case: Case, layout: Layout) -> None:
     [
         pytest.param(layout, MICROBATCHES[k % 4], id=f"{layout}-M{MICROBATCHES[k % 4]}")
         for k, layout in enumerate(LAYOUTS)
+        if layout.num_ranks > 1
     ],
 )
 def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None:
