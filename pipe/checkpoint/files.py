@@ -132,7 +132,9 @@ def find(folder: Path) -> Path:
         return folder
     name = latest_name(folder)
     if name is None:
-        raise ValueError(f"{folder} is no checkpoint: expected a folder from pipe.save")
+        beside = others(folder / _LATEST)
+        hint = f"; there is one in it: pipe.load({str(beside[-1])!r})" if beside else ""
+        raise ValueError(f"{folder} is no checkpoint: expected a folder from pipe.save{hint}")
     return folder / name
 
 

@@ -238,13 +238,13 @@ class _Fitting:
 def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
     """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model."""
     manifest = checkpoint.manifest
-    own, tied = ownership.names(), ownership.tied_names()
+    own, tied, dtypes = ownership.names(), ownership.tied_names(), ownership.dtypes()
     groups: dict[str, list[str]] = {}  # tied names, by the first
     for name in own:
         groups.setdefault(tied.get(name, name), []).append(name)
-    saved = set(manifest.names)
+    saved, known = set(manifest.names), set(own)
     missing = [name for name in own if not saved & set(groups[tied.get(name, name)])]
-    unknown = [name for name in manifest.names if name not in set(own)]
+    unknown = [name for name in manifest.names if name not in known]
     if missing or unknown:
         raise ValueError(f"checkpoint {checkpoint.place} is of another model: {_differing(missing, unknown, own)}")
     sources: dict[str, str] = {}
@@ -258,20 +258,19 @@ def _sources(checkpoint: Checkpoint, ownership: Ownership) -> dict[str, str]:
                     f"model: expected a checkpoint of a model whose weights are tied, too"
                 )
         sources |= dict.fromkeys(names, key)
-        _check_kind(checkpoint, key, first, ownership)
+        _check_kind(checkpoint, key, first, shape=ownership.share(first).full, dtype=dtypes[first])
     return sources
 
 
-def _check_kind(checkpoint: Checkpoint, key: str, name: str, ownership: Ownership) -> None:
-    record, shape = checkpoint.record(key), ownership.share(name).full
+def _check_kind(checkpoint: Checkpoint, key: str, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    record, expected = checkpoint.record(key), str(dtype).removeprefix("torch.")
     if record.shape != shape:
         raise ValueError(
             f"checkpoint {checkpoint.place} is of another model: {name!r} has shape {record.shape}, expected {shape}"
         )
-    dtype = str(ownership.dtype(name)).removeprefix("torch.")
-    if record.dtype != dtype:
+    if record.dtype != expected:
         raise ValueError(
-            f"checkpoint {checkpoint.place} has {name!r} in {record.dtype}, and it is in {dtype} here: expected the "
+            f"checkpoint {checkpoint.place} has {name!r} in {record.dtype}, and it is in {expected} here: expected the "
             f"same type, or begin with its weights in another one: stagewright export, then load_state_dict"
         )
 

@@ -77,9 +77,9 @@ class Ownership:
             firsts.setdefault(self._first_name[name], name)
         return {name: first for name in self._tensors() if (first := firsts[self._first_name[name]]) != name}
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a parameter or buffer."""
-        return self._tensors()[name].dtype
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Types of all parameters and persistent buffers of the model, by name."""
+        return {name: tensor.dtype for name, tensor in self._tensors().items()}
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters for the optimizer of a local stage, with their names; one that several local stages

@@ -61,6 +61,8 @@ def test_a_run_that_goes_on_takes_the_folder_over(tmp_path: Path) -> None:
     assert latest(tmp_path).name.startswith("step-3-")
     (tmp_path / "latest").write_text("")  # nothing but the folders' names
     back = trained(0)
+    with pytest.raises(ValueError, match=r"is no checkpoint: .*; there is one in it: pipe.load\(.*/step-3-"):
+        back.load(tmp_path)
     back.load(next(tmp_path.glob("step-2-*")))
     back.save(tmp_path)
     assert latest(tmp_path).name.startswith("step-2-")
