@@ -143,7 +143,7 @@ def assemble(
 
         local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
         ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
-        unchanged = Unchanged(parts)
+        unchanged = Unchanged(parts, is_compiled=settings.compile is not None)
         for index in local_stages:
             parts.train.stages[index].module.to(device)
             parts.evaluate.stages[index].module.to(device)

@@ -64,9 +64,14 @@ class Compiled(Calls):
             for module, named in rules.items():
                 _refuse_rerun(named, is_unit=module in own)
             for unit in own:
-                if getattr(unit, "_compiled_call_impl", None) is None and not hasattr(unit, "_orig_mod"):
+                if not is_users_compiled(unit):
                     through[unit] = _instead(torch.compile(unit.forward, **options))
         super().__init__(through)
+
+
+def is_users_compiled(unit: nn.Module) -> bool:
+    """Whether the user has compiled this module."""
+    return getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
 
 
 def refuse_graphs(options: Mapping[str, Any] | None) -> None:

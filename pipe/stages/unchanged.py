@@ -3,6 +3,7 @@
     any model        parameters and submodules are the same objects; nothing wants a gradient that did not
     a chain          its nn.Sequential, whose children run in its place, has no hooks
     a traced model   its graph was made with these training flags, attributes and hooks
+    compile=         a unit was compiled with the hooks in it (those on the unit itself run around it)
 
 What plain PyTorch would do with a change, a graph that was made before cannot: it is refused by name.
 """
@@ -16,6 +17,7 @@ from torch import nn
 from ...partition.graph.chain import given_units, hook_tables, is_sequential
 from ...partition.graph.source_line import module_at
 from .build import CutModel
+from .compiled import is_users_compiled
 
 _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(folder) after it)"
 
@@ -25,17 +27,22 @@ class Unchanged:
 
     Arguments:
         cut: with the weights of other processes already let go.
+        is_compiled: whether stages run their units compiled.
 
     Raises ValueError for a hook that would never run.
     """
 
-    def __init__(self, cut: CutModel) -> None:
+    def __init__(self, cut: CutModel, *, is_compiled: bool = False) -> None:
         self._frozen = [(name, p) for name, p in cut.root.named_parameters() if not p.requires_grad]
         self._parts = list(_parts(cut.root))
         traced = dict(cut.model.named_modules()) if cut.is_traced else {}
         self._flags = [(name, module, module.training) for name, module in traced.items()]
         self._attributes = [place for name, module in traced.items() for place in _attributes(name, module)]
         self._hooks = [(name, table, tuple(table)) for name, module in traced.items() for table in hook_tables(module)]
+        inside = dict(_inside_units(cut)) if is_compiled else {}
+        self._compiled = [
+            (name, table, tuple(table)) for name, module in inside.items() for table in hook_tables(module)
+        ]
         self._opened = list(_opened(cut.model))
         self._check_opened()
 
@@ -81,6 +88,12 @@ class Unchanged:
                     f"attribute {key!r} of {module_at(name)} is {found!r} and was {value!r} when the model was traced, "
                     f"which fixed it: expected a buffer or an input for what changes, or {_AGAIN}"
                 )
+        for name, hooks, known in self._compiled:
+            if tuple(hooks) != known:
+                raise ValueError(
+                    f"the hooks of {module_at(name)} changed after the unit that it is in was compiled, which would go "
+                    f"on without the change: expected hooks on the units themselves, compile=False, or {_AGAIN}"
+                )
         for name, hooks, known in self._hooks:
             if tuple(hooks) != known:
                 raise ValueError(
@@ -95,6 +108,15 @@ def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, object], str, object,
         for table in (module._modules, module._parameters):
             for key, value in table.items():
                 yield table, key, value, f"{path}.{key}" if path else key
+
+
+def _inside_units(cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in units, by name; what the user has compiled is the user's."""
+    names = {module: name for name, module in cut.model.named_modules()}
+    for unit in (unit for stage in cut.train.stages for unit in stage.units):
+        if is_users_compiled(unit):
+            continue
+        yield from ((names[each], each) for each in unit.modules() if each is not unit and each in names)
 
 
 def _attributes(name: str, module: nn.Module) -> Iterator[tuple[str, Mapping[str, object], str, object]]:

@@ -194,3 +194,19 @@ def test_what_is_refused() -> None:
         pytest.raises(ValueError, match="compile= is for modules, and this model runs as a traced graph"),
     ):
         made(Hooked, compile=EAGER, example_inputs=(x,))
+
+
+def test_a_hook_that_a_compiled_unit_would_not_see_is_refused() -> None:
+    x, y = (torch.randn(16, WIDTH, dtype=torch.float64) for _ in range(2))
+    seen: list[str] = []
+    pipe = made(chain, compile={"backend": "eager"})
+    pipe.train_step(x, y)
+    model = pipe._model
+    assert isinstance(model, nn.Sequential)
+    model[1].register_forward_hook(lambda *_: seen.append("unit"))
+    pipe.train_step(x, y)
+    assert seen == ["unit"] * M
+    hook = model[1].linear.register_forward_hook(lambda *_: seen.append("inside"))  # type: ignore[union-attr,operator]
+    with pytest.raises(ValueError, match=r"the hooks of module '1.linear' changed after the unit that it is"):
+        pipe.train_step(x, y)
+    hook.remove()
