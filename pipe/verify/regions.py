@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..parallel.attention import Experts, Heads
 from ..parallel.share import Share
@@ -79,8 +78,8 @@ class Regions:
 
         def keep(region: Region) -> Callable[..., Any]:
             def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                if region.name not in self._calls:
-                    self._calls[region.name] = tree_map(_kept, (args, kwargs))
+                if region.name not in self._calls and torch.is_grad_enabled():  # the run that the backward follows
+                    self._calls[region.name] = _mapped((args, kwargs), _fresh, objects=True)
                 return forward(*args, **kwargs)
 
             return call
@@ -233,12 +232,12 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Outcome:
         for parameter, _ in kept:
             parameter.grad = None
         try:
-            args, kwargs = tree_map(_fresh, given)
-            leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+            args, kwargs = _mapped(given, _fresh, objects=True)
+            leaves = [x for x in _tensors((args, kwargs)) if x.requires_grad]
             value: Any = None
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)
-            outs = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
+            outs = [x for x in _tensors(value) if x.requires_grad]
             torch.autograd.backward(outs, [_cotangent(x) for x in outs])
             outcome.out = [x.detach() for x in outs]
             outcome.gradients = [x.grad for x in leaves]
@@ -263,7 +262,7 @@ def _noted(name: str, module: nn.Module, outcome: _Outcome) -> Iterator[None]:
         outcome.calls[name] = call
         done = False
 
-        def mine(x: Any) -> Any:
+        def mine(x: Tensor) -> Tensor:
             nonlocal done
             if done or type(x) is not Tensor or not x.requires_grad:
                 return x
@@ -273,10 +272,10 @@ def _noted(name: str, module: nn.Module, outcome: _Outcome) -> Iterator[None]:
             own.register_hook(partial(_note_gradient, call, "given_gradient"))  # type: ignore[no-untyped-call]
             return own
 
-        return tree_map(mine, (args, kwargs))  # type: ignore[no-any-return]
+        return _mapped((args, kwargs), mine)  # type: ignore[no-any-return]
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
-        tensors = [x for x in tree_leaves(out) if type(x) is Tensor and x.requires_grad]
+        tensors = [x for x in _tensors(out) if type(x) is Tensor and x.requires_grad]
         if tensors and call.out is None:
             outcome.ended.append(name)
             call.out = tensors[0].detach()
@@ -337,22 +336,49 @@ def _whole(name: str, expected: _Outcome, found: _Outcome) -> str | None:
 
 def _checksum(value: object) -> list[object]:
     """Equal for equal tensors."""
-    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return [
         (tuple(x.shape), float(x.double().nan_to_num().sum()), float(x.double().nan_to_num().abs().sum()))
-        for x in tensors
+        for x in _tensors(value)
     ]
 
 
-def _kept(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], *, objects: bool = False, seen: Any = None) -> Any:
+    """The same value with other tensors.
+
+    Arguments:
+        objects: whether copies are made of objects, such as caches of keys and values that each block adds to.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        parts = [_mapped(each, change, objects=objects, seen=seen) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        return {key: _mapped(each, change, objects=objects, seen=seen) for key, each in value.items()}
+    if not objects or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or callable(value):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = own = copy.copy(value)
+        for key, each in vars(value).items():
+            own.__dict__[key] = _mapped(each, change, objects=True, seen=seen)
+    return seen[id(value)]
 
 
-def _fresh(x: Any) -> Any:
-    if not isinstance(x, Tensor):
+def _tensors(value: Any) -> list[Tensor]:
+    """Those in tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
         return x
-    own = x.detach().clone()
-    return own.requires_grad_() if own.is_floating_point() else own
+
+    _mapped(dict(value) if isinstance(value, Mapping) else value, note)
+    return found
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _cotangent(x: Tensor) -> Tensor:
