@@ -1,0 +1,75 @@
+"""Pieces of a tensor: written under any shares, read under any others, and only those that are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.pipe.checkpoint.files import OwnCheckpoints
+from stagewright.pipe.checkpoint.manifest import Piece, model_key
+from stagewright.pipe.checkpoint.persist import Alone, persist
+from stagewright.pipe.checkpoint.reader import Checkpoint
+from stagewright.pipe.checkpoint.snapshot import HeldPiece, Snapshot
+from stagewright.pipe.parallel.share import Share
+
+FULL = torch.arange(12 * 6, dtype=torch.float64).reshape(12, 6)
+WHOLE = Share.whole((12, 6))
+WAYS = {
+    "whole": [WHOLE],
+    "rows": [WHOLE.divided(0, index=i, count=5) for i in range(5)],
+    "columns": [WHOLE.divided(1, index=i, count=4) for i in range(4)],
+    "fused": [WHOLE.divided(0, index=i, count=2, blocks=3) for i in range(2)],
+    "fused, then rows": [
+        WHOLE.divided(0, index=i, count=2, blocks=3).divided(0, index=j, count=4) for i in range(2) for j in range(4)
+    ],
+    "both": [WHOLE.divided(1, index=i, count=3).divided(0, index=j, count=2) for i in range(3) for j in range(2)],
+}
+
+
+def written(folder: Path, shares: list[Share]) -> Checkpoint:
+    pieces = [
+        HeldPiece(key=model_key("w"), shape=share.full, start=box.start, tensor=share.take(FULL)[box.of_local()])
+        for share in shares
+        for box in share.boxes
+    ]
+    snapshot = Snapshot(step=1, kind="weights", names=("w",), tied={}, pieces=tuple(pieces), values={}, by_process={})
+    result = persist(folder, snapshot, processes=Alone(), own=OwnCheckpoints())
+    assert result.path is not None, result.problem
+    return Checkpoint(folder)
+
+
+@pytest.mark.parametrize("before", WAYS.values(), ids=WAYS.keys())
+def test_written_under_any_shares_read_under_any_others(before: list[Share], tmp_path: Path) -> None:
+    checkpoint = written(tmp_path, before)
+    for after in WAYS.values():
+        for share in after:
+            checkpoint.check(model_key("w"), share)
+            assert torch.equal(checkpoint.read(model_key("w"), share), share.take(FULL))
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = written(tmp_path, WAYS["rows"])
+    read: list[tuple[int, ...]] = []
+    check = Checkpoint._check
+
+    def count(self: Checkpoint, key: str, piece: Piece) -> None:
+        read.append(piece.start)
+        check(self, key, piece)
+
+    monkeypatch.setattr(Checkpoint, "_check", count)
+    for _ in range(2):
+        checkpoint.check(model_key("w"), WHOLE.divided(0, index=1, count=2))  # rows 6 to 11, of pieces of 3 rows
+    assert read == [(6, 0), (9, 0)]
+
+
+def test_pieces_that_overlap_or_are_missing_are_not_published(tmp_path: Path) -> None:
+    for shares, said in (
+        (WAYS["rows"][1:], "pieces of 54 elements in all: expected 72"),
+        (WAYS["rows"] + WAYS["whole"], "pieces of 144 elements in all, some of which overlap"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            written(tmp_path, shares)
+        assert not [each for each in tmp_path.iterdir() if each.is_dir()]
+        assert not (tmp_path / "latest").exists()
