@@ -8,13 +8,16 @@ Seconds of a stage on its ranks, of one microbatch:
 
 and of one update:
 
-    ring      gradients summed over the D replicas (`Topology.ring`)
+    ring      gradients summed over the D replicas (`Topology.ring`); half of that where the optimizer's state is
+              divided, and each rank gets the sums of its share alone
     step      the optimizer's step, a share of it where its state is divided
+    gather    the other half behind the step, with which the updated weights go round
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
 
     work      (F + B) share                 share: of a batch's M microbatches that the busiest of D replicas runs
-    links     sending share + ring updates  updates: a microbatch, 1/M where a batch is one
+    links     sending share                 updates: a microbatch, 1/M where a batch is one
+              + (ring + gather) updates
 
 The dynamic program of `partition()` looks at the same lanes where only the stage's range of devices is known, not yet
 the ranks of its neighbours (`solver/ranges.py`): it is never slower there than here.
@@ -117,7 +120,8 @@ class StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of an update."""
+    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of an update
+    (sum of gradients, optimizer's step, updated weights gathered)."""
 
     forward: Floats
     backward: Floats
@@ -125,6 +129,12 @@ class StageSeconds:
     sending: Floats
     ring: Floats
     step: Floats
+    gather: Floats
+
+    @property
+    def around(self) -> Floats:
+        """[S] all that goes round the replicas for an update."""
+        return self.ring + self.gather
 
     @property
     def work(self) -> Floats:
@@ -169,14 +179,15 @@ def stage_seconds(
         shards: [S] ranks over which the optimizer's state is divided.
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
+    around = np.array([each.seconds(w) if w > 0 else 0.0 for each, w in zip(rings, sums.weights.tolist(), strict=True)])
+    gather = np.where(shards > 1, around / 2, 0.0)
     sent_in, sent_out = sums.before * links_in, sums.behind * links_out
     return StageSeconds(
         forward=sums.forward / speeds,
         backward=(sums.backward + sums.seconds_again(recompute)) / speeds,
         message=np.array([each.latency for each in outward]) + sent_out,
         sending=sent_in + sent_out,
-        ring=np.array(
-            [each.seconds(w) if w > 0 else 0.0 for each, w in zip(rings, sums.weights.tolist(), strict=True)]
-        ),
+        ring=around - gather,
         step=sums.update / speeds / shards,
+        gather=gather,
     )

@@ -6,7 +6,8 @@
     buffers        of the nodes
     activations    of every microbatch in flight what is kept from F to B; of one what is made again (`stage_cost`)
     workspace      of the node that needs most, and the gradients of the stage's output and input
-    communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed
+    communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed;
+                   where the optimizer is divided, the parts of other ranks, of gradients and then of weights
 
 `MemoryRules.fit` counts one rank exactly, from what is in flight in its own program. `stage_parts` is the closed form
 for stages between any two cuts, elementwise, never less: with it the dynamic programs know what does not fit.
@@ -25,7 +26,7 @@ from .in_flight import InFlight
 from .memory_use import MemoryUse
 from .recompute_choice import Choice, Option, cheaper, in_turn
 from .stage_cost import StageSums
-from .topology import Floats
+from .topology import Floats, TransferTime
 
 GRADIENTS_SENT = 2  # that are not yet known to be received, at most
 Figures = Any  # a number or an array of them; they broadcast
@@ -91,13 +92,18 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """A rank as its memory sees it: position p of P, replicas D, tensor ranks T, memory of its device [bytes]."""
+    """A rank as its memory sees it: position p of P, replicas D, tensor ranks T, memory of its device [bytes].
+
+    Arguments:
+        ring: over the replicas; None: what they send each other takes no time.
+    """
 
     position: int
     pipeline: int
     replicas: int
     tensor: int
     limit: float
+    ring: TransferTime | None = None
 
 
 def stage_parts(
@@ -106,6 +112,7 @@ def stage_parts(
     versions: Figures,
     optimizer: float,
     has_replicas: Figures = False,
+    divides: bool = False,
     recompute: str = "none",
     tensor: int = 1,
     num_chunks: int = 1,
@@ -118,11 +125,13 @@ def stage_parts(
         versions: of the weights.
         optimizer: bytes of its state a byte of parameters, on one rank.
         has_replicas: whether gradients are summed over replicas.
+        divides: whether the optimizer's state may be divided over them.
     """
     share = tensor * num_chunks
     sent = sums.before * (RECEIVES_AHEAD + GRADIENTS_SENT) + sums.behind * RECEIVES_AHEAD
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
-    bucket = np.where(has_replicas, np.minimum(sums.weights, BUCKET_BYTES / num_chunks), 0.0)
+    summed = np.minimum(sums.weights, BUCKET_BYTES / num_chunks) + (sums.weights if divides else 0.0)
+    bucket = np.where(has_replicas, summed, 0.0)
     fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share + bucket
     under = sums.under(recompute)
     return fixed + under.again, sums.behind / share + under.kept
@@ -170,28 +179,38 @@ class _Rank:
         self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
         self.num_chunks = len(self.weights)
         self.most = in_flight.held.max(axis=0)
-        self.messages = self._messages()
         self.shards = self._shards(sums.update[self.own])
 
-    def _messages(self) -> float:
-        """Bytes received ahead and sent, and of gradients that are being summed."""
+    def _messages(self, shards: Sequence[int]) -> float:
+        """Bytes received ahead and sent, and of gradients that are being summed, or weights gathered."""
         num_messages = self.in_flight.num_microbatches * self.num_chunks
         received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
         behind = float(self.behind.max()) * received + float((self.behind * self.most).sum())
         messages = (float(self.before.max()) * (received + returned) + behind) / self.place.tensor
-        return messages + (min(float(self.weights.sum()), BUCKET_BYTES) if self.place.replicas > 1 else 0.0)
+        if self.place.replicas == 1:
+            return messages
+        others = float((self.weights * (1 - 1 / np.array(shards, dtype=np.float64))).sum())
+        return messages + others + min(float(self.weights.sum()), BUCKET_BYTES)
 
     def _shards(self, update: Floats) -> tuple[tuple[int, ...], ...]:
         """Ways to divide the optimizer's state, to try in turn.
 
-        It is divided where the step takes time (a share of it remains), else only where memory is short.
+        It is divided where that saves time (a share of the step remains, and the updated weights go round behind it,
+        where sums of gradients go beside compute), else only where memory is short.
         """
         replicas, sharding = self.place.replicas, self.rules.sharding
         may_shard = "full" in sharding and replicas > 1
         must = "none" not in sharding and replicas > 1
-        wanted = tuple(replicas if must or (may_shard and seconds > 0) else 1 for seconds in update.tolist())
+        rounds = [self._gather_seconds(weights) for weights in self.weights.tolist()]
+        saved = [seconds * (1 - 1 / replicas) for seconds in update.tolist()]
+        pairs = zip(saved, rounds, strict=True)
+        wanted = tuple(replicas if must or (may_shard and saves > costs) else 1 for saves, costs in pairs)
         sharded = (replicas if may_shard else 1,) * len(wanted)
         return (wanted,) if wanted == sharded else (wanted, sharded)
+
+    def _gather_seconds(self, weights: float) -> float:
+        """Of a stage's updated weights: half of what sums of its gradients take."""
+        return 0.0 if self.place.ring is None or not weights else self.place.ring.seconds(weights) / 2
 
     def options(self, names: Sequence[str]) -> list[list[Option]]:
         """[V] options of each stage."""
@@ -213,13 +232,14 @@ class _Rank:
         best: RankMemory | None = None
         for shards in self.shards:
             held = self._held(recompute, shards)
-            excess = held.total + self.messages - self.place.limit
+            messages = self._messages(shards)
+            excess = held.total + messages - self.place.limit
             too_many = 0.0 if excess <= self.place.limit * 1e-12 else excess
             if best is None or too_many < best.too_many:
                 best = RankMemory(
                     treatment=Treatment(recompute=recompute, shards=shards),
                     held=held,
-                    messages=self.messages,
+                    messages=messages,
                     in_flight=tuple(self.most.astype(int).tolist()),
                     too_many=too_many,
                 )

@@ -75,7 +75,8 @@ class AutoLayout:
         cluster = self._cluster()
         wanted = self._num_microbatches
         batch = num_samples if wanted is None else sizes[0] * wanted
-        settings = {"runnable": True, **restrictions}
+        # Whether the user's optimizer may be divided is known only once it is made.
+        settings = {"runnable": True, "optimizer_sharding": ("none",), **restrictions}
 
         def search() -> str:
             return plan(profiles, cluster, global_batch=batch, **settings).to_json()

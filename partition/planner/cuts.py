@@ -105,6 +105,7 @@ class _EvenCosts:
                 versions=versions,
                 optimizer=self.rules.optimizer_ratio / (counts if "full" in self.rules.sharding else 1),
                 has_replicas=counts > 1,
+                divides="full" in self.rules.sharding,
                 recompute=recompute,
                 tensor=self.c.tensor,
                 num_chunks=self.c.num_chunks,

@@ -121,7 +121,12 @@ class Evaluator:
             own = (p, *((ends[s], ends[s + 1]) for s in range(p, c.num_stages, c.pipeline)))
             if own not in self._memories:
                 rank = RankPlace(
-                    position=p, pipeline=c.pipeline, replicas=counts[p], tensor=c.tensor, limit=place.limits[p]
+                    position=p,
+                    pipeline=c.pipeline,
+                    replicas=counts[p],
+                    tensor=c.tensor,
+                    limit=place.limits[p],
+                    ring=place.rings[p],
                 )
                 self._memories[own] = rules.fit(sums, flights[p], rank)
             memories.append(self._memories[own])
@@ -246,7 +251,7 @@ def _network(evaluated: Evaluated, placement: Placement) -> Links:
 
     Where one replica stands for all, rank P + p is what rank p sums its gradients with.
     """
-    c, ring = evaluated.configuration, evaluated.seconds.ring
+    c, ring, gather = evaluated.configuration, evaluated.seconds.ring, evaluated.seconds.gather
     starts = np.arange(c.pipeline + 1) if c.is_equal else np.cumsum([0, *c.counts])
     ranks = [range(a, b) for a, b in pairwise(starts.tolist())]
     ways: dict[tuple[int, int], Way] = {}
@@ -267,7 +272,7 @@ def _network(evaluated: Evaluated, placement: Placement) -> Links:
         members = (own[0], own[0] + c.pipeline) if c.is_equal else own
         around = tuple(zip(members, (*members[1:], members[0]), strict=True))
         ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around if (src, dst) not in ways}
-        sums.append(Sum(stage=s, seconds=float(ring[s]), ways=around))
+        sums.append(Sum(stage=s, seconds=float(ring[s]), gather=float(gather[s]), ways=around))
     return Links(network=ways, activation_bytes=evaluated.sums.behind[:-1].tolist(), sums=tuple(sums))
 
 
@@ -296,13 +301,13 @@ def _work(c: Configuration, s: StageSeconds) -> Floats:
 
 def _links(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of its links: all that its busiest replica sends, and its sums of gradients."""
-    return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.ring) * _updates(c)
+    return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.around) * _updates(c)
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
     share, updates = (np.tile(each, c.num_chunks) for each in (_share(c), _updates(c)))
-    return pace(work=s.work * share, links=s.sending * share + s.ring * updates)
+    return pace(work=s.work * share, links=s.sending * share + s.around * updates)
 
 
 def _bound(c: Configuration, s: StageSeconds) -> float:
@@ -314,7 +319,7 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     work, links = _work(c, s) * c.batch, float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
         return max(float((work + _by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
-    update = _by_rank(c, s.ring + s.step)
+    update = _by_rank(c, s.around + s.step)
     front = c.pipeline - 1
     head, tail = (
         np.concatenate([[0.0], np.cumsum(work + s.message[:front])]) for work in (s.forward[:front], s.backward[:front])

@@ -72,9 +72,11 @@ def plan(
         chunk_sizes: V to choose from, 2 or more, under schedules with several stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
             `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
-        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas.
+        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, it is
+            divided where the step becomes shorter by more than gathering the updated weights takes, or where memory is
+            short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        runnable: only what the runtime executes: no sharded optimizer.
+        runnable: only what the runtime executes: no split backwards.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; a note says where the search stopped at it.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
@@ -107,7 +109,7 @@ def plan(
                 f"run: expected another schedule, such as {SCHEDULES[0]}"
             )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
-    sharding = ("none",) if runnable else _choices("optimizer_sharding", optimizer_sharding, SHARDING)
+    sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)
     limit = None if memory_limit is None else number("memory_limit", memory_limit)
     order = canonical_order(cluster)

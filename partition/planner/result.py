@@ -78,7 +78,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 tensor=c.tensor,
                 forward_seconds=float(seconds.forward[s]),
                 backward_seconds=float(seconds.backward[s]),
-                update_seconds=float(seconds.ring[s] + seconds.step[s]),
+                update_seconds=float(seconds.around[s] + seconds.step[s]),
                 step_seconds=float(paces[s]),
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],

@@ -170,7 +170,7 @@ class DividedSum:
         grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in parts]
         for part in parts:
             part.whole.grad = None
-        own = [part.of(grad) for part, grad in zip(parts, grads, strict=True)]
+        own = [part.of(grad).clone() for part, grad in zip(parts, grads, strict=True)]  # the rest of `grads` goes
         wait = self._collectives.exchange(
             [
                 flatten([there[i].view(grad, rank) for i, grad in zip(bucket, grads, strict=True)])

@@ -86,14 +86,20 @@ class Sum:
         stage: whose gradients.
         seconds: that it takes once all that it occupies is free [s].
         ways: that it occupies, as (sending rank, receiving rank), with their cards.
+        gather: of bringing the weights together, of which each rank updates a part, over the same ways [s]; 0: each
+            rank updates all of them.
+        unshards: whether they are gathered in front of a batch's first forward, one stage ahead, since ranks keep parts
+            alone between two batches; else behind each update.
     """
 
     stage: int
     seconds: float
     ways: tuple[tuple[int, int], ...] = ()
+    gather: float = 0.0
+    unshards: bool = False
 
     def __post_init__(self) -> None:
-        _check(seconds=self.seconds)
+        _check(seconds=self.seconds, gather=self.gather)
 
 
 Network = Way | Sequence[LinkLevel] | Mapping[tuple[int, int], Way]
@@ -231,4 +237,11 @@ class Traffic:
 
     def sum(self, each: Sum) -> Route:
         """The route of a sum."""
-        return Route(each.seconds, 0.0, [self._channels.setdefault(n, Channel()) for n in self.names_of_sum(each)])
+        return self._around(each, each.seconds)
+
+    def gather(self, each: Sum) -> Route:
+        """The route of the weights that are gathered."""
+        return self._around(each, each.gather)
+
+    def _around(self, each: Sum, seconds: float) -> Route:
+        return Route(seconds, 0.0, [self._channels.setdefault(n, Channel()) for n in self.names_of_sum(each)])

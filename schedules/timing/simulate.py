@@ -18,6 +18,7 @@ from ..collectives import place_collectives
 from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from ..needs import Needs, Wire
+from ..versions import derive_versions
 from .costs import Costs, CostTable
 from .links import Channel, Links, Route, Sum, Traffic, wire_bytes
 from .timeline import RankTrace, Span, Timeline
@@ -33,7 +34,8 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
 
     With `costs.update`, `costs.norm` or sums in `links`, a flush schedule ends with each rank's optimizer steps (its
     epilogue): behind the rank's own last backward and the sums of the stage's gradients, or with `costs.norm` when all
-    ranks and sums are through and the global norm is known.
+    ranks and sums are through and the global norm is known. Where ranks update parts of weights, it ends when these are
+    gathered.
 
     Arguments:
         costs: of one stage action each [s].
@@ -82,6 +84,34 @@ class _StageSum:
         return [blocked.pop(slot) for slot in slots if slot in blocked]
 
 
+class _StageGather:
+    """Weights of one stage that are gathered from the parts of its ranks, behind each update or ahead of the batch.
+
+    Slot of microbatch k: base + k, where its forward looks.
+
+    Arguments:
+        users: by update group (ahead of the batch: 0), the microbatches whose forwards use what is gathered.
+    """
+
+    def __init__(self, schedule: Schedule, stage: int, route: Route, *, base: int, users: dict[int, list[int]]) -> None:
+        self.route, self.base, self.users = route, base, users
+        self.num_owners = len(schedule.owners[stage])
+        self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
+        self.through: dict[int, float] = {}
+
+    def begin(self, group: int, rank: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
+        """A rank begins; returns the ranks that stood blocked, if it was the last to begin."""
+        begun = self.begun.setdefault(group, {})
+        begun[rank] = now
+        if len(begun) < self.num_owners:
+            return []
+        self.through[group] = self.route.carry(now)
+        slots = [self.base + k for k in self.users.get(group, ())]
+        for slot in slots:
+            arrived[slot] = self.through[group]
+        return [blocked.pop(slot) for slot in slots if slot in blocked]
+
+
 class _Simulation:
     """Dense arrays for one run: an action is (code, index) with code = op * S + stage; an input is a slot.
 
@@ -104,9 +134,14 @@ class _Simulation:
         self.parts: dict[int, list[tuple[Wire, _Output]]] = {}  # by code, where others add to them
         self.traffic = None if links is None else Traffic(links)
         self.end_of_slots = len(self.wires) * self.num_slots
+        self.gathers: dict[int, _StageGather] = {}  # by stage
+        self.ahead: frozenset[int] = frozenset()  # of these stages, ahead of the batch
+        self.at_first: list[int] = []  # slots of forwards that use the first weights
         self._wire()
         self._find_sums()
         self.arrived = [_NOT_YET] * self.end_of_slots
+        for slot in self.at_first:
+            self.arrived[slot] = 0.0
 
     def _code(self, op: Op, stage: int) -> int:
         return _OPS.index(op) * self.num_stages + stage
@@ -166,9 +201,36 @@ class _Simulation:
                 self.inputs[self._code(Op.U, stages[0])].append(self.end_of_slots)
             self.end_of_slots += len(groups) * len(owners)
         wanted = [Collective(stages, Op.REDUCE_GRAD, group) for stages in self.sums for group in groups]
+        self._find_gathers([each for each in sums if each.gather > 0])
+        wanted += [Collective((stage,), Op.UNSHARD, 0) for stage in self.ahead]
         for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
             for position, collective in placed:
                 begins.setdefault(position, []).append(collective)
+
+    def _find_gathers(self, sums: Sequence[Sum]) -> None:
+        schedule = self.schedule
+        self.ahead = frozenset(each.stage for each in sums if each.unshards)
+        if self.ahead and schedule.is_asynchronous:
+            raise ValueError(
+                f"weights of stage {min(self.ahead)} that are gathered for a batch under the asynchronous schedule "
+                f"{schedule.name!r}: expected Sum(..., unshards=False)"
+            )
+        used = derive_versions(schedule).used if sums and not schedule.has_epilogue else {}
+        for each in sums:
+            assert self.traffic is not None
+            users: dict[int, list[int]] = {0: list(range(self.num_slots))} if each.stage in self.ahead else {}
+            base, route = self.end_of_slots, self.traffic.gather(each)
+            if not schedule.has_epilogue:
+                for k in range(self.num_slots):
+                    version = used[each.stage, k]
+                    if version:
+                        users.setdefault(version - 1, []).append(k)
+                    else:
+                        self.at_first.append(base + k)
+            self.gathers[each.stage] = _StageGather(schedule, each.stage, route, base=base, users=users)
+            if users:
+                self.inputs[self._code(Op.F, each.stage)].append(base)
+                self.end_of_slots += self.num_slots
 
     def _sums_by_costs(self) -> dict[tuple[int, ...], Route]:
         """Routes by stages of sums over replicas and over stages that share weights; a rank has one lane for them."""
@@ -237,6 +299,7 @@ class _Simulation:
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         inputs, outputs, durations = self.inputs, self.outputs, self.durations
         begins = self.begins
+        behind = {self._code(Op.U, stage): each for stage, each in self.gathers.items() if stage not in self.ahead}
         self._begin_at_once(blocked)
         ready = list(range(len(programs)))
         while True:
@@ -275,6 +338,7 @@ class _Simulation:
                 if waiter is not None:
                     ready.append(waiter)
             ready += self._begin(begins[rank][at + 1], rank, now, blocked) if at + 1 in begins[rank] else ()
+            ready += self._gather(behind[code], k, rank, now, blocked) if code in behind else ()
         self._check_through(position)
         return starts
 
@@ -286,9 +350,14 @@ class _Simulation:
     def _begin(self, sums: Iterable[Collective], rank: int, now: float, blocked: dict[int, int]) -> list[int]:
         """A rank begins sums; returns the ranks that stood blocked on them."""
         freed: list[int] = []
-        for stages, _, group in sums:
-            freed += self.sums[stages].begin(group, rank, now, self.arrived, blocked)
+        for stages, op, group in sums:
+            begun = self.sums[stages] if op is Op.REDUCE_GRAD else self.gathers[stages[0]]
+            freed += begun.begin(group, rank, now, self.arrived, blocked)
         return freed
+
+    def _gather(self, gather: _StageGather, index: int, rank: int, now: float, blocked: dict[int, int]) -> list[int]:
+        """A rank has updated its part of weights; returns the ranks that stood blocked on them."""
+        return gather.begin(index // gather.num_owners, rank, now, self.arrived, blocked)  # see _encode_updates
 
     def _completed(self, code: int, index: int) -> list[_Output]:
         """Messages that are whole behind an action, in the order of the edges: to the others, more will be added."""
@@ -323,7 +392,17 @@ class _Simulation:
                     end = start + update
                     spans.append(Span(Action(stage, Op.U, 0), start, end))
             extended.append(RankTrace(compute=tuple(spans)))
+        self._gather_behind(extended)
         return extended
+
+    def _gather_behind(self, ranks: list[RankTrace]) -> None:
+        """Behind a flush, the weights that were updated in parts, in the order in which they are."""
+        updates = [
+            (end, rank, a.stage) for rank, trace in enumerate(ranks) for a, _, end in trace.compute if a.op is Op.U
+        ]
+        for end, rank, stage in sorted(updates):
+            if stage in self.gathers and stage not in self.ahead:
+                self.gathers[stage].begin(0, rank, end, self.arrived, {})
 
     def _messages(self, ranks: list[RankTrace]) -> list[tuple[Span[Message], ...]]:
         """The comm lane of each receiver: each message from when it was ready to its arrival."""
@@ -349,4 +428,8 @@ class _Simulation:
             for group, through in each.through.items():
                 for rank, begun in each.begun[group].items():
                     lanes[rank].append(Span(Collective(stages, Op.REDUCE_GRAD, group), begun, through))
+        for stage, gather in self.gathers.items():
+            for group, through in gather.through.items():
+                for rank, begun in gather.begun[group].items():
+                    lanes[rank].append(Span(Collective((stage,), Op.UNSHARD, group), begun, through))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

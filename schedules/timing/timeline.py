@@ -86,7 +86,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """The last end of any rank [s], updates and sums of gradients included."""
+        """The last end of any rank [s], updates and what ranks do together (sums of gradients, ...) included."""
         ends = [rank.compute[-1].end for rank in self.ranks if rank.compute]
         ends += [span.end for rank in self.ranks for span in rank.collectives]
         return max(ends, default=0.0)

@@ -83,21 +83,25 @@ def network(
     crossing: Sequence[float],
     groups: list[list[int]],
     rings: list[float],
+    *,
+    shards: Sequence[int],
 ) -> Links:
-    """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks and its sum."""
+    """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks and its sum, half
+    of which is the gathering of updated weights where these are updated in parts."""
     ways = {}
     for each, (latency, seconds) in zip(pairs, hops, strict=True):
         for a, b in each:
             for src, dst in ((a, b), (b, a)):
                 ways[src, dst] = Way(latency=latency, seconds_per_byte=seconds, sending=src, receiving=dst)
     sums = []
-    for s, (members, seconds) in enumerate(zip(groups, rings, strict=True)):
+    for s, (members, seconds, count) in enumerate(zip(groups, rings, shards, strict=True)):
         if seconds == 0:
             continue  # no weights, no sum that would queue
         around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
         for src, dst in around:
             ways.setdefault((src, dst), Way(sending=src, receiving=dst))
-        sums.append(Sum(stage=s, seconds=seconds, ways=around))
+        gather = seconds / 2 if count > 1 else 0.0
+        sums.append(Sum(stage=s, seconds=seconds - gather, gather=gather, ways=around))
     return Links(network=ways, activation_bytes=tuple(crossing), sums=tuple(sums))
 
 
@@ -146,7 +150,11 @@ def step(
         [(s % pipeline * data + d, (s + 1) % pipeline * data + d) for d in range(data)] for s in range(num_stages - 1)
     ]
     groups = [[s % pipeline * data + d for d in range(data)] for s in range(num_stages)]
-    return simulate(replicate(single, data), costs, network(pairs, hops, crossing[1:-1], groups, rings)).makespan
+    return simulate(
+        replicate(single, data),
+        costs,
+        network(pairs, hops, crossing[1:-1], groups, rings, shards=[shards] * num_stages),
+    ).makespan
 
 
 def by_hand(profile: Profile, cluster: Cluster, batch: int, chunks: int) -> Iterator[dict[str, Any]]:
@@ -167,12 +175,20 @@ def by_hand(profile: Profile, cluster: Cluster, batch: int, chunks: int) -> Iter
 
 
 @settings(max_examples=60, deadline=None)
-@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), runnable=st.booleans())
-def test_never_worse_than_any_configuration(profile: Profile, cluster: Cluster, batch: int, runnable: bool) -> None:
-    found = plan(profile, cluster, global_batch=batch, runnable=runnable, chunk_sizes=(2, 3))
+@given(
+    profile=chains(),
+    cluster=CLUSTERS,
+    batch=st.integers(1, 8),
+    sharding=st.sampled_from([("none",), ("full",), ("none", "full")]),
+)
+def test_never_worse_than_any_configuration(
+    profile: Profile, cluster: Cluster, batch: int, sharding: tuple[str, ...]
+) -> None:
+    """With a choice: than any that divides no optimizer."""
+    found = plan(profile, cluster, global_batch=batch, optimizer_sharding=sharding, chunk_sizes=(2, 3))
     assert found.simulated_step_time is not None
     for each in by_hand(profile, cluster, batch, 3):
-        shards = 1 if runnable else each["data"]
+        shards = each["data"] if sharding == ("full",) else 1
         least = step(profile, cluster, shards=shards, **each)
         assert found.simulated_step_time <= least * (1 + 1e-8), each
 
@@ -292,7 +308,9 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     )
     crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]
     groups = [list(stage.ranks) for stage in stages]
-    return simulate(schedule, costs, network(pairs, hops, crossing, groups, rings)).makespan
+    return simulate(
+        schedule, costs, network(pairs, hops, crossing, groups, rings, shards=[s.optimizer_shards for s in stages])
+    ).makespan
 
 
 @settings(max_examples=30, deadline=None)

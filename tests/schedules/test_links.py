@@ -28,6 +28,7 @@ from stagewright.schedules import (
     lower_bound,
     simulate,
 )
+from stagewright.schedules.versions import derive_versions
 
 from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
 from .reference_links import Run
@@ -327,3 +328,34 @@ def test_mistakes(make: object, message: str) -> None:
 def test_links_that_do_not_fit(links: Links, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(), links)
+
+
+def test_updated_weights_are_gathered_behind_each_update_or_ahead_of_the_batch() -> None:
+    """Two replicas of a stage, each with F B of its own microbatch: 3 s, a sum of 1 s, an update of 0.5 s."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,))
+    costs = Costs(forward=1.0, backward=2.0, update=0.5)
+    around = Sum(stage=0, seconds=1.0, gather=2.0, ways=((0, 1), (1, 0)))
+    unshard = Collective((0,), Op.UNSHARD, 0)
+    behind = simulate(schedule, costs, Links(network=Way(), sums=(around,)))
+    assert Span(unshard, 4.5, 6.5) in behind.ranks[0].collectives
+    assert behind.makespan == 6.5
+    ahead = simulate(schedule, costs, Links(network=Way(), sums=(replace(around, unshards=True),)))
+    assert Span(unshard, 0.0, 2.0) in ahead.ranks[0].collectives
+    assert ahead.ranks[0].compute[0] == Span(Action(0, Op.F, 0), 2.0, 3.0)
+    assert ahead.ranks[0].compute[-1].end == 6.5  # the start of the first forward begins the makespan
+
+
+def test_a_stream_waits_for_the_weights_of_the_version_that_it_uses() -> None:
+    schedule = build("pipedream", num_ranks=2, num_microbatches=2, replicas=(2,))
+    costs = Costs(forward=1.0, backward=2.0)
+    around = Sum(stage=0, seconds=0.0, gather=2.0, ways=((0, 1), (1, 0)))
+    timeline = simulate(schedule, costs, Links(network=Way(), sums=(around,)))
+    spans = {span.what: span for rank in timeline.ranks for span in rank.compute}
+    used = derive_versions(schedule).used
+    for (stage, k), version in used.items():
+        if version:
+            update = max(
+                span.end for rank in timeline.ranks for span in rank.compute if span.what == (stage, Op.U, version - 1)
+            )
+            assert spans[Action(stage, Op.F, k)].start >= update + 2.0
+    assert timeline.batch_seconds == 5.0
