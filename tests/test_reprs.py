@@ -1,4 +1,4 @@
-"""What a session or a debugger shows of the large records: one short line each."""
+"""The large records as a session or a debugger shows them: one short line each."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_hand(steps: int, name: str = "model") -> list[float]:
-    """What plain PyTorch makes of the same model, batches and recipe."""
+    """The result of plain PyTorch for the same model, batches and recipe."""
     own = sys.modules["own_mine"]
     torch.manual_seed(3)
     model, data = getattr(own, name)(), own.few()

@@ -1,4 +1,4 @@
-"""What the planner decides in plain cases, what it refuses, and that it says why."""
+"""Decisions of the planner in plain cases, its refusals, and the reasons that it gives."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def step(
     shards: int,
     recompute: Sequence[str] | None = None,
 ) -> float:
-    """Of a chain cut at `ends`, on ranks p D + d: all replicas simulated [s]."""
+    """Seconds of a chain cut at `ends`, on ranks p D + d: all replicas simulated [s]."""
     nodes, num_stages = profile.nodes, len(ends) - 1
     own = [nodes[a:b] for a, b in pairwise(ends)]
     crossing = [0.0, *(nodes[at - 1].activation_bytes for at in ends[1:-1]), 0.0]

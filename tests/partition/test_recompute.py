@@ -191,7 +191,7 @@ def total_by_hand(case: tuple[StageSums, InFlight, float], choice: tuple[str, ..
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
-    """Of one or two stages all choices are tried."""
+    """All choices of one or two stages are tried."""
     case = data.draw(ranks(data.draw(st.integers(1, 2))))
     found, num_chunks = fitted(case, RECOMPUTE), len(case[0].stash)
     choices = list(product(RECOMPUTE, repeat=num_chunks))
@@ -230,7 +230,7 @@ def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
 
 
 def test_what_no_single_stage_frees_all_of_them_may() -> None:
-    """What one stage frees, 10 bytes, is less than what it makes again, 25, and all of them make it again in turn."""
+    """The 10 bytes that one stage frees are less than the 25 it makes again, and all do it in turn."""
     stage = [Option("none", 0, 10, 0), Option("full", 1, 0, 25)]
     choices = [[option.name for option in choice] for choice in in_turn([stage] * 5)]
     assert choices == [["none"] * 5, ["full"] * 5]

@@ -1,4 +1,4 @@
-"""What is recorded of a forward, what is refused and with which words."""
+"""Records of forwards, refusals and their words."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_what_slowly_gets_out_of_step_is_not_steady() -> None:
 
 @pytest.mark.parametrize(("schedule", "P", "V"), [("1f1b", 3, 1), ("2bw", 3, 1), ("interleaved", 4, 3)])
 def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: int) -> None:
-    """Of a short batch where it holds exactly as much; interleaved groups of other sizes hold more."""
+    """Memory of a short batch where it holds exactly as much; interleaved groups of other sizes hold more."""
     nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(P * V))
     evaluator = evaluator_of(Profile(nodes=nodes), 1e9, P)
     for M in range(5 * P, 7 * P):

@@ -1,5 +1,5 @@
-"""What Narayanan et al. observed of 2BW and its planner ("Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
-section 5, and section 3.3 for the planner's model), in its direction: none of their figures is claimed here.
+"""Observations of Narayanan et al. on 2BW and its planner ("Memory-Efficient Pipeline-Parallel DNN Training", ICML
+2021, section 5, and section 3.3 for the planner's model), in its direction: none of their figures is claimed here.
 
 All on formulas for a GPT on V100s (the paper's device), simulated.
 """

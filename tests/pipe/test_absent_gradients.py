@@ -139,7 +139,7 @@ def test_over_processes(gloo: Pool) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_in_a_stream(recompute: str) -> None:
-    """What the loss ignores does not move, and all else moves as in a model without it."""
+    """Weights that the loss ignores do not move, and all else moves as in a model without it."""
 
     class Alone(Sided):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def test_a_traced_model_with_skips(gloo: Pool) -> None:
 
 
 def losses_as_they_come(case: AsyncCase) -> list[tuple[int | None, float | None]]:
-    """What each train_step says; nothing is flushed before the end."""
+    """The result of each train_step; nothing is flushed before the end."""
     pipe = make_pipeline(case, make_model(case))
     said = []
     for t, size in enumerate(case.sizes):

@@ -84,7 +84,7 @@ def test_the_checkpoint_to_use_instead_is_that_of_the_last_step(tmp_path: Path) 
 
 
 def _load(folders: list[str]) -> tuple[str, int, list[float]]:
-    """What loading said, and steps and weights behind it."""
+    """The words of loading, and steps and weights behind it."""
     torch.manual_seed(0)
     pipe = make(model=layers(), mesh={"pipe": 2})
     said = ""

@@ -243,7 +243,7 @@ OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
 
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS.keys())
 def test_other_optimizers_are_refused_and_nothing_is_changed(case: tuple[Any, ...], tmp_path: Path) -> None:
-    """What plain PyTorch takes half, or refuses by a number of groups."""
+    """Optimizer states that plain PyTorch takes half, or refuses by a number of groups."""
     before, first, after, second, message = case
     pipe = make("1f1b", 2, before, first)
     train(pipe, range(2))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights: values of any plain type, generators, loaders, other named state."""
+"""Contents of a checkpoint beside weights: values of any plain type, generators, loaders, other named state."""
 
 from __future__ import annotations
 

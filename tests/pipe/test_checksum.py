@@ -1,4 +1,4 @@
-"""What a rank passes to a step, as one number: equal for equal batches, another one for another order or sample."""
+"""Checksums of batches that ranks pass to a step: equal for equal ones, others for another order or sample."""
 
 from __future__ import annotations
 

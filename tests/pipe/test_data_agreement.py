@@ -32,7 +32,7 @@ def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
 
 
 def train_unseeded(schedule: str, rank_seed: int) -> str:
-    """What each rank is told whose loader shuffles by itself; the parameters must not have moved."""
+    """The error of each rank whose loader shuffles by itself; the parameters must not have moved."""
     pipe = make_pipe(schedule)
     torch.manual_seed(100 + rank_seed * torch.distributed.get_rank())
     loader = DataLoader(TensorDataset(SAMPLES, SAMPLES), batch_size=8, shuffle=True)

@@ -1,4 +1,4 @@
-"""What a user can get wrong, all ranks in one process: each message names the value, what was expected, what to type.
+"""Mistakes of users, all ranks in one process: each message names the value, what was expected, what to type.
 
 Over processes the same checks run on every rank before anything is sent: see test_failures_gloo.py.
 """

@@ -41,7 +41,7 @@ SHORT, LONG, PATIENCE = 2.0, 20.0, 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a rank was told: the error's type and message, and after how many seconds."""
+    """The error of a rank: the error's type and message, and after how many seconds."""
 
     kind: str
     text: str
@@ -168,7 +168,7 @@ def wrong_batches() -> tuple[list[Told], list[float]]:
 
 
 def test_batches_are_refused_on_every_rank_alike_and_the_pipe_goes_on(gloo: Pool) -> None:
-    """That includes a loss that is not finite: every rank names step and microbatch, and none updates."""
+    """Also for a loss that is not finite: every rank names step and microbatch, and none updates."""
     results = gloo.run(wrong_batches, ranks=3)
     errors = [[(one.kind, one.text) for one in found] for found, _ in results]
     assert errors[0] == errors[1] == errors[2]

@@ -1,4 +1,4 @@
-"""What users bring as batches: keywords, dicts, batch dimensions, and what they get back; against one plain process."""
+"""Batches as users bring them: keywords, dicts, batch dimensions, and what they get back; against one plain process."""
 
 from __future__ import annotations
 

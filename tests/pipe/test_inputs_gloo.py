@@ -113,7 +113,7 @@ def test_gpt2(gloo: Pool) -> None:
 
 
 def pass_other_labels() -> str:
-    """What a rank is told where the last one passes labels of its own."""
+    """The error of a rank where the last one passes labels of its own."""
     pipe, _ = build(Language, loss_fn="model", loss_weight="labels")
     labels: Tensor = LABELS.flip(0) if dist.get_rank() else LABELS
     try:
@@ -130,7 +130,7 @@ def test_the_checksum_covers_keywords(gloo: Pool) -> None:
 
 
 def ask_for_a_weight() -> str:
-    """What a rank is told where nobody knows over what the loss is a mean."""
+    """The error of a rank where nobody knows over what the loss is a mean."""
     pipe, _ = build(Language, loss_fn="model")
     try:
         pipe.forward_backward(tokens=WORDS, labels=LABELS)

@@ -314,7 +314,7 @@ def test_verify_leaves_the_scale_alone(schedule: str) -> None:
 
 
 def test_the_scaler_is_the_users() -> None:
-    """What is changed in it between two steps counts; under way in a stream it is refused."""
+    """Changes of it between two steps count; under way in a stream it is refused."""
     for schedule in ("1f1b", "2bw"):
         pipe, own = small(schedule=schedule)
         with half():

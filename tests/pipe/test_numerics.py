@@ -57,7 +57,7 @@ def test_every_model(case: Case, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("task", ["mlp", "gpt"])
 def test_the_whole_grid(task: str, layout: Layout, num_microbatches: int) -> None:
-    """That microbatches ascend in every stage is asserted for all builders in schedules/test_ascending.py."""
+    """Microbatches ascend in every stage: schedules/test_ascending.py asserts it for all builders."""
     check(make_case(task, layout, num_microbatches), layout)
 
 

@@ -556,7 +556,7 @@ def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
 
 
 class Cache:
-    """What a layer adds to, and the next ones read."""
+    """A layer adds to it, and the next ones read it."""
 
     def __init__(self) -> None:
         self.entries: dict[str, list[Tensor]] = {"seen": []}

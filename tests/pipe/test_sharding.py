@@ -255,7 +255,7 @@ X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torc
 
 
 def kept(kind: str) -> dict[str, Any]:
-    """What a rank of two replicas has behind two steps, and what it says of itself."""
+    """State of a rank of two replicas behind two steps, and its own words about it."""
     pipe = PipelineModule(
         even(),
         data_parallel=kind,

@@ -122,7 +122,7 @@ def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> 
 
 
 def stamped() -> tuple[list[str], list[str]]:
-    """What this rank did, in the order of its stamps (a sum: when it was begun); and what it had waited for before."""
+    """Actions of this rank, in the order of its stamps (a sum: when it began); and what it had waited for before."""
     pipe = make_pipe(F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=1.0)
     replica, rank = torch.distributed.get_rank() % 2, torch.distributed.get_rank()
     for _ in range(2):

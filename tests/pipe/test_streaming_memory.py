@@ -1,4 +1,4 @@
-"""What a rank holds under an asynchronous schedule: live storages, counted."""
+"""Memory of a rank under an asynchronous schedule: live storages, counted."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
 
 
 def say_no() -> list[str]:
-    """What is refused, alike in both processes; the process group lives on."""
+    """Refusals, alike in both processes; the process group lives on."""
     told = []
     cases: list[tuple[type[Exception], dict[str, Any]]] = [
         (ValueError, {"tensor_parallel": None}),

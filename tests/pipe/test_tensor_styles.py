@@ -324,7 +324,7 @@ def test_attention_is_cut_whole_or_not() -> None:
 
 
 def test_recognised_by_what_it_computes() -> None:
-    """What looks alike is not taken for it: weights or x inside the body, outputs that go elsewhere, no elementwise."""
+    """Models that look alike are not taken for it: weights or x inside the body, other outputs, no elementwise."""
 
     class Looks(nn.Module):
         def __init__(self, kind: str) -> None:

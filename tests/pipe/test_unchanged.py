@@ -1,4 +1,4 @@
-"""What changes between two batches: as plain PyTorch does, or refused by name."""
+"""Changes between two batches: as plain PyTorch does, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people's modules do in a forward, in a chain's stages: equal to plain PyTorch, state in Python included."""
+"""Forwards of people's modules in a chain's stages: equal to plain PyTorch, state in Python included."""
 
 from __future__ import annotations
 

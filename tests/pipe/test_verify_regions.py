@@ -154,7 +154,7 @@ def test_named_by_module(gloo: Pool, name: str) -> None:
 
 
 def trained(option: Any, dropout: float) -> tuple[str | None, float]:
-    """What the first batch of a pipeline with verify=True is told, and its loss."""
+    """The answer to the first batch of a pipeline with verify=True, and its loss."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=dropout)).double()
     tokens = torch.arange(32).view(4, 8)

@@ -19,7 +19,7 @@ Node = tuple[int, Action]  # (rank, action): the same update stands on every rep
 
 
 def seconds(costs: Costs, action: Action) -> float:
-    """Of one action, read straight from the costs (all given one a stage, backward and split alike)."""
+    """Seconds of one action, read straight from the costs (all given one a stage, backward and split alike)."""
     column = {
         Op.F: costs.forward,
         Op.B: costs.backward,

@@ -1,4 +1,4 @@
-"""What is alive when: one count for the checker, timelines and the planner."""
+"""Liveness: one count for the checker, timelines and the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What papers say about each schedule, exactly, all from the event simulator. F and B: seconds of one stage action."""
+"""Closed forms of papers about each schedule, exactly, from the event simulator. F and B: seconds of a stage action."""
 
 from __future__ import annotations
 

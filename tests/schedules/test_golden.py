@@ -210,7 +210,7 @@ def test_pictures_of_streams(documented: object, schedule: Schedule, said: dict[
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_pictures_in_docstrings(documented: object, schedule: Schedule) -> None:
-    """What stands left of two or more spaces and a word, if any, in lines that begin with `rank`."""
+    """The text left of two or more spaces and a word, if any, in lines that begin with `rank`."""
     lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
     rows = [re.split(r"  +(?=[a-zP])", line)[0] for line in lines if re.match(r"rank \d+ \|", line)]
     assert "\n".join(rows) == schedule.grid()

@@ -146,7 +146,7 @@ def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: flo
 @steady
 @given(cases())
 def test_no_link_carries_two_messages_at_once(case: tuple[Schedule, Costs, Links]) -> None:
-    """Of the slow simulator, which the package's equals."""
+    """Figures of the slow simulator, which the package's equals."""
     for spans in Run(*case).busy.values():
         for (_, end), (start, _) in pairwise(spans):
             assert end <= start

@@ -66,7 +66,7 @@ def test_a_rank_without_stages_stays_a_row() -> None:
 
 
 def test_communication_and_spaces_are_skipped() -> None:
-    """What torch writes with format="compute_comms"."""
+    """The text that torch writes with format="compute_comms"."""
     lowered = """\
     0UNSHARD,0F0,0SEND_F0, 0RECV_B0 ,0B0,0REDUCE_GRAD,0RESHARD
 

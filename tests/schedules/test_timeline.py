@@ -160,7 +160,7 @@ def test_no_timeline_at_all(text: str) -> None:
 
 @pytest.mark.parametrize("name", ASYNC)
 def test_a_window_of_a_stream_has_its_steady_state(name: str) -> None:
-    """What a run records of a few batches: the same period, bubble and activations as the whole."""
+    """A run's records of a few batches: the same period, bubble and activations as the whole."""
     schedule = build(name, num_ranks=4, num_microbatches=4, num_batches=20)
     whole = simulate(schedule, Costs(forward=1.0, backward=2.0, latency=0.5, update=0.25))
     window = window_of(whole, 12, 15)

@@ -1,1 +1,1 @@
-"""What the tests share: small models, the one-process reference, and a pool of gloo workers."""
+"""Shared by the tests: small models, the one-process reference, and a pool of gloo workers."""

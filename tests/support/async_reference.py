@@ -84,14 +84,14 @@ class AsyncCase:
 
     @property
     def loss_tolerance(self) -> float:
-        """Of the reported figure: how it is put together over update groups, and in which type, is left open."""
+        """Tolerance of the reported figure: how it is made of update groups, and in which type, is left open."""
         is_in_parts = self.schedule == "pipedream" and self.update_every != self.num_microbatches
         return 1e-6 if self.autocast else 1e-12 if is_in_parts else 0.0
 
 
 @dataclass(kw_only=True)
 class AsyncOutcome:
-    """What one process saw; the state is the whole model's, the optimizer's that of its own parameters."""
+    """Results in one process; the state is the whole model's, the optimizer's that of its own parameters."""
 
     losses: dict[int, float] = field(default_factory=dict)  # by step
     grad_norms: list[float] = field(default_factory=list)

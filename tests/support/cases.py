@@ -1,4 +1,4 @@
-"""What is run (`Case`), how it is laid out (`Layout`), what comes out (`Outcome`), when two outcomes agree.
+"""Cases (`Case`), how they are laid out (`Layout`), what comes out (`Outcome`), when two outcomes agree.
 
 The reference and the pipeline follow one protocol:
 
@@ -79,7 +79,7 @@ class Layout:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one process saw. Its gradients are those of its own stages, its states the whole model's."""
+    """Results in one process. Its gradients are those of its own stages, its states the whole model's."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)

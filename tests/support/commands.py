@@ -50,7 +50,7 @@ def launch_forked(
     stall: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LaunchResult:
-    """What stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned.
+    """Stands in for `launch`: as there, rank 0's output is shown and the first failure's status returned.
 
     A stall is not watched for: the whole has a time limit.
     """
@@ -96,7 +96,7 @@ def end_forked(ranks: Sequence[ForkedRank]) -> None:
 
 
 def answer(rank: ForkedRank) -> Done:
-    """What became of a rank, once it has ended."""
+    """The outcome of a rank, once it has ended."""
     assert rank.answer.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
     done: Done = rank.answer.recv()
     return done

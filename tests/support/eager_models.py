@@ -339,7 +339,7 @@ class CacheOfALayer:
 
 
 class Cache:
-    """Of values, as transformers has one: every layer fills its own place, and reads all that stands there."""
+    """A cache of values, as transformers has one: every layer fills its own place, and reads all that stands there."""
 
     def __init__(self, count: int) -> None:
         self.layers = [CacheOfALayer() for _ in range(count)]
@@ -378,7 +378,7 @@ class Layers:
 
 
 class Layer:
-    """What one block has seen so far."""
+    """Values that one block has seen so far."""
 
     def __init__(self) -> None:
         self.seen: Tensor | None = None
@@ -419,7 +419,7 @@ class CountedBlock(Block):
 
 
 class CountsInAnObject(Stack):
-    """What a block reads in an object, the one before it has written there."""
+    """A block reads in an object what the one before it has written there."""
 
     def __init__(self) -> None:
         super().__init__(CountedBlock)

@@ -1,4 +1,4 @@
-"""What a rank holds after a step: its own stages' parameters and nothing else."""
+"""Holdings of a rank after a step: its own stages' parameters and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reference import copied, reference_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a rank has after a training step. The user's code still holds the model."""
+    """Holdings of a rank after a training step. The user's code still holds the model."""
 
     names: tuple[str, ...]  # of pipe.named_parameters()
     own_bytes: int  # behind pipe.parameters()

@@ -39,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What became of a case on one rank: kind is ok, error, died or hung; text a traceback or log tail."""
+    """The outcome of a case on one rank: kind is ok, error, died or hung; text a traceback or log tail."""
 
     kind: str
     value: Any = None
@@ -101,7 +101,7 @@ def _run(order: Order, store: Any) -> Any:
 
 
 def torchrun_environment(*, rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets, and on Linux the interface of this host alone."""
+    """Variables that torchrun sets, and on Linux the interface of this host alone."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

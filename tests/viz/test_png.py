@@ -28,7 +28,7 @@ def example(*, num_ranks=2, num_microbatches=4, unit=1.0, **costs):
 
 @pytest.fixture
 def texts(monkeypatch):
-    """What the figures that a test saves have written on them: a list that grows with each."""
+    """Texts on the figures that a test saves: a list that grows with each."""
     found = []
     save = Figure.savefig
 
