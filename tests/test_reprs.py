@@ -37,4 +37,4 @@ def test_records_are_shown_in_a_line() -> None:
 
 def test_a_step_shows_what_is_known() -> None:
     result = StepResult(loss=0.5, loss_step=3, _timeline=lambda: pytest.fail("not asked for"))
-    assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None)"
+    assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None, skipped=False)"
