@@ -21,6 +21,7 @@ from support.small import make as make_small
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from stagewright.comm import PipelineTimeout
 from stagewright.pipe import PipelineModule, lock
 from stagewright.pipe.checkpoint import persist
 from stagewright.pipe.checkpoint.checkpointer import CheckpointRecord
@@ -30,7 +31,9 @@ from stagewright.pipe.checkpoint.interval import FIRST, Cost, Interval
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 
 
-def make(schedule: str = "1f1b", *, device: str = "cpu", mesh: dict[str, int] | None = None) -> PipelineModule:
+def make(
+    schedule: str = "1f1b", *, device: str = "cpu", mesh: dict[str, int] | None = None, data_parallel: str = "replicate"
+) -> PipelineModule:
     torch.manual_seed(3)
     model = nn.Sequential(
         *(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))),
@@ -42,6 +45,7 @@ def make(schedule: str = "1f1b", *, device: str = "cpu", mesh: dict[str, int] | 
         schedule=schedule,
         num_microbatches=4,
         mesh=mesh or {"pipe": 2},
+        data_parallel=data_parallel,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
@@ -184,6 +188,15 @@ def test_one_at_a_time_and_the_folder_is_the_runs_own(tmp_path: Path, monkeypatc
     assert not [thread for thread in threading.enumerate() if thread.name == "stagewright-checkpoint"]
 
 
+def test_a_disk_that_never_answers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist, "write_file", lambda *args, **options: time.sleep(1.0))
+    saver = make_small(timeout=0.2).checkpointer(tmp_path, every=1)
+    with pytest.raises(PipelineTimeout, match=r"behind step 0 is not written after 0.2 s: rank 0 has not written its"):
+        saver.save()
+    with pytest.raises(AssertionError), saver:  # an error in the block does not wait
+        raise AssertionError
+
+
 def test_the_interval_keeps_to_the_share_and_follows_what_changes() -> None:
     interval = Interval(0.035)
     assert interval.every == FIRST
@@ -225,7 +238,7 @@ def test_automatic_intervals_are_found(tmp_path: Path) -> None:
 
 
 def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int, list[float | None], str]:
-    """Rank 1 has a slow disk, which is full once. Records, steps beside a persist, losses, a refusal."""
+    """Rank 1's disk is slow, and full once; rank 0 fails once. Records, steps beside a persist, losses, a refusal."""
     import torch.distributed as dist
 
     rank, whole, written = dist.get_rank(), persist.write_file, 0
@@ -236,6 +249,8 @@ def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int,
         time.sleep(0.3 * rank)
         if rank == 1 and written == 2:
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        if rank == 0 and written == 3:
+            raise RuntimeError("odd")
         return whole(*args, **options)
 
     persist.write_file = write
@@ -262,19 +277,66 @@ def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int,
 
 @pytest.mark.gloo
 def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
-    """No step waits for rank 1's disk; where it is full nobody has a checkpoint, and the next one is whole."""
+    """No step waits for rank 1's disk; where one fails nobody has a checkpoint, and the next one is whole."""
     folder = tmp_path / "c"
     one, other = gloo.run(save_beside_training, ranks=2, args=(str(folder),))
     for records, beside, _, refusal in (one, other):
-        assert [(step, is_there) for step, is_there, _ in records] == [(3, True), (6, False), (9, True), (12, True)]
+        assert [(step, is_there) for step, is_there, _ in records] == [(3, True), (6, False), (9, False), (12, True)]
         assert "rank 1: " in records[1][2]
         assert "No space left on device" in records[1][2]
+        assert "RuntimeError: odd" in records[2][2]
         assert beside >= 5
         assert "rank 0 saves every=2 with overhead=0.035, and rank 1 every=3" in refusal
     assert one[2] == other[2]
     again = make()
     place = again.loader(data(), batch_size=16)
-    before = next(path for path in folder.glob("step-9-*"))
+    before = next(path for path in folder.glob("step-3-*"))
     again.load(before, loader=place)
-    assert [again.train_step(*batch).loss for batch in place] == one[2][9:]
+    assert [again.train_step(*batch).loss for batch in place] == one[2][3:6]
     assert len(list(folder.glob("step-*"))) == 2
+
+
+def save_divided(folder: str, data_parallel: str, schedule: str, mesh: dict[str, int]) -> bool:
+    """Over processes: whether a run that goes on from a checkpoint made beside a step ends with the same weights."""
+    finish = HostCopy.finish
+
+    def late(copies: HostCopy) -> None:
+        time.sleep(0.05)
+        finish(copies)
+
+    HostCopy.finish = late  # type: ignore[method-assign]
+    try:
+        pipe = make(schedule, mesh=mesh, data_parallel=data_parallel)
+        batches = [tuple(part[16 * step :][:16] for part in data().tensors) for step in range(6)]
+        with pipe.checkpointer(folder, every=2) as saver:
+            for batch in batches:
+                pipe.train_step(*batch)
+                saver.step()
+        expected = pipe.full_state_dict()
+        pipe.close()
+        again = make(schedule, mesh=mesh, data_parallel=data_parallel)
+        assert saver.records[1].path is not None
+        again.load(saver.records[1].path)
+        for batch in batches[4:]:
+            again.train_step(*batch)
+        found = again.full_state_dict()
+        again.close()
+        return all(torch.equal(value, found[name]) for name, value in expected.items())
+    finally:
+        HostCopy.finish = finish  # type: ignore[method-assign]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("data_parallel", "schedule", "mesh"),
+    [
+        ("fsdp", "1f1b", {"pipe": 1, "data": 2}),
+        pytest.param("zero1", "1f1b", {"pipe": 1, "data": 2}, marks=pytest.mark.slow),
+        pytest.param("zero1", "2bw", {"pipe": 2, "data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_replicas_divide_is_saved_beside_training(
+    data_parallel: str, schedule: str, mesh: dict[str, int], gloo: Pool, tmp_path: Path
+) -> None:
+    ranks = mesh["pipe"] * mesh["data"]
+    assert gloo.run(save_divided, ranks=ranks, args=(str(tmp_path), data_parallel, schedule, mesh)) == [True] * ranks
