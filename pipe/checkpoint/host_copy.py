@@ -19,15 +19,19 @@ import torch
 
 
 class _Pair(NamedTuple):
-    """A tensor, its copy, and the version that is copied."""
+    """A tensor, its copy, the tensors that hold the same memory, and their versions, which are copied.
+
+    The tensor itself may be a view through `.data`, which knows nothing of versions.
+    """
 
     tensor: torch.Tensor
     host: torch.Tensor
-    version: int
+    holders: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
 
     @property
     def has_changed(self) -> bool:
-        return self.tensor._version != self.version
+        return _versions(self.holders) != self.versions
 
 
 class HostCopy:
@@ -47,7 +51,7 @@ class HostCopy:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._memory: list[torch.Tensor] = []
         self._used = 0
-        self._at_rest: set[int] = set()
+        self._at_rest: dict[int, tuple[torch.Tensor, ...]] = {}  # by storage
         self._changing: set[int] = set()  # storages that something else than an update has changed
         self._pairs: list[_Pair] = []
         self._made = threading.Event()
@@ -59,7 +63,11 @@ class HostCopy:
         Arguments:
             at_rest: the tensors that nothing but an update changes.
         """
-        self._at_rest = {_storage(tensor) for tensor in at_rest} - self._changing
+        self._at_rest = {}
+        for tensor in at_rest:
+            storage = _storage(tensor)
+            if storage not in self._changing:
+                self._at_rest[storage] = (*self._at_rest.get(storage, ()), tensor)
         self._pairs, self._used, self.problem = [], 0, ""
         self._made = threading.Event()
         if self._stream is not None:
@@ -77,7 +85,8 @@ class HostCopy:
         elif not is_late:
             host.copy_(tensor)
         if is_late:
-            self._pairs.append(_Pair(tensor, host, tensor._version))
+            holders = self._at_rest[_storage(tensor)]
+            self._pairs.append(_Pair(tensor, host, holders, _versions(holders)))
         return host
 
     def start(self) -> None:
@@ -130,6 +139,10 @@ class HostCopy:
         self._memory.append(made)
         self._used += 1
         return made
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
 
 
 def _storage(tensor: torch.Tensor) -> int:
