@@ -107,7 +107,7 @@ class NoStages:
     """Stands in for inference: a microbatch's specs are its own signature."""
 
     def of(self, microbatch: object) -> object:
-        return SimpleNamespace(stages=(), specs=microbatch)
+        return SimpleNamespace(stages=(), specs=microbatch, certain=(), float16=None)
 
 
 @pytest.mark.parametrize("replica", range(3))
@@ -124,6 +124,7 @@ def test_microbatches_of_a_data_replica_take_their_places_in_the_whole_batch(rep
         device=torch.device("cpu"),
         reads=Reads(inputs=frozenset({0}), target=True),
         compares=True,
+        scales_loss=False,
         together=nullcontext,
     )
     x = torch.arange(5.0).unsqueeze(1)  # microbatches of 3 and of 2 samples
