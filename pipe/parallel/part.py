@@ -30,6 +30,8 @@ class Part:
         self._rank = rank
         self._apart = apart
         self._stride = whole.stride()
+        self._nothing: torch.Tensor | None = None  # what stands for all elements while the whole is let go
+        self._version = 0
         own = division.view(whole.data, rank)
         self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
 
@@ -52,6 +54,7 @@ class Part:
     def make_room(self) -> None:
         """The whole parameter has memory again, and this part of its values."""
         if self._apart:
+            self._refuse_edits()
             shape, own = self.whole.shape, self.parameter.data
             self.whole.data = torch.empty_strided(shape, self._stride, dtype=own.dtype, device=own.device)
             if not self.is_empty:
@@ -67,7 +70,24 @@ class Part:
         if self._apart:
             own = self.parameter.data
             nothing = float("nan") if own.is_floating_point() or own.is_complex() else 0
-            self.whole.data = torch.full((), nothing, dtype=own.dtype, device=own.device).expand(self.whole.shape)
+            self._nothing = torch.full((), nothing, dtype=own.dtype, device=own.device)
+            self.whole.data = self._nothing.expand(self.whole.shape)
+            self._version = self.whole._version
+
+    def _refuse_edits(self) -> None:
+        """ValueError for a parameter that was written while it was let go: the next gathering would undo that."""
+        if self._nothing is None:
+            return
+        is_other = self.whole.data_ptr() != self._nothing.data_ptr() or self.whole._version != self._version
+        # A CUDA device would have to be waited for: there, only writes through `.data` pass unseen.
+        readable = self._nothing.device.type == "cpu" and self._nothing.is_floating_point()
+        if is_other or (readable and not bool(self._nothing.isnan())):
+            raise ValueError(
+                f"parameter {self.name!r} was changed between two batches, while fsdp keeps parts of it alone, and the "
+                f"change would be lost: expected pipe.load_state_dict(...) with the new values, or "
+                f"data_parallel='zero1', under which weights stay whole"
+            )
+        self._nothing = None
 
     @property
     def is_empty(self) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import SupportsIndex
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from ...comm import Collectives
 from ..parallel.group_shares import GroupShares
 from ..parallel.share import Share
 from .build import CutModel
+from .elsewhere import DIVIDED, META, Elsewhere
 
 
 class Ownership:
@@ -36,7 +35,7 @@ class Ownership:
     ) -> None:
         self.group = group
         self._root = cut.root
-        self._let_go = _LetGo()
+        self._elsewhere = Elsewhere()
         self._owners = owners
         self._owner_of = [ranks[0] for ranks in owners]
         self._local = frozenset(local_stages)
@@ -56,7 +55,19 @@ class Ownership:
         by_id: dict[int, str] = {}
         for name, tensor in everything:
             self._first_name[name] = by_id.setdefault(id(tensor), name)
-        self._free(cut, {id(tensor) for name, tensor in everything if not self.is_local(name)})
+        modules = [*cut.root.modules()]
+        for mode in (cut.train, cut.evaluate):
+            for each in mode.stages:
+                modules += each.module.modules()
+        self._modules = tuple(dict.fromkeys(modules))
+        gone = [tensor for name, tensor in everything if not self.is_local(name)]
+        self.refuse_plain_state(gone, META)
+        self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
+        self._free({id(tensor) for tensor in gone})
+
+    def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
+        """Refuse `state_dict` and pickling of modules that hold any of these tensors: see `Elsewhere`."""
+        self._elsewhere.stand_on(self._modules, tensors, why)
 
     def is_local(self, name: str) -> bool:
         """Whether a stage of this process holds it."""
@@ -198,7 +209,7 @@ class Ownership:
                 raise ValueError(f"state dict: {name!r} has shape {shape}, expected {share.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        with self._let_go.passing():
+        with self._elsewhere.passing():
             state = self._root.state_dict(keep_vars=True)
         odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd:
@@ -212,17 +223,10 @@ class Ownership:
             )
         return state
 
-    def _free(self, cut: CutModel, gone: set[int]) -> None:
+    def _free(self, gone: set[int]) -> None:
         """Put meta tensors in the place of everything that this process does not hold."""
         metas: dict[int, torch.Tensor] = {}
-        modules = [*cut.root.modules()]
-        for mode in (cut.train, cut.evaluate):
-            for stage in mode.stages:
-                modules += stage.module.modules()
-        for module in dict.fromkeys(modules):
-            tensors = [*module._parameters.values(), *module._buffers.values()]
-            if any(id(value) in gone for value in tensors):
-                module.register_state_dict_pre_hook(self._let_go)  # type: ignore[no-untyped-call]
+        for module in self._modules:
             for table in (module._parameters, module._buffers):
                 for name, value in list(table.items()):
                     if value is None or id(value) not in gone:
@@ -235,40 +239,3 @@ class Ownership:
                             else meta
                         )
                     setattr(module, name, metas[id(value)])
-
-
-class _LetGo:
-    """Stands on modules whose tensors another process holds: their state would be meta tensors, which save as nothing.
-
-    A hook in front of `state_dict`; it raises ValueError when the module is pickled whole, too.
-    """
-
-    def __init__(self) -> None:
-        self._passes = False
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Within: the state is for the pipeline, which knows."""
-        self._passes = True
-        try:
-            yield
-        finally:
-            self._passes = False
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Before the module's state is read."""
-        if not self._passes:
-            raise self._error(f"state_dict() of {type(module).__name__} {prefix.rstrip('.')!r}")
-
-    def __deepcopy__(self, memo: object) -> _LetGo:
-        return self
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
-        raise self._error("pickling a module")
-
-    @staticmethod
-    def _error(what: str) -> ValueError:
-        return ValueError(
-            f"{what}, whose weights another process holds: they would be meta tensors, which have no values. Expected "
-            f"pipe.full_state_dict() for all weights, pipe.state_dict() for this process's, or pipe.save(folder)"
-        )

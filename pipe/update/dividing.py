@@ -15,6 +15,7 @@ from ...comm import Collectives
 from ...schedules import Schedule
 from ..parallel.division import Division, divide
 from ..parallel.part import Part
+from ..stages.elsewhere import BETWEEN_BATCHES
 from ..stages.ownership import Ownership
 from .interface import UpdateParts
 from .optimizers import StageOptimizers
@@ -87,6 +88,8 @@ def divide_stages(rank: int, schedule: Schedule, parts: UpdateParts, stages: Seq
         name: Part(name, parameters[name], division, rank, apart=parts.sharding.weights)
         for name, division in divisions[rank].items()
     }
+    if parts.sharding.weights:
+        parts.ownership.refuse_plain_state([part.whole for part in mine.values()], BETWEEN_BATCHES)
     by_stage: list[StageParts] = []
     for one in stages:
         own_parts = {name: part for name, part in mine.items() if stage_of[name] == one.stage}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +258,9 @@ X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torc
 
 def kept(kind: str) -> dict[str, Any]:
     """State of a rank of two replicas behind two steps, and its own words about it."""
+    model = even()
     pipe = PipelineModule(
-        even(),
+        model,
         data_parallel=kind,
         mesh={"pipe": 1, "data": 2},
         num_microbatches=2,
@@ -280,8 +283,33 @@ def kept(kind: str) -> dict[str, Any]:
     pipe.load_state_dict(even().state_dict())
     found["output of the first weights"] = pipe.predict(X)
     found["loss"] = pipe.train_step(X, Y).loss
-    pipe.close()
+    found["of its own"] = reached_around(model, pipe)
     return found
+
+
+def reached_around(model: nn.Sequential, pipe: PipelineModule) -> list[str]:
+    """Errors of a user who reaches around the pipeline; the last one ends it."""
+    told = []
+
+    def edit(change: Callable[[], object]) -> None:
+        change()
+        with torch.no_grad():
+            pipe.train_step(X, Y)
+
+    bias = model[0].bias
+    for reach in (
+        model.state_dict,
+        lambda: pickle.dumps(model),
+        lambda: edit(lambda: nn.init.zeros_(bias)),
+    ):
+        try:
+            reach()
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    pipe.close()
+    return told
 
 
 @pytest.mark.gloo
@@ -307,6 +335,13 @@ def test_what_a_rank_keeps(gloo: Pool) -> None:
             assert found["verified"] == 8
             torch.testing.assert_close(found["output of the first weights"], first(X).detach())
             assert found["loss"] == pytest.approx(float(F.mse_loss(first(X), Y).detach()), abs=1e-12)
+            read, pickled, edited = found["of its own"]
+            if kind == "fsdp":
+                assert "state_dict() of Linear '0', whose weights fsdp divides between two batches" in read
+                assert "pickling a module, whose weights fsdp divides" in pickled
+                assert "parameter '0.bias' was changed between two batches" in edited
+            else:
+                assert [read, pickled, edited] == ["", "", ""]
 
 
 def refused(options: dict[str, Any]) -> str:

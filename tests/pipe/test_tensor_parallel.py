@@ -234,6 +234,12 @@ def say_no() -> list[str]:
                 *make_batch(0)
             )
         told.append(str(error.value))
+    model = make_model()
+    pipe = make_pipe(model, mesh={"tensor": 2}, tensor_parallel=WORDS_ALONE)
+    pipe.build(*make_batch(0))
+    with pytest.raises(ValueError, match="whose weights a tensor group divides"):
+        model.state_dict()
+    pipe.close()
     return told
 
 
