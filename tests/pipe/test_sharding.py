@@ -14,6 +14,7 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright import named
+from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.update.separable import separable
 
@@ -482,3 +483,36 @@ def test_a_checkpoint_of_parts_is_one_of_wholes(
     for found, state in answers:
         assert found == pytest.approx(float(loss.detach()), abs=1e-10)
         assert_same(state, model.state_dict(), tolerance=1e-10)
+
+
+def planned(schedule: str, shards: int) -> dict[str, Tensor]:
+    """A rank of a plan whose first stage alone has replicas."""
+    seconds: dict[str, Any] = {"forward_seconds": 1, "backward_seconds": 2, "step_seconds": 3}
+    stages = (
+        PlanStage(nodes=("0", "1"), ranks=(0, 1), optimizer_shards=shards, **seconds),
+        PlanStage(nodes=("2", "3"), ranks=(2,), **seconds),
+    )
+    plan = Plan(
+        stages=stages,
+        num_devices=3,
+        schedule=schedule,
+        num_microbatches=4,
+        cost_model="default",
+        predicted_step_time=3,
+        bound=3,
+    )
+    pipe = PipelineModule(even(), plan=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=30.0)
+    for _ in range(4):
+        pipe.train_step(X, Y)
+    pipe.flush()
+    state = pipe.full_state_dict()
+    pipe.close()
+    return state
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_a_plan_divides_the_optimizer_of_one_stage_in_a_stream(gloo: Pool, schedule: str) -> None:
+    wanted = gloo.run(planned, ranks=3, args=(schedule, 1))[0]
+    for found in gloo.run(planned, ranks=3, args=(schedule, 2)):
+        assert_same(found, wanted, tolerance=1e-12)
