@@ -16,6 +16,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 @pytest.fixture(scope="session")
 def gloo(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Gloo workers, started by the first case: `gloo.run(function, ranks=2, args=(...))`, results by rank."""
-    pool = Pool(filters=request.config.getini("filterwarnings"))
+    pool = Pool(max_ranks=8, filters=request.config.getini("filterwarnings"))
     yield pool
     pool.close()

@@ -406,12 +406,13 @@ def save_for_ever(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_kills_leave_a_checkpoint_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.nightly)])
+def test_kills_leave_a_checkpoint_each(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the processes import this file by its name
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "stagewright.pipe"])
     pause, pipe = random.Random(0), make("1f1b", 2)
-    for number in range(30):
+    for number in range(kills):
         process = context.Process(target=save_for_ever, args=(str(tmp_path),))
         process.start()
         until = time.monotonic() + 60

@@ -96,17 +96,17 @@ CASES = [
     ("1f1b", chain, {"recompute": "full"}, 5),  # in training without a graph, too
     ("2bw", Skipping, {"mesh": {"pipe": 2, "data": 2}}, 3),
 ]
-SLOW_CASES = [
+MORE_CASES = [
     ("interleaved", Skipping, {}, 3),
     ("2bw", chain, {}, 3),
     ("pipedream", Skipping, {"recompute": "layer"}, 3),
 ]
-NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES + SLOW_CASES]
+NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES + MORE_CASES]
 
 
 @pytest.mark.parametrize(
     ("schedule", "model", "options", "graphs"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE_CASES)],
     ids=NAMES,
 )
 def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any], graphs: int) -> None:
@@ -128,7 +128,7 @@ def test_batches_of_other_sizes() -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
 def test_inductor() -> None:
     """Its random numbers are its own, the same for any cut and when they are drawn again; or torch's, where told so."""

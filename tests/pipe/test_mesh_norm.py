@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -139,13 +138,6 @@ def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Pool]:
-    pool = Pool(max_ranks=8)
-    yield pool
-    pool.close()
-
-
 ZERO1: dict[str, Any] = {"data_parallel": "zero1"}
 
 
@@ -160,11 +152,16 @@ def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("1f1b", {"data_parallel": "fsdp"}), ("interleaved", ZERO1), ("2bw", {}), ("2bw", ZERO1)],
+    [
+        ("1f1b", {"data_parallel": "fsdp"}),
+        pytest.param("interleaved", ZERO1, marks=pytest.mark.nightly),
+        pytest.param("2bw", {}, marks=pytest.mark.nightly),
+        pytest.param("2bw", ZERO1, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
-def test_eight_processes(eight: Pool, schedule: str, options: dict[str, Any]) -> None:
-    check(eight.run(piped, ranks=8, args=(schedule, ALL, options), timeout=150.0), schedule)
+def test_eight_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
+    check(gloo.run(piped, ranks=8, args=(schedule, ALL, options), timeout=150.0), schedule)
 
 
 def check(answers: list[dict[str, Any]], schedule: str) -> None:

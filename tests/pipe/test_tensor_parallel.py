@@ -177,7 +177,7 @@ CASES = {
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case == "interleaved" else ()) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.nightly if case == "interleaved" else ()) for case in CASES]
 )
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     processes, options = CASES[case]
@@ -412,18 +412,18 @@ def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
     check_plan(gloo.run(train_a_plan, ranks=4, args=(plan_of((2, 3), (0, 1), num_devices=4),)))
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Pool]:
-    pool = Pool(max_ranks=8)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "2bw"])
-@pytest.mark.parametrize("order", [USUAL, ODD], ids=["usual", "odd"])
-def test_eight_processes(eight: Pool, schedule: str, order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        pytest.param(schedule, order, marks=() if (schedule, order) == ("interleaved", ODD) else pytest.mark.nightly)
+        for schedule in ("1f1b", "interleaved", "2bw")
+        for order in (USUAL, ODD)
+    ],
+    ids="-".join,
+)
+def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> None:
     options = {
         "mesh": {"pipe": 2, "data": 2, "tensor": 2},
         "schedule": schedule,
@@ -432,15 +432,15 @@ def test_eight_processes(eight: Pool, schedule: str, order: tuple[str, ...]) -> 
         "tensor_sends": "parts",
         "timeout": 60.0,
     }
-    check(eight.run(train, ranks=8, args=(options,), timeout=150.0), options)
+    check(gloo.run(train, ranks=8, args=(options,), timeout=150.0), options)
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
-def test_unequal_replicas_of_tensor_groups(eight: Pool) -> None:
+@pytest.mark.nightly
+def test_unequal_replicas_of_tensor_groups(gloo: Pool) -> None:
     """Three replicas of two processes, and one."""
     plan = plan_of((2, 3, 4, 5, 6, 7), (0, 1), num_devices=8)
-    check_plan(eight.run(train_a_plan, ranks=8, args=(plan,), timeout=150.0))
+    check_plan(gloo.run(train_a_plan, ranks=8, args=(plan,), timeout=150.0))
 
 
 def partial_gradients() -> list[str]:
