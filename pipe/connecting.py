@@ -1,0 +1,124 @@
+"""Ranks of this process connected: their programs, the links that these need, and the update behind them.
+
+Ground, Placed -> connect -> Connected
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..comm import (
+    InProcessTransport,
+    Mailbox,
+    PartsTransport,
+    ProcessGroupTransport,
+    TensorSpec,
+    Transport,
+    link_lanes,
+)
+from ..comm.ping_pong import one_way_seconds
+from ..comm.process_group import Link
+from ..partition.profiler.clock import clock_for
+from .measure.recorder import Recorder
+from .modes import links_of
+from .placing import Ground, Placed
+from .settings import Settings
+from .update.flush import FlushExecution, batch_programs, make_flush_execution
+from .update.interface import Update, UpdateParts
+from .update.stream_parts import StreamExecution, make_stream_execution
+
+_OVERLAPPING = 4  # batches in a measured timeline, where they overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """What this process's ranks need beside their stages.
+
+    Arguments:
+        recorders, transports: by local rank.
+        links: between ranks, of training and of evaluation.
+    """
+
+    recorders: Mapping[int, Recorder]
+    transports: Mapping[int, Transport]
+    links: frozenset[Link]
+    update: Update
+
+    def latency(self, rank: int, specs: Sequence[TensorSpec], settings: Settings) -> float:
+        """Seconds of an activation from stage 0 to its consumer on the next rank, measured between ranks 0 and 1.
+
+        Arguments:
+            rank: of this process.
+            specs: of the activation.
+        """
+        transport = self.transports[rank]
+        if isinstance(transport, InProcessTransport) or not self.links >= {(0, 1), (1, 0)} or not specs:
+            return 0.0
+        return one_way_seconds(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)
+
+
+def connect(ground: Ground, placed: Placed) -> Connected:
+    """Links for the programs of training and evaluation, and the update. Collective over the processes."""
+    layout, settings = ground.layout, ground.settings
+    clock = clock_for(settings.device)
+    window = _OVERLAPPING if layout.schedule.num_batches > 1 else 1
+    recorders = {rank: Recorder(clock, window=window) for rank in layout.place.local_ranks}
+    execution = _execution(ground, placed)
+    evaluation_programs = batch_programs(placed.evaluate.schedule, has_loss=ground.has_loss)
+    links = links_of([*execution.programs, *evaluation_programs])
+    transports = _make_transports(links, ground, placed.peers_in_parts)
+    for transport in transports.values():
+        ground.guard.on_failure(transport.abort)
+    update = execution.make_update(
+        UpdateParts(
+            model=placed.parts,
+            ownership=placed.ownership,
+            collectives=ground.collectives,
+            recorders=recorders,
+            optimizer=settings.optimizer,
+            scheduler=settings.lr_scheduler,
+            max_grad_norm=settings.max_grad_norm,
+            sharding=layout.sharding,
+            grad_scaler=settings.grad_scaler,
+            device=settings.device,
+        )
+    )
+    return Connected(recorders=recorders, transports=transports, links=links, update=update)
+
+
+def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecution:
+    """Flush or stream: decided here and asked nowhere else."""
+    schedule, settings, sharding = placed.train.schedule, ground.settings, ground.layout.sharding
+    if schedule.is_asynchronous:
+        return make_stream_execution(
+            schedule,
+            placed.ownership,
+            ground.collectives,
+            sharding=sharding,
+            max_grad_norm=settings.max_grad_norm,
+            scales_loss=settings.grad_scaler is not None,
+        )
+    return make_flush_execution(
+        schedule,
+        placed.ownership,
+        ground.collectives,
+        sharding=sharding,
+        has_loss=ground.has_loss,
+        own_batches=ground.num_replicas > 1,
+    )
+
+
+def _make_transports(links: frozenset[Link], ground: Ground, peers_in_parts: frozenset[int]) -> dict[int, Transport]:
+    """By local rank. Collective over the processes."""
+    place, collectives = ground.layout.place, ground.collectives
+    if not place.world.distributed:
+        mailbox = Mailbox()
+        return {rank: InProcessTransport(rank, mailbox) for rank in place.local_ranks}
+    lanes = link_lanes(sorted(links), place, collectives.groups)
+    (rank,) = place.local_ranks
+    whole = ProcessGroupTransport(rank, lanes, device=ground.settings.device, timeout=ground.settings.timeout)
+    if not peers_in_parts:
+        return {rank: whole}
+    least_bytes = ground.layout.tensor.least_bytes
+    return {rank: PartsTransport(whole, collectives, peers=peers_in_parts, least_bytes=least_bytes)}

@@ -1,0 +1,215 @@
+"""Stages in their places: the model divided over the tensor group, cut, wired, and agreed on by all processes.
+
+options, model, batch -> prepare -> Ground -> place_stages -> Placed: stages with the weights of their first owners
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from ..comm import Collectives, Guard
+from ..partition.graph.forms import Arguments
+from .batch.agreement import check_agreement, describe
+from .layout import Layout
+from .modes import Mode, wire
+from .parallel.group_shares import GroupShares, divide_over_group, refuse_divided
+from .parallel.sends import WholeOutputs
+from .parallel.tensor_option import read_tensor_parallel
+from .settings import Settings
+from .stages.build import CutModel, cut_model
+from .stages.ownership import Ownership
+from .stages.randomness import Seeder
+from .stages.shapes import Signature
+from .stages.unchanged import Unchanged
+from .verify.plain import PlainModule
+from .verify.regions import Regions
+
+_log = logging.getLogger("stagewright")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What stands before the model is cut.
+
+    Arguments:
+        model, stages: one of them.
+        root: all modules of the model or stages.
+        example: arguments of one microbatch.
+        microbatch: their shapes and types.
+        plain: a copy of the model to compare with, in the process of the last stage.
+        verify: whether to keep what `Verifier` needs.
+    """
+
+    model: nn.Module | None
+    stages: Sequence[nn.Module] | None
+    root: nn.Module
+    layout: Layout
+    settings: Settings
+    guard: Guard
+    verify: bool
+    example: Arguments
+    microbatch: Signature
+    seeder: Seeder
+    collectives: Collectives
+    plain: PlainModule | None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss_fn."""
+        return self.settings.loss_fn is not None
+
+    @property
+    def num_replicas(self) -> int:
+        """D."""
+        return self.layout.place.replica[1]
+
+    def cut(self) -> CutModel:
+        """The model as it is now, cut."""
+        layout, settings = self.layout, self.settings
+        return cut_model(
+            self.model,
+            self.stages,
+            example=self.example,
+            num_stages=layout.schedule.num_stages,
+            split_points=layout.split_points,
+            plan=layout.plan,
+            loss_fn=settings.loss_fn,
+            loss_slot=None if settings.model_loss is None else settings.model_loss.find_slot,
+            recompute=layout.recompute,
+            seeder=self.seeder,
+            device=settings.device,
+        )
+
+
+def prepare(
+    arguments: Arguments,
+    *,
+    model: nn.Module | None,
+    stages: Sequence[nn.Module] | None,
+    layout: Layout,
+    settings: Settings,
+    guard: Guard,
+    verify: bool,
+) -> Ground:
+    """Seeds, a copy to compare with, and groups of processes. Collective over the processes.
+
+    Raises ValueError for a model that another pipeline has divided.
+    """
+    schedule, place = layout.schedule, layout.place
+    example = arguments.cut(schedule.num_microbatches // place.replica[1])[0]
+    root = nn.ModuleList(stages) if model is None else model
+    refuse_divided(root)
+    judge = place.process_of(schedule.owners[-1][0], tensor=0)
+    plain = PlainModule(root, settings.loss_fn, given=model is None) if verify and judge == place.world.rank else None
+    collectives = Collectives(place, device=settings.device, timeout=settings.timeout)
+    guard.on_failure(collectives.abort)
+    return Ground(
+        model=model,
+        stages=stages,
+        root=root,
+        layout=layout,
+        settings=settings,
+        guard=guard,
+        verify=verify,
+        example=example,
+        microbatch=Signature.of(example),
+        seeder=Seeder(settings.seed, settings.device, runs_again=layout.recompute.runs_again, member=place.tensor[0]),
+        collectives=collectives,
+        plain=plain,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The cut model, and this process's stages of it.
+
+    Arguments:
+        train, evaluate: how the stages run in each mode.
+        local_stages: those of this process, ascending, on its device.
+        num_parameters: [S] elements of each stage's parameters, those of all members of a tensor group.
+        peers_in_parts: ranks to and from which tensors travel in parts of 1/T.
+        regions: for `Verifier`, where a tensor group divides modules.
+    """
+
+    parts: CutModel
+    train: Mode
+    evaluate: Mode
+    local_stages: Sequence[int]
+    num_parameters: tuple[int, ...]
+    ownership: Ownership
+    unchanged: Unchanged
+    peers_in_parts: frozenset[int]
+    regions: Regions | None
+
+
+def place_stages(ground: Ground) -> Placed:
+    """Divide, cut, wire, agree, and spread the weights of first owners. Collective over the processes.
+
+    Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
+    """
+    layout, settings, collectives = ground.layout, ground.settings, ground.collectives
+    schedule, place, root = layout.schedule, layout.place, ground.root
+    peers = layout.tensor.peers_in_parts(place, collectives)
+    whole = WholeOutputs(ground.cut, ground.microbatch, is_wanted=bool(peers))  # before the model is divided
+    tensor = read_tensor_parallel(layout.tensor.parallel, root, count=place.tensor[1])
+    if tensor.styles and place.world.rank == 0:
+        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
+    regions = Regions(root, tensor.styles) if ground.verify and tensor.styles else None
+    group = divide_over_group(root, tensor.styles, collectives, device=settings.device, on_region=ground.seeder.region)
+    with group.undone_on_error():
+        parts = ground.cut()
+        num_parameters = _count_parameters(parts, group)
+        wired = partial(wire, microbatch=ground.microbatch)
+        train = wired(schedule, parts.train, alike=whole.alike(parts.train, training=True))
+        evaluate = wired(schedule.forward_only(), parts.evaluate, alike=whole.alike(parts.evaluate, training=False))
+        local_stages = sorted({s for rank in place.local_ranks for s in schedule.placement[rank]})
+        ownership = Ownership(parts, owners=schedule.owners, local_stages=local_stages, group=group)
+        unchanged = Unchanged(parts, is_compiled=settings.compile is not None)
+        for index in local_stages:
+            parts.train.stages[index].module.to(settings.device)
+            parts.evaluate.stages[index].module.to(settings.device)
+        _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
+        ownership.spread_from_first_owners(collectives)
+    return Placed(
+        parts=parts,
+        train=train,
+        evaluate=evaluate,
+        local_stages=local_stages,
+        num_parameters=num_parameters,
+        ownership=ownership,
+        unchanged=unchanged,
+        peers_in_parts=peers,
+        regions=regions,
+    )
+
+
+def _count_parameters(parts: CutModel, group: GroupShares) -> tuple[int, ...]:
+    full = {id(p): group.full_numel(name, p) for name, p in parts.root.named_parameters()}
+    return tuple(sum(full.get(id(p), p.numel()) for p in each.module.parameters()) for each in parts.train.stages)
+
+
+def _agree(ground: Ground, parts: CutModel, *, tensor: str) -> None:
+    settings = ground.settings
+    mine = describe(
+        ground.layout.schedule,
+        parts.names,
+        ground.microbatch,
+        seed=settings.seed,
+        max_grad_norm=settings.max_grad_norm,
+        grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
+        loss_fn=_kind_of_loss(settings),
+        verify=ground.verify,
+        tensor=tensor,
+    )
+    check_agreement(mine, ground.collectives, rank=ground.layout.place.world.rank)
+
+
+def _kind_of_loss(settings: Settings) -> str:
+    if settings.loss_fn is None:
+        return "none"
+    return "given" if settings.model_loss is None else "model"
