@@ -17,6 +17,7 @@ from stagewright.partition.graph.chain import given_stages
 from stagewright.partition.graph.first_run import first_run
 from stagewright.partition.graph.forms import Arguments
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
+from stagewright.pipe.stages.compiled import Compiled
 from stagewright.pipe.stages.randomness import Seeder
 from stagewright.pipe.stages.reruns import Reruns
 from stagewright.pipe.stages.stage import Stage
@@ -360,6 +361,7 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
         loss_of=None,
         runs_again=False,
         reruns=Reruns({}, Seeder(0, torch.device("cpu"))),
+        compiled=Compiled(None, [], {}),
         weights=weights,
     )
     own = layer.weight
