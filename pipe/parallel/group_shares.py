@@ -80,6 +80,15 @@ class GroupShares:
                     )
 
     @contextmanager
+    def compared_by_verify(self) -> Iterator[None]:
+        """Within, `compare_gradients` does nothing: verify names the module where gradients part."""
+        before, self._comparisons = self._comparisons, _COMPARISONS
+        try:
+            yield
+        finally:
+            self._comparisons = before
+
+    @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Within, an error leaves the user's model as it was before it was divided."""
         try:

@@ -128,6 +128,7 @@ class Verifier:
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
                 self._seeder.drawing_apart() as apart,
+                self._ownership.group.compared_by_verify(),
             ):
                 loss, own = self._train(given, step)
                 drew_apart = apart()
