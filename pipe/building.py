@@ -76,6 +76,11 @@ class Building:
         """This process's data replica, and of how many."""
         return (0, 1) if self.layout is None else self.layout.place.replica
 
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether no stage of this process reads a batch's values; False before they are built."""
+        return self.pipeline is not None and self.pipeline.training.reads_nothing
+
     def decided_for(self, given: Given) -> Layout:
         """The layout; under schedule="auto" the first batch decides on it."""
         if self.layout is None:

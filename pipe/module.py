@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
 from ..comm.store_exchange import Exchanges
-from ..partition.plans.plan import Plan
 from ..partition.profiler.optimizers import OptimizerFactory
-from ..schedules import Costs, Schedule, ScheduleError
+from ..schedules import ScheduleError
 from .batch.given import Given
 from .batch.loader import ReplicaLoader, count_samples
 from .batch.model_loss import LossWeight
@@ -27,6 +26,7 @@ from .building import Building
 from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
+from .facts import RunFacts
 from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
 from .model_options import (
@@ -49,7 +49,7 @@ from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
 
 
-class PipelineModule:
+class PipelineModule(RunFacts):
     """Trains a model as a pipeline of stages.
 
     The model is cut into S = P * V stages, the schedule says who computes what when, and each `train_step` runs
@@ -214,11 +214,6 @@ class PipelineModule:
             self._verify(given)
         return self._building.built_for(given).training
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
-        return None if self._building.layout is None else self._building.layout.plan
-
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
 
@@ -262,11 +257,8 @@ class PipelineModule:
             seed=self._settings.seed,
             remainder=remainder,
         )
-
-        def is_idle() -> bool:
-            return self._building.pipeline is not None and self._building.pipeline.training.reads_nothing
-
-        return ReplicaLoader(dataset, batches, is_idle=is_idle, same_shapes=same_shapes, **options)
+        run = self._building
+        return ReplicaLoader(dataset, batches, is_idle=lambda: run.reads_nothing, same_shapes=same_shapes, **options)
 
     # Training
 
@@ -435,72 +427,6 @@ class PipelineModule:
         Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
         self._building.built("parameters and state").state.load(folder, loader)
-
-    # What is known of the run
-
-    @property
-    def num_steps(self) -> int:
-        """Batches trained on so far, those before a loaded checkpoint included."""
-        return 0 if self._building.pipeline is None else self._building.pipeline.training.num_steps
-
-    @property
-    def schedule(self) -> Schedule:
-        """Schedule that is executed; with the model's own stage graph once the stages are built."""
-        return (
-            self._building.decided().schedule if self._building.pipeline is None else self._building.pipeline.schedule
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._settings.device
-
-    @property
-    def rank(self) -> int:
-        """This process's rank (0 where all are in one process)."""
-        return self.world.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """P."""
-        return self.schedule.num_ranks
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """[S] the modules of each stage."""
-        return self._building.built("stage_names").parts.names
-
-    @property
-    def stage_num_parameters(self) -> tuple[int, ...]:
-        """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
-        return self._building.built("stage_num_parameters").stage_num_parameters
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of this process's stages, in order; of a stage in the order in which they were returned.
-
-        A stage without parameters to train has none. What ranks change in them must be the same for all copies of a
-        weight (replicas, tied weights). Under an asynchronous schedule each replica of a stage has optimizers of its
-        own, also in one process: a change is for all of them, behind a flush().
-        """
-        return self._building.built("optimizers").state.optimizers
-
-    def held_bytes(self) -> int:
-        """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
-        return self._building.built("parameters and state").state.held_bytes()
-
-    def measured_costs(self) -> Costs:
-        """Median seconds by stage and op over the last steps, without waits, and the link's latency.
-
-        For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
-        """
-        return self._building.built("measured_costs").measurement.costs()
-
-    def forget_measurements(self) -> None:
-        """Drop the durations so far (the first steps are slower)."""
-        self._building.decided()
-        if self._building.pipeline is not None:
-            self._building.pipeline.measurement.forget()
 
     def __repr__(self) -> str:
         model = "stages" if self._model is None else type(self._model).__name__

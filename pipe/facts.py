@@ -1,0 +1,88 @@
+"""What is known of a PipelineModule's run: what is carried out, where, and what it takes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..comm import World
+from ..partition.plans.plan import Plan
+from ..schedules import Costs, Schedule
+from .building import Building
+from .settings import Settings
+
+
+class RunFacts:
+    """Figures and parts of a run, for `PipelineModule`."""
+
+    world: World
+    _building: Building
+    _settings: Settings
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
+        return None if self._building.layout is None else self._building.layout.plan
+
+    @property
+    def num_steps(self) -> int:
+        """Batches trained on so far, those before a loaded checkpoint included."""
+        return 0 if self._building.pipeline is None else self._building.pipeline.training.num_steps
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule that is executed; with the model's own stage graph once the stages are built."""
+        return (
+            self._building.decided().schedule if self._building.pipeline is None else self._building.pipeline.schedule
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._settings.device
+
+    @property
+    def rank(self) -> int:
+        """This process's rank (0 where all are in one process)."""
+        return self.world.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        return self.schedule.num_ranks
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """[S] the modules of each stage."""
+        return self._building.built("stage_names").parts.names
+
+    @property
+    def stage_num_parameters(self) -> tuple[int, ...]:
+        """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
+        return self._building.built("stage_num_parameters").stage_num_parameters
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of this process's stages, in order; of a stage in the order in which they were returned.
+
+        A stage without parameters to train has none. What ranks change in them must be the same for all copies of a
+        weight (replicas, tied weights). Under an asynchronous schedule each replica of a stage has optimizers of its
+        own, also in one process: a change is for all of them, behind a flush().
+        """
+        return self._building.built("optimizers").state.optimizers
+
+    def held_bytes(self) -> int:
+        """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
+        return self._building.built("parameters and state").state.held_bytes()
+
+    def measured_costs(self) -> Costs:
+        """Median seconds by stage and op over the last steps, without waits, and the link's latency.
+
+        For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
+        """
+        return self._building.built("measured_costs").measurement.costs()
+
+    def forget_measurements(self) -> None:
+        """Drop the durations so far (the first steps are slower)."""
+        self._building.decided()
+        if self._building.pipeline is not None:
+            self._building.pipeline.measurement.forget()
