@@ -7,6 +7,9 @@ templates  arguments with references in the places of tensors
 calls      a record: calls of units, and of torch's functions between them
 decisions  on numbers that are drawn between units
 values     of a forward that is being recorded, by number
+owners     who made which tensor, and what units work on that nobody passed to them
+draws      under which number each call is seeded
+carried    what a forward leaves behind in attributes and buffers
 recorder   makes one
 flow       what needs what in it, and where a cut may stand
 program    a stage of it, compiled to Python

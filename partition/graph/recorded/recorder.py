@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..forms import Arguments, Form
-from ..generators import python_and_numpy
 from ..made_up import call_for_shapes
 from ..memory import memory_of
 from ..modes import uncompiled
@@ -24,9 +20,12 @@ from ..source_line import first_line, line_now, module_at, users_line
 from ..stand_ins import stand_ins
 from ..untouched import untouched
 from .attributes import Attributes
-from .calls import DRAWS, Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
+from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
+from .carried import CarriedError, around_writes, follows, plain_attributes
 from .decisions import READS, calls_behind, samples_of
+from .draws import Draws
 from .intercept import listening
+from .owners import Owners
 from .templates import Parts, Ref, Slot, Template
 from .values import RefusedError, Values
 from .which import Roles
@@ -38,7 +37,6 @@ _HOOKED = {
 }
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
 _OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLUE = -1  # who made a tensor, where it was no unit
 
 
 class RecordingError(ValueError):
@@ -53,10 +51,6 @@ class RecordingError(ValueError):
         super().__init__(message)
         self.inside = inside
         self.is_in_graph = is_in_graph
-
-
-class _CarriedError(RefusedError):
-    """Raised where the user's code does what no graph shows either."""
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
@@ -92,7 +86,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
             inside = recorder.inside
             reason = str(error) if isinstance(error, RefusedError) else first_line(error)
             line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
-            is_in_graph = not isinstance(error, _CarriedError)
+            is_in_graph = not isinstance(error, CarriedError)
             raise RecordingError(f"{reason}{line}", inside=inside, is_in_graph=is_in_graph) from error
 
 
@@ -106,15 +100,18 @@ class _Recorder:
         self._stored = {
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
-        self._plain = {path: _plain_attributes(module) for path, module in roles.opened.items()}
+        self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
         self._attributes = Attributes(
             running=lambda: self._running,
             opened={id(module) for module in roles.opened.values()},
             inside={id(part) for module in roles.units.values() for part in module.modules()},
             refuse=_refuse,
-            join=lambda first, second, why: self._together.append((first, second, why)),
+            join=self._join,
         )
-        self._values = Values(model, what=self._what, on_object=self._attributes.watch)
+        self._together: list[tuple[int, int, str]] = []
+        self._draws = Draws(self._join)
+        self._owners = Owners(self._draws, is_models=lambda x: id(x) in self._values.slots, join=self._join)
+        self._values = Values(model, what=self._owners.what, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         self._unit_memory = {memory_of(x) for x in held} - {None}
@@ -122,25 +119,14 @@ class _Recorder:
         self._hooks_around = _saved_tensor_hooks()
         self._calls: list[UnitCall | GlueCall] = []
         self._times: dict[str, int] = {}
-        self._kept: list[object] = []  # an id stays one object's
-        self._together: list[tuple[int, int, str]] = []
-        self._enters = 0
-        self._whole: int | None = None  # number of the unit that was opened and is under way
-        self._drawing: list[int] = []  # calls in it that have drawn
         self._stack = [""]
         self._regions: list[Region] = []
         self._running: int | None = None  # the call of a unit or function that is under way
-        self._owner: dict[int, int] = {}  # call in which a tensor came to be, by id; _GLUE: outside of units
-        self._runs_unit = False
         self._is_busy = False  # looking at tensors itself
         self._has_ended = False
-        self._passed: set[int] = set()  # ids of what it was given
-        self._passed_memory: set[object] = set()
-        self._drew = False
-        self._generators = python_and_numpy()
         for x in inputs:
             self._values.new(x, call=-1)
-            self._owner[id(x)] = _GLUE
+            self._owners.came_from_outside(x)
 
     @property
     def inside(self) -> str:
@@ -155,43 +141,11 @@ class _Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within: every operation is seen."""
-        with _Operations(self._operation), self._attributes.watched(list(self._roles.opened.values())):
+        with self._owners.watching(), self._attributes.watched(list(self._roles.opened.values())):
             yield
 
-    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            self._drew = True
-        me = self._running
-        is_unit = self._runs_unit
-        if is_unit and me is not None:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
-                    self._look_at(leaf, me)
-        result = function(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._owner:
-                self._owner[id(leaf)] = me if is_unit and me is not None else _GLUE
-                self._kept.append(leaf)
-        return result
-
-    def _look_at(self, tensor: torch.Tensor, unit: int) -> None:
-        """A tensor that a unit works on and that it was not given."""
-        owner = self._owner.get(id(tensor))
-        if (
-            owner is None
-            or owner == unit
-            or id(tensor) in self._values.slots
-            or memory_of(tensor) in self._passed_memory
-        ):
-            return
-        if owner == _GLUE:
-            raise RefusedError(
-                f"{self._unit_name} takes a tensor of shape {tuple(tensor.shape)} that the code around it made, and "
-                f"that is none of its arguments (it lies in an attribute or an object)"
-            )
-        first = self._calls[owner]
-        assert isinstance(first, UnitCall)
-        self._together.append((owner, unit, f"{self._unit_name} reads what {first.name} left in an object"))
+    def _join(self, first: int, second: int, why: str) -> None:
+        self._together.append((first, second, why))
 
     # What is listened to
 
@@ -201,27 +155,22 @@ class _Recorder:
             return call(*args, **kwargs)
         path = self._path_of[id(module)]
         if id(module) not in self._units:
-            is_whole = path in self._roles.opened_units and self._whole is None
-            if is_whole:
-                self._whole, self._enters, self._drawing = self._enters, self._enters + 1, []
             self._stack.append(path)
-            value = call(*args, **kwargs)
+            with self._draws.whole_unit() if path in self._roles.opened_units else nullcontext():
+                value = call(*args, **kwargs)
             self._stack.pop()
-            if is_whole:
-                self._whole = None
             return value
-        self._check_drawn()
+        self._draws.check()
         self._note_stores()
         self._times[path] = times = self._times.get(path, 0) + 1
         name = path if times == 1 else f"{path}#{times}"
-        self._unit_name = name
-        self._drew = False
+        self._draws.drew = False
         return self._make(
             lambda: call_for_shapes(module, args, kwargs, call=call),
             args,
             kwargs,
             lambda common: UnitCall(**common, name=name, module=module),
-            is_unit=True,
+            unit=name,
             is_random=lambda: True,
         )
 
@@ -238,16 +187,16 @@ class _Recorder:
         if function is torch.Tensor.backward:
             raise RefusedError("the forward runs a backward")
         self._note_stores()
-        self._drew = False
+        self._draws.drew = False
         return self._make(
             lambda: function(*args, **kwargs),
             args,
             kwargs,
             lambda common: GlueCall(
-                **common, function=function, is_random=self._drew, is_effect=function in _SETTERS | _HOOKED
+                **common, function=function, is_random=self._draws.drew, is_effect=function in _SETTERS | _HOOKED
             ),
-            is_unit=False,
-            is_random=lambda: self._drew,
+            unit=None,
+            is_random=lambda: self._draws.drew,
             is_effect=function in _SETTERS,
             is_hook=function in _HOOKED,
         )
@@ -262,14 +211,14 @@ class _Recorder:
         """See Listener."""
         if self._running is not None:
             return apply(*args, **kwargs)
-        self._drew = False
+        self._draws.drew = False
         return self._make(
             lambda: apply(*args, **kwargs),
             args,
             kwargs,
-            lambda common: GlueCall(**common, function=kind.apply, is_random=self._drew, is_effect=False),
-            is_unit=False,
-            is_random=lambda: self._drew,
+            lambda common: GlueCall(**common, function=kind.apply, is_random=self._draws.drew, is_effect=False),
+            unit=None,
+            is_random=lambda: self._draws.drew,
         )
 
     def reentrant(
@@ -340,13 +289,13 @@ class _Recorder:
         kwargs: dict[str, Any],
         build: Callable[[dict[str, Any]], UnitCall | GlueCall],
         *,
-        is_unit: bool,
+        unit: str | None,
         is_random: Callable[[], bool],
         is_effect: bool = False,
         is_hook: bool = False,
     ) -> Any:
-        if not is_unit:
-            self._check_drawn()
+        if unit is None:
+            self._draws.check()
         me = len(self._calls)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
@@ -355,20 +304,21 @@ class _Recorder:
             templates, refused = self._values.templates(args, kwargs), None
         except RefusedError as error:
             templates, refused = None, error
-        self._running, self._runs_unit = me, is_unit
-        self._passed = {id(x) for x in given} | (self._values.ids_in_states(args, kwargs) if is_unit else set())
-        self._passed_memory = {memory_of(x) for x in given} - {None}
+        states = set() if unit is None else self._values.ids_in_states(args, kwargs)
+        within = nullcontext() if unit is None else self._owners.within_unit(me, unit, given, states)
+        self._running = me
         try:
-            result = call()
+            with within:
+                result = call()
         finally:
-            self._running, self._runs_unit = None, False
-        self._generators = python_and_numpy()
+            self._running = None
+        self._draws.settle()
         leaves, structure = pytree.tree_flatten(result)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
         made = [x for x in leaves if isinstance(x, torch.Tensor)]
         if is_effect or is_hook:
             changed = given[:1]
-        if not (is_unit or made or changed):
+        if not (unit is not None or made or changed):
             return result
         if _saved_tensor_hooks() != self._hooks_around and not self._regions:
             raise RefusedError("saved_tensors_hooks are in force between the units")
@@ -392,24 +342,13 @@ class _Recorder:
         record = build(common)
         self._calls.append(record)
         if is_random():
-            record.enters = self._next_number()
+            record.enters = self._draws.number(me)
         for x in {id(x): x for x in changed}.values():
             self._note_change(record, me, x, is_hook=is_hook)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 record.results[place] = self._values.new(leaf, call=me)
         return result
-
-    def _next_number(self) -> int:
-        if self._whole is None:
-            number, self._enters = self._enters, self._enters + 1
-        else:
-            number = self._whole + (len(self._drawing) << DRAWS)
-            if self._drew:
-                me = len(self._calls) - 1
-                self._together += [(each, me, "both draw random numbers of one unit") for each in self._drawing[-1:]]
-                self._drawing.append(me)
-        return number
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:
         memory = memory_of(tensor)
@@ -421,7 +360,7 @@ class _Recorder:
             if memory in self._values.slot_memory:
                 record.writes = True
                 if memory in self._unit_memory:
-                    raise _CarriedError(
+                    raise CarriedError(
                         "the code between the modules writes to a parameter or buffer of one of them: expected that "
                         "module to do it itself, or it to be done between two steps"
                     )
@@ -431,21 +370,12 @@ class _Recorder:
             self._values.last_write[memory] = me
         if before is None:
             if id(tensor) not in self._values.slots:
-                raise RefusedError(f"{self._what(tensor)} is changed in place")
+                raise RefusedError(f"{self._owners.what(tensor)} is changed in place")
             record.writes = True
             return
         if is_hook:
             self._together.append((self._values.made_by[before], me, why))
         record.changed[before] = self._values.new(tensor, call=me)
-
-    def _what(self, tensor: torch.Tensor) -> str:
-        owner = self._owner.get(id(tensor), _GLUE)
-        shape = f"a tensor of shape {tuple(tensor.shape)}"
-        if owner >= 0:
-            first = self._calls[owner]
-            assert isinstance(first, UnitCall)
-            return f"{shape} that {first.name} made and did not return"
-        return f"{shape} that was not made by a public function of torch (vmap, for example)"
 
     # The end
 
@@ -482,23 +412,23 @@ class _Recorder:
         )
         self._calls.append(call)
 
-    def _check_drawn(self) -> None:
-        if python_and_numpy() != self._generators:
-            raise RefusedError("the code between the modules draws from Python's or numpy's random generator")
-
     def finish(self, output: object) -> Record:
         """The record, from what the model returned."""
-        self._check_drawn()
+        self._draws.check()
         self._is_busy = self._has_ended = True
         form, tensors = Form.of_output(output)
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         for path, module in self._roles.opened.items():
-            changed = [k for k, v in _plain_attributes(module).items() if self._plain[path].get(k, v) != v]
-            carried = [k for k, v in vars(module).items() if self._attributes.carries(module, k) and self._follows(v)]
+            changed = [k for k, v in plain_attributes(module).items() if self._plain[path].get(k, v) != v]
+            carried = [
+                k
+                for k, v in vars(module).items()
+                if self._attributes.carries(module, k) and follows(v, self._values, self._calls)
+            ]
             self._stack.append(path)  # an inner module that does this can run whole
             if carried:
-                raise _CarriedError(
+                raise CarriedError(
                     f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next: "
                     f"expected a buffer (register_buffer), which stages keep"
                 )
@@ -511,48 +441,9 @@ class _Recorder:
             results=tuple(results),
             output_form=form,
             bytes_of=self._values.bytes_of,
-            together=(*self._together, *self._around_writes()),
+            together=(*self._together, *around_writes(self._calls)),
             opened=tuple(self._roles.opened.values()),
         )
-
-    def _follows(self, value: object) -> bool:
-        """Whether a tensor in it follows from inputs, parameters or units, unlike a mask that is made once."""
-        tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-        todo = [number for x in tensors if (number := self._values.number_of(x)) is not None]
-        while todo:
-            made_by = self._values.made_by[todo.pop()]
-            call = self._calls[made_by] if made_by >= 0 else None
-            if call is None or isinstance(call, UnitCall):
-                return True
-            for each in call.templates():
-                if isinstance(each, Slot) and each.table == "_parameters":
-                    return True
-                if isinstance(each, Ref):
-                    todo.append(each.number)
-        return False
-
-    def _around_writes(self) -> Iterator[tuple[int, int, str]]:
-        """Calls that take a buffer which the code between the units writes to: one stage makes them all."""
-        taking: dict[Slot, list[int]] = {}
-        for i, call in enumerate(self._calls):
-            for each in call.templates():
-                if isinstance(each, Slot):
-                    taking.setdefault(each, []).append(i)
-        for slot, calls in taking.items():
-            if any(self._calls[i].writes for i in calls):
-                for first, second in pairwise(calls):
-                    yield first, second, f"both take buffer {slot.key!r}, which changes"
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._tell(func, args, kwargs or {})
 
 
 def _refuse(reason: str) -> None:
@@ -573,9 +464,3 @@ def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, object]:
-    kinds = bool | int | float | str | None
-    found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
-    return found | {key: copy.copy(value) for key, value in vars(module).items() if type(value) in (list, set)}
