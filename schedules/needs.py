@@ -101,10 +101,6 @@ class Needs:
         self._split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
         self._wire_of = {(w.kind, w.src, w.dst): w for w in self.wires}
 
-    def is_split(self, stage: int, index: int) -> bool:
-        """Whether I and W stand in place of B."""
-        return (stage, index) in self._split
-
     def backward(self, stage: int, index: int) -> Action:
         """The action that makes the gradient which `stage` sends on."""
         return Action(stage, Op.I if (stage, index) in self._split else Op.B, index)

@@ -31,7 +31,7 @@ _LAYOUT = "layout.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RunLayout:
     """How a run runs, as far as results depend on it.
 
     Arguments:
@@ -46,8 +46,8 @@ class Layout:
     predicted_step_seconds: float | None
 
     @classmethod
-    def of(cls, pipe: PipelineModule) -> Layout:
-        """Layout of a pipeline that is built."""
+    def of(cls, pipe: PipelineModule) -> RunLayout:
+        """The layout of a pipeline that is built."""
         schedule = pipe.schedule
         return cls(
             num_ranks=schedule.num_ranks,
@@ -58,7 +58,7 @@ class Layout:
             predicted_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
         )
 
-    def changes_to(self, now: Layout) -> tuple[str, ...]:
+    def changes_to(self, now: RunLayout) -> tuple[str, ...]:
         """Sentences about what is not as it was."""
         told = []
         if (self.num_ranks, self.schedule, self.num_stages) != (now.num_ranks, now.schedule, now.num_stages):
@@ -131,7 +131,7 @@ class Checkpoints:
         if self._run is not None:
             if self._pipe.plan is not None:
                 write_whole(self._path / PLAN, self._pipe.plan.to_json())
-            write_whole(self._path / _LAYOUT, json.dumps(asdict(Layout.of(self._pipe))))
+            write_whole(self._path / _LAYOUT, json.dumps(asdict(RunLayout.of(self._pipe))))
 
     def behind(self, step: int, log: Callable[[], object]) -> None:
         """Step number `step` was run: save where that is due, once `log` has written down what is known of it."""
@@ -173,7 +173,7 @@ class Checkpoints:
 
     def _tell(self, run: RunFolder) -> None:
         self.known, lost = run.keep_before(self.first_step)
-        before, now = _read_layout(self._path / _LAYOUT), Layout.of(self._pipe)
+        before, now = _read_layout(self._path / _LAYOUT), RunLayout.of(self._pipe)
         changes = before.changes_to(now) if before is not None and self.first_step else ()
         if self.first_step == 0 and not lost:
             return
@@ -201,9 +201,9 @@ def may_go_on(options: TrainOptions) -> bool:
     return options.resume and (options.checkpoints / _LATEST).exists()
 
 
-def _read_layout(path: Path) -> Layout | None:
+def _read_layout(path: Path) -> RunLayout | None:
     """None where there is none that can be read: it only helps to tell."""
     try:
-        return Layout(**json.loads(path.read_text()))
+        return RunLayout(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None

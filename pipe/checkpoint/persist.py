@@ -42,16 +42,6 @@ class Processes(Protocol):
         """[size] what every process gives, on every process."""
 
 
-class Alone:
-    """A single process."""
-
-    rank = 0
-
-    def gather(self, mine: T, *, what: str) -> list[T]:
-        """What it gives."""
-        return [mine]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
     """What became of a save, alike on all ranks.

@@ -16,10 +16,11 @@ from typing import IO, Any
 
 import torch
 
+from ...comm.store_exchange import Alone
 from ..parallel.share import Share
 from .files import OwnCheckpoints
 from .manifest import model_key
-from .persist import Alone, persist
+from .persist import persist
 from .reader import Checkpoint
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HeldPiece, Snapshot

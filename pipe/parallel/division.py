@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .share import Share
+from .share import Share, chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,7 @@ class Division:
         place = self.ranks.index(rank)
         if self.dim is None:
             return tensor if place == self.owner else tensor.new_empty(0)
-        size = tensor.shape[self.dim]
-        step = -(-size // self.count)
-        begin, end = min(place * step, size), min((place + 1) * step, size)
+        begin, end = chunk(tensor.shape[self.dim], index=place, count=self.count)
         return tensor.narrow(self.dim, begin, end - begin)
 
     def share(self, rank: int, of: Share) -> Share:

@@ -38,7 +38,7 @@ _BATCH, _LENGTH = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Recognised:
     """Styles of a module and of its children, by name below it ("" is the module itself), which belong together."""
 
     styles: Mapping[str, ParallelStyle]
@@ -53,9 +53,9 @@ class Recogniser:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._known: dict[object, Region | None] = {}
+        self._known: dict[object, Recognised | None] = {}
 
-    def region(self, module: nn.Module) -> Region | None:
+    def region(self, module: nn.Module) -> Recognised | None:
         """How a module may be cut; None where that is not known."""
         known = _by_class(module)
         if known is not None:
@@ -68,7 +68,7 @@ class Recogniser:
             self._known[key] = self._tried(module, children)
         return self._known[key]
 
-    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module]) -> Region | None:
+    def _tried(self, module: nn.Module, children: Mapping[str, nn.Module]) -> Recognised | None:
         parameter = next(module.parameters())
         if parameter.is_meta:
             return None
@@ -86,28 +86,28 @@ class Recogniser:
                 else:
                     styles.update(found)
                     columns = []
-        return Region(styles=styles) if styles else None
+        return Recognised(styles=styles) if styles else None
 
 
-def _by_class(module: nn.Module) -> Region | None:
+def _by_class(module: nn.Module) -> Recognised | None:
     """Regions of classes that are known."""
     forward, name = type(module).forward, type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
-        return Region(styles={"": Heads()})
+        return Recognised(styles={"": Heads()})
     if forward is nn.TransformerEncoderLayer.forward or forward is nn.TransformerDecoderLayer.forward:
         if not _is_elementwise(module.activation):  # type: ignore[arg-type]
             return None
         styles: dict[str, ParallelStyle] = {"linear1": Column(), "linear2": Row()}
         if forward is nn.TransformerEncoderLayer.forward:  # its short cut reads all weights as whole ones
             styles[""] = Local(fixed={"activation_relu_or_gelu": 0})
-        return Region(styles=styles)
+        return Recognised(styles=styles)
     if forward is nn.TransformerEncoder.forward:
-        return Region(styles={"": Local(fixed={"use_nested_tensor": False})})
+        return Recognised(styles={"": Local(fixed={"use_nested_tensor": False})})
     if name == "GPT2Attention" and type(module).__module__.startswith("transformers."):
         local = Local("num_heads", "split_size", "embed_dim")
         if getattr(module, "is_cross_attention", False):
-            return Region(styles={"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()})
-        return Region(styles={"": local, "c_attn": Column(blocks=3), "c_proj": Row()})
+            return Recognised(styles={"": local, "q_attn": Column(), "c_attn": Column(blocks=2), "c_proj": Row()})
+        return Recognised(styles={"": local, "c_attn": Column(blocks=3), "c_proj": Row()})
     return None
 
 

@@ -82,8 +82,7 @@ class Share:
         if blocks < 1 or size % blocks:
             raise ValueError(f"dimension {dim} of size {size} in {blocks} equal blocks: expected a divisor of {size}")
         block = size // blocks
-        step = -(-block // count)
-        first, last = min(index * step, block), min((index + 1) * step, block)
+        first, last = chunk(block, index=index, count=count)
         ranges = [(number * block + first, number * block + last) for number in range(blocks)]
         boxes = []
         for number, (begin, end) in enumerate(ranges):
@@ -113,6 +112,12 @@ class Share:
     def _check(tensor: torch.Tensor, shape: tuple[int, ...], which: str) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{which} tensor of shape {tuple(tensor.shape)}: expected {shape}")
+
+
+def chunk(size: int, *, index: int, count: int) -> tuple[int, int]:
+    """Begin and end of part `index` of a dimension in `count` parts, as torch.chunk makes them."""
+    step = -(-size // count)
+    return min(index * step, size), min((index + 1) * step, size)
 
 
 def _cut(box: Box, dim: int, begin: int, end: int, *, local: int) -> Box | None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .share import Share
+from .share import Share, chunk
 from .style import Style, StyleError, not_divided
 from .tensor_group import TensorGroup, enter, gather, leave, split
 
@@ -314,8 +314,7 @@ def _is_by_position(module: nn.Module) -> bool:
 
 def _vocabulary_parallel(module: nn.Embedding, group: TensorGroup, tokens: torch.Tensor) -> torch.Tensor:
     size = module.weight.shape[0]
-    step = -(-module.num_embeddings // group.count)
-    first = min(group.index * step, module.num_embeddings)
+    first, _ = chunk(module.num_embeddings, index=group.index, count=group.count)
     local = tokens - first
     outside = (local < 0) | (local >= size)
     padding = module.padding_idx

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..patterns import match
 from .attention import Heads
 from .published import published_plans, styles_of_plan
-from .recognise import HEADS, Recogniser, Region
+from .recognise import HEADS, Recognised, Recogniser
 from .style import Style, StyleError, not_divided
 from .styles import Column, Local, Row, Sequence, sizes_of
 
@@ -190,7 +190,7 @@ def _words(option: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[
 
 
 def _of_region(
-    name: str, word: str, parent: str, region: Region, words: Mapping[str, object]
+    name: str, word: str, parent: str, region: Recognised, words: Mapping[str, object]
 ) -> dict[str, ParallelStyle]:
     """A child's style as its region has it, and the module's own."""
     child = name.rpartition(".")[2]

@@ -104,26 +104,29 @@ class Flat:
 
     Arguments:
         like: shapes and types, in the same order on both sides.
+
+    Attributes:
+        buckets: positions of the tensors in each.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self.like = tuple(like)
-        self._buckets = buckets_of(self.like)
+        self.buckets = tuple(buckets_of(self.like))
 
     def specs(self) -> list[TensorSpec]:
         """Layouts of the buckets."""
-        numels = [sum(self.like[i].numel() for i in bucket) for bucket in self._buckets]
-        types = [self.like[bucket[0]].dtype for bucket in self._buckets]
+        numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
+        types = [self.like[bucket[0]].dtype for bucket in self.buckets]
         return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Every bucket as a copy."""
-        return tuple(flatten([tensors[i] for i in bucket]) for bucket in self._buckets)
+        return tuple(flatten([tensors[i] for i in bucket]) for bucket in self.buckets)
 
     def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, views of the buckets."""
         found = list(self.like)  # empty ones stay
-        for bucket, flat in zip(self._buckets, flats, strict=True):
+        for bucket, flat in zip(self.buckets, flats, strict=True):
             for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
                 found[i] = part
         return found
@@ -142,8 +145,8 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.names = tuple(name for name, _ in parameters)
         self.parameters = tuple(parameter for _, parameter in parameters)
-        self.buckets = tuple(buckets_of(self.parameters))
         self._flat = Flat(self.parameters)
+        self.buckets = self._flat.buckets
 
     def flags(self, gradients: Grads) -> torch.Tensor:
         """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""

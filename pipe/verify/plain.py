@@ -21,7 +21,7 @@ from ..stages.stage import LossValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Microbatch:
     """One microbatch.
 
     Arguments:
@@ -117,7 +117,7 @@ class PlainModule:
 
     def run(
         self,
-        shares: Sequence[Share],
+        microbatches: Sequence[Microbatch],
         loss_of: Callable[[object, object], LossValue],
         seeder: Seeder,
         *,
@@ -125,10 +125,10 @@ class PlainModule:
         step: int,
         group_size: int,
         loss_scale: float,
-        evaluated: Sequence[Share],
+        evaluated: Sequence[Microbatch],
         join: Callable[..., Sequence[torch.Tensor | list[torch.Tensor]]],
     ) -> Outcome:
-        """Train on all shares; before that, the outputs of an evaluation of some, put together by `join`.
+        """Train on all microbatches; before that, the outputs of an evaluation of some, put together by `join`.
 
         Arguments:
             entering: how the model tells of its units; see `Cut`.
@@ -142,19 +142,19 @@ class PlainModule:
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
         for parameter, _ in kept:
             parameter.grad = None
-        for begin in range(0, len(shares), group_size):
-            group = shares[begin : begin + group_size]
-            samples = sum(share.samples for share in group)
+        for begin in range(0, len(microbatches), group_size):
+            group = microbatches[begin : begin + group_size]
+            samples = sum(microbatch.samples for microbatch in group)
             counts, mean = 0.0, 0.0
-            for share in group:
-                seeder.begin(step=step, microbatch=share.number)
+            for microbatch in group:
+                seeder.begin(step=step, microbatch=microbatch.number)
                 try:
                     with torch.enable_grad():
                         with entering(self._model, seeder.enter):
-                            output = self(share.arguments)
+                            output = self(microbatch.arguments)
                         seeder.enter_loss()
-                        loss, count = loss_of(output, share.target)
-                        scaled = loss if count is not None else loss * (share.samples / samples)
+                        loss, count = loss_of(output, microbatch.target)
+                        scaled = loss if count is not None else loss * (microbatch.samples / samples)
                         if scaled.requires_grad:
                             with Autocast.now(seeder.device.type).off():
                                 torch.autograd.backward(scaled * loss_scale)
@@ -177,17 +177,17 @@ class PlainModule:
         )
 
     def _evaluate(
-        self, shares: Sequence[Share], seeder: Seeder, *, entering: Entering, step: int
+        self, microbatches: Sequence[Microbatch], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
         """By output, those of all microbatches; nothing of the module changes."""
         columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
             self.root.eval()
-            for share in shares:
-                seeder.begin(step=step, microbatch=share.number)
+            for microbatch in microbatches:
+                seeder.begin(step=step, microbatch=microbatch.number)
                 try:
                     with entering(self._model, seeder.enter):
-                        _, flat = Form.of_output(self(share.arguments))
+                        _, flat = Form.of_output(self(microbatch.arguments))
                 finally:
                     seeder.end()
                 columns.append(flat)

@@ -31,7 +31,7 @@ from ..training import Training
 from ..update.gradients import clip_factor
 from ..update.interface import Update
 from .compare import first_difference
-from .plain import Outcome, PlainModule, Share, Watch
+from .plain import Microbatch, Outcome, PlainModule, Watch
 from .regions import Regions
 
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -189,19 +189,19 @@ class Verifier:
         piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
         for module, own in zip(plain.root.modules(), self._parts.root.modules(), strict=True):
             module.training = own.training
-        shares = self._shares(batches)
+        microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._place.local_ranks)  # it evaluates its own microbatches
         with untouched(plain.root, device=self._settings.device):  # hooks are those of the user's own modules
             watch = Watch(plain.root)
             outcome = plain.run(
-                shares,
+                microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target))),
                 self._seeder,
                 entering=self._parts.entering,
                 step=step,
                 group_size=self._schedule.group_size,
                 loss_scale=self._loss_scale(),
-                evaluated=[share for share in shares if last[share.number % len(last)] in mine],
+                evaluated=[one for one in microbatches if last[one.number % len(last)] in mine],
                 join=self._evaluation.join,
             )
             if drew_apart:  # masks of divided activations are others: each region was looked at without them
@@ -219,10 +219,10 @@ class Verifier:
         plain.unload()
         return difference
 
-    def _shares(self, batches: Sequence[Given]) -> list[Share]:
+    def _microbatches(self, batches: Sequence[Given]) -> list[Microbatch]:
         """All microbatches, in order: microbatch j of data replica q is number j D + q."""
         own, device = self._schedule.num_microbatches // len(batches), self._settings.device
-        shares = []
+        found = []
         loss = self._settings.model_loss
         for replica, given in enumerate(batches):
             parts = given.on(device).cut(own)
@@ -230,8 +230,8 @@ class Verifier:
             targets: Sequence[object] = [part.target for part in parts]
             if loss is not None:
                 targets = loss.weigh(microbatches)
-            shares += [
-                Share(
+            found += [
+                Microbatch(
                     arguments=microbatch,
                     target=target,
                     samples=microbatch.num_samples,
@@ -239,7 +239,7 @@ class Verifier:
                 )
                 for j, (microbatch, target) in enumerate(zip(microbatches, targets, strict=True))
             ]
-        return sorted(shares, key=lambda share: share.number)
+        return sorted(found, key=lambda one: one.number)
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
         """The batch's loss, and the gradients of this process's parameters, with no update made."""

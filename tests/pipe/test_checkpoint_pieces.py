@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagewright.comm.store_exchange import Alone
 from stagewright.pipe.checkpoint.files import OwnCheckpoints
 from stagewright.pipe.checkpoint.manifest import Piece, model_key
-from stagewright.pipe.checkpoint.persist import Alone, persist
+from stagewright.pipe.checkpoint.persist import persist
 from stagewright.pipe.checkpoint.reader import Checkpoint
 from stagewright.pipe.checkpoint.snapshot import HeldPiece, Snapshot
 from stagewright.pipe.parallel.share import Share
