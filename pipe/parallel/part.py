@@ -78,7 +78,8 @@ class Part:
         """ValueError for a parameter that was written while it was let go: the next gathering would undo that."""
         if self._nothing is None:
             return
-        is_other = self.whole.data_ptr() != self._nothing.data_ptr() or self.whole._version != self._version
+        is_moved = self.whole.numel() > 0 and self.whole.data_ptr() != self._nothing.data_ptr()  # 0 without elements
+        is_other = is_moved or self.whole._version != self._version
         # A CUDA device would have to be waited for: there, only writes through `.data` pass unseen.
         readable = self._nothing.device.type == "cpu" and self._nothing.is_floating_point()
         if is_other or (readable and not bool(self._nothing.isnan())):
