@@ -128,7 +128,7 @@ def overlap_once() -> Any:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
     for times in gloo.run(overlap_once, ranks=4):
         assert {side: len(seconds) for side, seconds in times.seconds.items()} == {"beside": 1, "behind": 1}
