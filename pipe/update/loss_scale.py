@@ -70,11 +70,11 @@ class LossScale:
         Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0: no scale helps any more.
         """
         value, good = self._scales[self.newest]
-        scale, tracker = torch.tensor(value), torch.tensor(good, dtype=torch.int32)
+        scale, tracker = torch.tensor(value, dtype=torch.float32), torch.tensor(good, dtype=torch.int32)
         torch._amp_update_scale_(
             scale,
             tracker,
-            torch.tensor(float(overflowed)),
+            torch.tensor(float(overflowed), dtype=torch.float32),
             self._scaler.get_growth_factor(),
             self._scaler.get_backoff_factor(),
             self._scaler.get_growth_interval(),
@@ -128,8 +128,8 @@ class LossScale:
 
 def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: torch.device) -> torch.Tensor:
     """Divide gradients by the scale, in place. Returns 1 where one of them is not finite, else 0: float32 scalar."""
-    overflowed = torch.zeros((), device=device)
-    inverse = torch.full((), scale, device=device).double().reciprocal().float()
+    overflowed = torch.zeros((), dtype=torch.float32, device=device)
+    inverse = torch.full((), scale, dtype=torch.float32, device=device).double().reciprocal().float()
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient is not None:
@@ -142,4 +142,5 @@ def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: t
 
 def _read(scaler: GradScaler) -> Scale:
     state = scaler.state_dict()
-    return Scale(torch.tensor(float(state["scale"])).item(), int(state["_growth_tracker"]))  # in float32, as it is used
+    scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, whatever the default type
+    return Scale(scale.item(), int(state["_growth_tracker"]))

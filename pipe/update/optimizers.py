@@ -71,14 +71,14 @@ class StageOptimizers:
             if name is None:
                 continue
             try:
-                is_able = separable(optimizer) == "elements"
-            except ValueError:
-                is_able = False
+                is_able, reason = separable(optimizer) == "elements", "it needs whole parameters"
+            except ValueError as error:
+                is_able, reason = False, str(error).split(": expected", 1)[0]
             if not is_able:
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
-                    f"does not update each element by itself: each process would come to another result than the "
-                    f"whole weight does. Expected one such as AdamW for it, or a module that is not divided"
+                    f"is not known to update each element by itself, as each process must, which has a part of the "
+                    f"weight: {reason}. Expected one such as AdamW for it, or a module that is not divided"
                 )
 
     def whole_names(self) -> set[str]:

@@ -18,6 +18,7 @@ from torch import nn
 import stagewright
 from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.update.optimizers import StageOptimizers
 from stagewright.pipe.update.same_options import SameOptions
 
 RULES: dict[str, dict[str, Any]] = {
@@ -273,3 +274,20 @@ def test_float16_is_no_matter_where_nothing_is_trained() -> None:
     output = pipe.predict(X.half())
     assert isinstance(output, torch.Tensor)
     assert output.dtype is torch.float16
+
+
+class _Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"), [(_Failing, "KeyError: 'no such thing'"), (torch.optim.Muon, "it needs whole parameters")]
+)
+def test_an_optimizer_that_tensor_groups_cannot_divide_is_told_why(optimizer: Any, reason: str) -> None:
+    """An error in the optimizer's own step is named, not taken for a property of it."""
+    named = [("up.weight", nn.Parameter(torch.ones(4, 4)))]
+    held = StageOptimizers(0, named, optimizer, None, where="stage 0", model=[id(named[0][1])], may_hold_others=False)
+    with pytest.raises(ValueError, match=r"'up\.weight', which is divided over a tensor group") as caught:
+        held.refuse_to_divide({"up.weight"})
+    assert reason in str(caught.value)
