@@ -65,5 +65,5 @@ def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest
 
 
 def test_more_ranks_than_the_pool_has(gloo: Pool) -> None:
-    with pytest.raises(ValueError, match=r"ranks=9: expected 1 to 4"):
+    with pytest.raises(ValueError, match=r"ranks=9: expected 1 to 8"):
         gloo.run(add_up, ranks=9)
