@@ -140,7 +140,7 @@ class Collectives:
         return self._groups[self.tensor_members]
 
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
-        """What an error of an action means if it came from a collective of a module that the tensor group has divided;
+        """Meaning of an error of an action if it came from a collective of a module that the tensor group has divided;
         None for any other."""
         if len(self.tensor_members) == 1 or not _BACKEND_ERROR.search(str(error)):
             return None
@@ -228,7 +228,7 @@ class Collectives:
         return wait
 
     def by_rank(self, mine: T, *, what: str) -> dict[int, T]:
-        """What the process of each rank of this plane gives, on every process; alone, its own for every rank."""
+        """Values that the processes of this plane's ranks give, on every process; alone, its own for every rank."""
         given = self.gather(mine, what=what)
         return {rank: given[self._place.process_of(rank)] for rank in range(self._place.mesh.num_ranks)}
 

@@ -1,4 +1,4 @@
-"""What processes tell each other beside training, in a thread of their own: through the store at which they met.
+"""Exchange between processes beside training, in a thread of their own: through the store at which they met.
 
 A collective of the run would wait for the run's other collectives, and one that timed out would break its group. Here a
 wait is a look at the store now and then, which any thread may take, and which ends nothing.
@@ -78,7 +78,7 @@ class Alone:
     rank = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """What it gives."""
+        """Result of the call."""
         return [mine]
 
     def give_up(self, why: str) -> None:

@@ -9,7 +9,7 @@ AUTO = "auto"
 
 
 def read_tensor_parallel(given: str) -> str | dict[str, str]:
-    """What PipelineModule takes as tensor_parallel=. Raises ValueError for a file that cannot be read so."""
+    """Value for PipelineModule's tensor_parallel=. Raises ValueError for a file that cannot be read so."""
     if given == AUTO:
         return AUTO
     path = Path(given)

@@ -209,7 +209,7 @@ class _Rank:
         return (wanted,) if wanted == sharded else (wanted, sharded)
 
     def _gather_seconds(self, weights: float) -> float:
-        """Of a stage's updated weights: half of what sums of its gradients take."""
+        """Seconds of gathering a stage's updated weights: half of what sums of its gradients take."""
         return 0.0 if self.place.ring is None or not weights else self.place.ring.seconds(weights) / 2
 
     def options(self, names: Sequence[str]) -> list[list[Option]]:

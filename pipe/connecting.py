@@ -33,7 +33,7 @@ _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """What this process's ranks need beside their stages.
+    """Parts that this process's ranks need beside their stages.
 
     Arguments:
         recorders, transports: by local rank.

@@ -1,4 +1,4 @@
-"""What is known of a PipelineModule's run: what is carried out, where, and what it takes."""
+"""Facts about a PipelineModule's run: what is carried out, where, and what it takes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _log = logging.getLogger("stagewright")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What stands before the model is cut.
+    """Everything that stands before the model is cut.
 
     Arguments:
         model, stages: one of them.

@@ -73,7 +73,7 @@ def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Colle
 
 
 def latest_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
-    """Of those that something on `rank` waits for, by the position of the action that does."""
+    """Position of the first action on `rank` that waits for each collective, where one does."""
     first = _landmarks(schedule, rank).first_use
     return {each: first[s] for each in collectives for s in each.stages if each.op is Op.UNSHARD and s in first}
 

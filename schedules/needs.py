@@ -53,7 +53,7 @@ class Wire(NamedTuple):
         return self.consumers if self.kind is MessageKind.ACT else (self.dst,)
 
     def message(self, index: int) -> Message:
-        """That of a microbatch."""
+        """Message of a microbatch."""
         return Message(self.kind, self.src, self.dst, index)
 
     @property
@@ -118,7 +118,7 @@ class Needs:
         return []
 
     def wire(self, message: Message) -> Wire:
-        """That of a message of activations or gradients."""
+        """Wire of a message of activations or gradients."""
         return self._wire_of[message[:3]]
 
     def makers(self, message: Message) -> list[Action]:
@@ -169,7 +169,7 @@ class Needs:
 
     @cached_property
     def _position(self) -> dict[Action, int]:
-        """Of each forward and backward on its rank."""
+        """Position of each forward and backward in its rank's program."""
         ops = {Op.F, *BACKWARD_OPS}
         return {a: i for program in self._programs for i, a in enumerate(program) if a.op in ops}
 

@@ -257,7 +257,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
 
 def _bars(trace: RankTrace) -> list[tuple[float, float, str]]:
-    """What a rank's lanes show: start, end, colour."""
+    """Bars of a rank's lanes: start, end, colour."""
     messages = [(start, end, MESSAGE_HUES[message.kind]) for message, start, end in trace.comm]
     together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.collectives]
     return sorted(messages + together)
@@ -317,5 +317,5 @@ def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
 
 
 def collectives_of(timeline: Timeline) -> set[Op]:
-    """What ranks did together."""
+    """Kinds of what ranks did together."""
     return {span.what.op for trace in timeline.ranks for span in trace.collectives}

@@ -1,4 +1,4 @@
-"""What checkpoints cost a training run: beside it, in two phases, against saves that it waits for.
+"""Cost of checkpoints for a training run: beside it, in two phases, against saves that it waits for.
 
 A GPT with AdamW on two ranks; repetition by repetition the same steps run without checkpoints, with one written beside
 them, and with one that they wait for. Then a run whose interval is found from what they cost.

@@ -159,7 +159,7 @@ def _receive_bytes(records: Sequence[ReceiveBytes]) -> list[Figure]:
 
 
 def _overlap(times: OverlapTimes) -> list[Figure]:
-    """What a step saves, and how far the simulator was off for both sides."""
+    """Share of a step that is saved, and how far the simulator was off for both sides."""
     beside, behind = times.seconds["beside"], times.seconds["behind"]
     predicted = times.predicted["beside"] / times.predicted["behind"]
     workload = "interleaved V=2, 2 x 2 ranks, slow wire"
@@ -190,7 +190,7 @@ def _overlap(times: OverlapTimes) -> list[Figure]:
 
 
 def _checkpoints(times: CheckpointTimes) -> list[Figure]:
-    """What a checkpoint adds to its steps, by either way, and the share that an interval of its own keeps to."""
+    """Time that a checkpoint adds to its steps, by either way, and the share that an interval of its own keeps to."""
     without, blocking, beside = (times.seconds[side] for side in ("without", "blocking", "beside"))
     workload = f"GPT, AdamW, {times.num_bytes / 1e6:.0f} MB a rank"
 

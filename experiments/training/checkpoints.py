@@ -150,7 +150,7 @@ class Checkpoints:
 
     @property
     def saved(self) -> Saved | None:
-        """What saving has cost so far; None where nothing is to be saved."""
+        """Cost of saving so far; None where nothing is to be saved."""
         if self._saver is None:
             return None
         return Saved(

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other beside the pipeline."""
+"""Exchange between the ranks of a run beside the pipeline."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ..profile import Node
 
 
 class Sums(NamedTuple):
-    """Of one unit: (number, bytes) in F and in B."""
+    """Messages of one unit: (number, bytes) in F and in B."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]

@@ -115,7 +115,7 @@ class ReplicaLoader:
 
 
 class _Draws(Sampler[list[Draw]]):
-    """What ReplicaBatches draws, with the epoch of each sample."""
+    """Samples that ReplicaBatches draws, with the epoch of each sample."""
 
     def __init__(self, batches: ReplicaBatches) -> None:
         self._batches = batches

@@ -44,7 +44,7 @@ Every = int | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """What became of one checkpoint, as this process saw it.
+    """Outcome of one checkpoint, as this process saw it.
 
     Arguments:
         step: behind which it was taken.
@@ -62,7 +62,7 @@ class CheckpointRecord:
 
 
 class _Agreed(NamedTuple):
-    """What all processes must have alike, and whether one cannot go on."""
+    """Things that all processes must have alike, and whether one cannot go on."""
 
     every: Every
     overhead: float
@@ -310,7 +310,7 @@ class Checkpointer:
 
 
 class _StepClock:
-    """What steps take beside a checkpoint and without one; all seconds are of this process.
+    """Seconds of steps beside a checkpoint and without one; all seconds are of this process.
 
     left()  ... train_step ...  entered()  ... begin a checkpoint ...  left()
            | a step's seconds             | a stall                   |
@@ -349,20 +349,20 @@ class _StepClock:
         self._step = step
 
     def left(self, *, is_busy: bool) -> None:
-        """What there was to do about checkpoints is done; is_busy: one is under way beside the next step."""
+        """Note that all work on checkpoints is done; is_busy: one is under way beside the next step."""
         self.stalled()
         self._left = self._entered
         self._is_busy = is_busy
 
     def stalled(self) -> None:
-        """What has passed so far counts to the newest checkpoint."""
+        """Count the time that has passed so far to the newest checkpoint."""
         now = time.perf_counter()
         self._stall += now - self._entered
         self._total += now - self._entered
         self._entered = now
 
     def cost(self) -> Cost:
-        """That of the newest checkpoint; what follows is the next one's."""
+        """Cost of the newest checkpoint; what follows is the next one's."""
         found = Cost(
             seconds=max(self._newest(), self._stall),
             busy_steps=self._busy_steps,

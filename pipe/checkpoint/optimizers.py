@@ -21,7 +21,7 @@ from .values import Json, encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldEntry:
-    """What an optimizer keeps for a parameter under `entry`.
+    """State that an optimizer keeps for a parameter under `entry`.
 
     Arguments:
         share: of a tensor; None for any other value.

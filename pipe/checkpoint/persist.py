@@ -44,7 +44,7 @@ class Processes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """What became of a save, alike on all ranks.
+    """Outcome of a save, alike on all ranks.
 
     Arguments:
         path: the new checkpoint; None: there is none, and those before are as they were.
@@ -61,7 +61,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """What a process has written, and its values."""
+    """Pieces that a process has written, and its values."""
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
@@ -151,7 +151,7 @@ def _entry(piece: HeldPiece) -> Entry:
 
 
 def _manifest(name: str, snapshot: Snapshot, parts: Sequence[_Written]) -> Manifest:
-    """What all processes have written, together. Raises ValueError for pieces that do not make whole tensors."""
+    """Pieces that all processes have written, together. Raises ValueError for pieces that do not make whole tensors."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     values: dict[str, Json] = {}

@@ -60,7 +60,7 @@ class Checkpoint:
         return True, self._decoded(key, saved[0] if len(saved) == 1 else saved[process])
 
     def record(self, key: str) -> TensorRecord:
-        """What the manifest says of a tensor."""
+        """The manifest's record of a tensor."""
         return self.manifest.tensors[key]
 
     def check(self, key: str, share: Share) -> None:

@@ -34,7 +34,7 @@ _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: what it is of
 
 
 class HasState(Protocol):
-    """What can say where it stands and go on from there, as a data loader of `pipe.loader` or a GradScaler can."""
+    """State to keep, and to go on from, as of a data loader of `pipe.loader` or a GradScaler can."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors, numbers and text, in dicts and lists."""
@@ -95,7 +95,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What there is to save in this process.
+    """Everything to save in this process.
 
     Arguments:
         stages: by stage, that of its first local rank: the others are equal.
@@ -123,7 +123,7 @@ class Contents:
 
 
 class Writers:
-    """What this process writes of each tensor, agreed once with the others. Making it is collective."""
+    """Parts that this process writes of each tensor, agreed once with the others. Making it is collective."""
 
     def __init__(self, contents: Contents, collectives: Collectives) -> None:
         mine: dict[_Place, int] = {}
@@ -193,7 +193,7 @@ def take_snapshot(contents: Contents, writers: Writers, *, step: int, loader: Ma
 
 
 def _stage_state(stage: StageState, ownership: Ownership, writers: Writers) -> tuple[list[HeldPiece], dict[str, Json]]:
-    """What a stage's optimizers keep, and its older weights: pieces, and what is no tensor."""
+    """State of a stage's optimizers, and its older weights: pieces, and what is no tensor."""
     pieces: list[HeldPiece] = []
     values: dict[str, Json] = {}
     for held in held_state(stage.optimizers, ownership):

@@ -122,7 +122,7 @@ def _mask(
     *,
     like: Tensor,
 ) -> Tensor | None:
-    """What is added to the scores [B, H/t, T, S]; a mask of each head is one of all heads, or of the own ones."""
+    """Mask that is added to the scores [B, H/t, T, S]; a mask of each head is one of all heads, or of the own ones."""
     masks = []
     if attn_mask is not None:
         mask = _added(attn_mask, like)

@@ -137,7 +137,7 @@ def _foreign(
 
 
 def _share(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tensor, group: TensorGroup) -> Share:
-    """What a process holds after a style that does not say so."""
+    """Share that a process holds after a style that does not say so."""
     share = Share.whole(tuple(full.shape))
     if isinstance(after, DTensor):
         for placement in after.placements:

@@ -19,7 +19,7 @@ DATA_PARALLEL = ("replicate", "zero1", "fsdp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What is divided.
+    """Division of a run's stages.
 
     Arguments:
         shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
@@ -44,7 +44,7 @@ class Sharding:
             )
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What a program does with divided weights."""
+        """Steps of a program for divided weights."""
         stages = [stage for stage, count in enumerate(self.shards) if self.weights and count > 1]
         return tuple(Collective((stage,), op, 0) for stage in stages for op in (Op.UNSHARD, Op.RESHARD))
 

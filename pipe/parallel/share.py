@@ -121,7 +121,7 @@ def chunk(size: int, *, index: int, count: int) -> tuple[int, int]:
 
 
 def _cut(box: Box, dim: int, begin: int, end: int, *, local: int) -> Box | None:
-    """What lies in begin..end of the local dimension, which moves to `local` there."""
+    """The part that lies in begin..end of the local dimension, which moves to `local` there."""
     low = max(box.local[dim], begin)
     high = min(box.local[dim] + box.sizes[dim], end)
     if low >= high:

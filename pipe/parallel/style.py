@@ -49,7 +49,7 @@ class Style(ParallelStyle):
 
     @abstractmethod
     def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """What a member holds of each of the module's own parameters that is cut, by name; of an uncut module."""
+        """A member's shares of each of the module's own parameters that is cut, by name; of an uncut module."""
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         """The module's attributes while it is cut, where they change."""

@@ -55,7 +55,7 @@ class TensorGroup:
         return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
 
     def region(self, is_own: bool) -> None:
-        """What a forward draws from now on is each member's own (True), or the same on all."""
+        """Begin a region: a forward draws numbers of each member's own (True), or the same on all."""
         if self._on_region is not None:
             self._on_region(is_own)
 

@@ -193,7 +193,7 @@ class Worker(ABC):
         return inputs
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
-        """What is in the inbox, for one of the users; it goes with the last."""
+        """Tensors of the inbox, for one of the users; a message goes with the last."""
         message, users = wire.message(index), len(wire.users)
         if users > 1:
             taken = self._taken.pop(message, 0) + 1

@@ -11,7 +11,7 @@ from ...partition.graph.stand_ins import original_of
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    """What some outputs were computed with in float16, for people; None: no gradient is in float16 on the way back.
+    """Description of what some outputs were computed with in float16; None: no gradient is in float16 on the way back.
 
     Arguments:
         outputs: with their graph, of fake tensors.

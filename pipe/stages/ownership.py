@@ -74,7 +74,7 @@ class Ownership:
         return not self._local.isdisjoint(self.stages[name])
 
     def share(self, name: str) -> Share:
-        """What a process with this one's place in its tensor group holds of a parameter or buffer."""
+        """Share that a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
 
     def names(self) -> list[str]:

@@ -249,7 +249,7 @@ class WeightVersions:
         self._gradients.clear()
 
     def note(self) -> None:
-        """What the parameters hold now is no change from outside."""
+        """Take what the parameters hold now for no change from outside."""
         for part in self._parts:
             if part is not None:
                 part.follow()

@@ -24,7 +24,7 @@ from .parts import DividedSum, StageParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """What this process's rank has parts of.
+    """Parameters that this process's rank has parts of.
 
     Arguments:
         stages: the parts of each stage that has any, in order.

@@ -249,7 +249,7 @@ class FlushUpdate(Update):
         return norm
 
     def _add_before_to_parts(self) -> None:
-        """Of divided parameters, what was there before the batch."""
+        """Add to the parts of divided parameters the gradients that were there before the batch."""
         before = {id(p): grad for p, grad in zip(self._parameters, self._before, strict=True) if grad is not None}
         for part in self._divided.parts.values():
             grad = before.get(id(part.whole))
@@ -302,7 +302,7 @@ class FlushUpdate(Update):
         named, held = dict(ownership.named_parameters()), ownership.shared()
 
         def sums(collective: Collective) -> list[SharedSum]:
-            """Of divided parameters, and of others."""
+            """Sums of divided parameters, and of the others."""
             names, ranks = held[collective.stages], collective.ranks(schedule.owners)
             own = [name for name in names if name in self._divided.parts]
             others = [name for name in names if name not in self._divided.parts]
@@ -345,5 +345,5 @@ class FlushUpdate(Update):
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """What was there, in place, with what was added."""
+    """Gradients that were there, in place, with what was added."""
     return before if added is None else before.add_(added)

@@ -1,4 +1,4 @@
-"""What updates wait for before they write weights: copies of them that are still being made."""
+"""The gate at which updates wait before they write weights: copies of them that are still being made."""
 
 from __future__ import annotations
 

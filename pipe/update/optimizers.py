@@ -129,7 +129,7 @@ class StageOptimizers:
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in [*group["params"], *away]))
 
     def share(self, name: str, of: Share) -> Share:
-        """What the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
+        """State that the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
 
         Arguments:
             of: what this rank has of the parameter in training.

@@ -61,7 +61,7 @@ class SharedSum:
         self._buffers: dict[int, torch.Tensor] = {}  # by bucket
 
     def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
-        """What this rank has leaves, times `factor`, and must not be touched before `wait`.
+        """This rank's gradients leave, times `factor`, and must not be touched before `wait`.
 
         Arguments:
             options: by id of a parameter, a number of what its optimizer does with it: the same on all ranks.

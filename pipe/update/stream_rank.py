@@ -139,7 +139,7 @@ class StreamRank(RankUpdate):
         return self._stream.version(stage, index, first_batch=self._first_batch)
 
     def scale_of(self, group: int) -> float:
-        """That of the weights which the group computes with, on every stage the same version."""
+        """Scale of the weights which the group computes with, on every stage the same version."""
         version = self.version(self._last_stage, group * self._group_size)
         return 1.0 if self.loss_scale is None else self.loss_scale.of(version)
 
@@ -301,7 +301,7 @@ class StreamRank(RankUpdate):
         return Flat([part.division.view(_like(part.whole), of) for part in self._parts[peer]])
 
     def _part(self, position: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What a rank needs of a shared gradient: its part, or all of it."""
+        """Part that a rank needs of a shared gradient: its part, or all of it."""
         division = self.divided.divisions.get(rank, {}).get(self._names[position])
         return tensor if division is None else division.view(tensor, rank)
 

@@ -96,7 +96,7 @@ class Regions:
         full: Callable[[str, Tensor], Tensor],
         together: Callable[[object], Sequence[object]],
     ) -> str | None:
-        """What is the matter with the first module that departs, by its name. Collective over the tensor group.
+        """Error of the first module that departs, by its name. Collective over the tensor group.
 
         A region whose inputs are no whole tensors, since styles of the user's divide what lies around it, is left out.
 

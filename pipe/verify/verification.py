@@ -157,7 +157,7 @@ class Verifier:
         )
 
     def _look_at_regions(self) -> str | None:
-        """What is the matter with a module that this process's tensor group divides. Collective over the group."""
+        """Error of a module that this process's tensor group divides. Collective over the group."""
         if self._regions is None:
             return None
         group = self._ownership.group

@@ -1,4 +1,4 @@
-"""What a forward leaves behind: plain attributes, tensors for the next one, buffers written between units."""
+"""Things that a forward leaves behind: plain attributes, tensors for the next one, buffers written between units."""
 
 from __future__ import annotations
 
