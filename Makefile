@@ -18,7 +18,7 @@ TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help setup train test nightly models check lint types bench format clean
+.PHONY: help setup train test nightly extras check lint types bench format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -32,7 +32,7 @@ test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest'
 	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
 
-models: .venv/models  ## install transformers and torchvision too, whose models `make test` then trains
+extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, a driver for Chromium
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
@@ -73,7 +73,7 @@ $(READY): pyproject.toml constraints.txt
 
 # torchvision stands in a folder of its own, where only the tests look: PyPI's wheel is built for CUDA, and beside a CPU
 # build of torch its import fails unless two operators are declared first.
-.venv/models: $(READY)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models]'
+.venv/extras: $(READY)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,slurm,browser]'
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target .venv/torchvision "$$(grep '^torchvision==' constraints.txt)"
 	@touch $@

@@ -43,7 +43,7 @@ def test_examples(name: str, tmp_path: Path) -> None:
     """All commands of an example one after the other in an empty folder, as a newcomer types them."""
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     if "from transformers" in text and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers: make models")
+        pytest.skip("needs transformers: make extras")
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for number, line in enumerate(COMMAND.findall(text)):

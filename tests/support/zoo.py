@@ -236,12 +236,12 @@ def load_torchvision() -> None:
     """Import torchvision; pytest.skip where it is not installed.
 
     Beside a torch without CUDA the compiled part of PyPI's wheel does not load, and its import fails for want of two
-    operators, although its models are plain Python. `make models` puts it into a folder of its own, so that nothing
+    operators, although its models are plain Python. `make extras` puts it into a folder of its own, so that nothing
     else finds it; here the operators are declared first.
     """
     if importlib.util.find_spec("torchvision") is None:
         if not ASIDE.exists():
-            pytest.skip("needs torchvision: make models")
+            pytest.skip("needs torchvision: make extras")
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         sys.path.append(str(ASIDE))

@@ -1,0 +1,1 @@
+"""Where the processes of an experiment run: on this host, in network namespaces, over ssh or under Slurm."""

@@ -1,0 +1,70 @@
+"""What is shown: one run, plan or schedule, read once and drawn by every view alike.
+
+    run folder, plan, schedule, CSV, Perfetto or Kineto trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
+
+A view asks for what it draws and leaves out what is None; `notes` say to people what is missing, and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..schedules import Costs, Links, Timeline
+
+
+class MeasuredStep(NamedTuple):
+    """One traced step of a run (of a stream, the window of batches that ends with it)."""
+
+    number: int
+    timeline: Timeline
+
+
+class Slice(NamedTuple):
+    """Anything with a name that took from `start` to `end` [s], in a lane of its row; slices of a lane nest."""
+
+    name: str
+    start: float
+    end: float
+    lane: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a trace that others wrote: a process, a device or a thread."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibit:
+    """One thing to look at.
+
+    Arguments:
+        name: for headings: the run's, the schedule's or the file's.
+        predicted: simulated; None where nothing is.
+        measured: traced steps, in ascending order.
+        costs, links: under which `predicted` was simulated; None: they are not known, and nothing can be varied.
+        foreign: rows of a trace whose slices are no actions of a schedule; there is no timeline then.
+        notes: what could not be read or is missing, a sentence each.
+    """
+
+    name: str
+    predicted: Timeline | None = None
+    measured: tuple[MeasuredStep, ...] = ()
+    costs: Costs | None = None
+    links: Links | None = None
+    foreign: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.predicted is None and not self.measured and not self.foreign:
+            raise ValueError(f"nothing to show of {self.name!r}: expected a prediction, a measured step or rows")
+
+    @property
+    def timelines(self) -> tuple[tuple[str, Timeline], ...]:
+        """Captions and timelines: the predicted one, then the newest step."""
+        found = [] if self.predicted is None else [("predicted", self.predicted)]
+        found += [(f"measured, step {number}", timeline) for number, timeline in self.measured[-1:]]
+        return tuple(found)
