@@ -11,7 +11,7 @@ from ..ir import Op, Schedule
 from ..messages import MessageKind
 from ..needs import Needs, Wire
 from .costs import Costs, CostTable
-from .links import Links, Traffic, wire_bytes
+from .links import Links, wire_bytes
 
 
 def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
@@ -141,7 +141,6 @@ class _Ways:
 
     def _loads(self, links: Links, wires: Sequence[Wire]) -> list[list[_Job]]:
         """Messages and sums that each link and network card carries."""
-        traffic = Traffic(links)
         loads: dict[object, list[_Job]] = {}
         for wire in wires:
             if wire.kind is MessageKind.ACT:
@@ -154,14 +153,14 @@ class _Ways:
                 way = links.way(src, dst)
                 seconds = count * self.sizes[wire] * way.seconds_per_byte
                 job = _Job(head, seconds, self.table.latency[wire.src] + way.latency + tail)
-                for name in traffic.names(src, dst):
+                for name in links.channels(src, dst):
                     loads.setdefault(name, []).append(job)
         for each in self.sums.values():
             if self.schedule.has_epilogue or self._has_update(each.stage):
                 updates = self.schedule.num_batches * self.schedule.groups_per_batch
                 seconds = each.seconds * (1 if self.schedule.has_epilogue else updates)
                 head = self.to_gradient[each.stage] + self.gradient[each.stage]
-                for name in traffic.names_of_sum(each):
+                for name in links.channels_of_sum(each):
                     loads.setdefault(name, []).append(_Job(head, seconds, self.table.update[each.stage]))
         return list(loads.values())
 

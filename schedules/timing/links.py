@@ -157,6 +157,16 @@ class Links:
                         return level.way(src, dst)
         raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
 
+    def channels(self, src: int, dst: int) -> list[Hashable]:
+        """Names of what a message from rank to rank occupies: its pair's link, and a side of each network card."""
+        way = self.way(src, dst)
+        cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
+        return [(src, dst), *cards]
+
+    def channels_of_sum(self, each: Sum) -> list[Hashable]:
+        """Names of what a sum occupies, and the weights that are gathered after it."""
+        return list(dict.fromkeys(name for src, dst in each.ways for name in self.channels(src, dst)))
+
 
 def wire_bytes(schedule: Schedule, links: Links, wires: Iterable[Wire]) -> dict[Wire, float]:
     """Bytes of each message over each wire of a schedule.
@@ -210,38 +220,3 @@ class Route:
         for channel in self._channels:
             channel.free_at = now
         return now + self.latency
-
-
-class Traffic:
-    """The channels of one run: pairs of ranks, and both directions of network cards."""
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._channels: dict[object, Channel] = {}
-
-    def names(self, src: int, dst: int) -> list[object]:
-        """Names of the channels that a message from rank to rank occupies."""
-        way = self._links.way(src, dst)
-        cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
-        return [(src, dst), *cards]
-
-    def message(self, src: int, dst: int, *, num_bytes: float, latency: float) -> Route:
-        """The route of a message from rank to rank; `latency` [s] comes on top of the way's."""
-        way = self._links.way(src, dst)
-        channels = [self._channels.setdefault(name, Channel()) for name in self.names(src, dst)]
-        return Route(num_bytes * way.seconds_per_byte, latency + way.latency, channels)
-
-    def names_of_sum(self, each: Sum) -> list[object]:
-        """Names of the channels that a sum occupies."""
-        return list(dict.fromkeys(name for src, dst in each.ways for name in self.names(src, dst)))
-
-    def sum(self, each: Sum) -> Route:
-        """The route of a sum."""
-        return self._around(each, each.seconds)
-
-    def gather(self, each: Sum) -> Route:
-        """The route of the weights that are gathered."""
-        return self._around(each, each.gather)
-
-    def _around(self, each: Sum, seconds: float) -> Route:
-        return Route(seconds, 0.0, [self._channels.setdefault(n, Channel()) for n in self.names_of_sum(each)])

@@ -9,24 +9,28 @@ the lowest rank's first: so links serve whatever is ready first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import NamedTuple
 
-from ..collectives import place_collectives
 from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
-from ..needs import Needs, Wire
-from ..versions import derive_versions
 from .costs import Costs, CostTable
-from .links import Channel, Links, Route, Sum, Traffic, wire_bytes
+from .links import Channel, Links, Route
 from .timeline import RankTrace, Span, Timeline
+from .wiring import OPS, Output, Wiring
 
-_OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
 _NOT_YET = -1.0
-# Slot base; by microbatch, the latency, and the route where there are links.
-_Output = tuple[int, list[float], list[Route | None] | None]
+
+
+class _Sending(NamedTuple):
+    """An `Output` with its times: by microbatch the latency, or the route where there are links."""
+
+    base: int
+    last: tuple[int, ...] | None
+    delays: list[float]
+    routes: list[Route | None] | None
 
 
 def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Timeline:
@@ -58,249 +62,97 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
     return max(sum(table.of(a.op, a.stage) for a in program) for program in schedule.programs)
 
 
-class _StageSum:
-    """The sums of the gradients of one stage, or of weights that several share: when ranks begin them, and when each is
-    through.
+class _MeetingTimes:
+    """Times of a `Meeting`: when ranks begin it, and when it is through."""
 
-    Slot of update group g and the owner in place q of R: base + g * R + q, where that owner's update looks.
-    """
-
-    def __init__(self, owners: Sequence[int], route: Route, *, base: int) -> None:
-        self.route, self.base = route, base
-        self.owners = owners
+    def __init__(self, num_ranks: int, route: Route, fills: Mapping[int, Sequence[int]]) -> None:
+        self.num_ranks, self.route, self.fills = num_ranks, route, fills
         self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
         self.through: dict[int, float] = {}  # update group -> when all ranks have it [s]
 
-    def begin(self, group: int, rank: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
-        """A rank begins the sum of a group; returns the ranks that stood blocked on it, if it was the last to begin."""
+    def begin(self, group: int, rank: int, now: float, arrived: list[float]) -> Sequence[int]:
+        """A rank begins that of a group; returns the slots that it fills, if it was the last to begin."""
         begun = self.begun.setdefault(group, {})
         begun[rank] = now
-        if len(begun) < len(self.owners):
-            return []
+        if len(begun) < self.num_ranks:
+            return ()
         self.through[group] = self.route.carry(now)
-        slots = range(self.base + group * len(self.owners), self.base + (group + 1) * len(self.owners))
+        slots = self.fills.get(group, ())
         for slot in slots:
             arrived[slot] = self.through[group]
-        return [blocked.pop(slot) for slot in slots if slot in blocked]
-
-
-class _StageGather:
-    """Weights of one stage that are gathered from the parts of its ranks, behind each update or ahead of the batch.
-
-    Slot of microbatch k: base + k, where its forward looks.
-
-    Arguments:
-        users: by update group (ahead of the batch: 0), the microbatches whose forwards use what is gathered.
-    """
-
-    def __init__(self, schedule: Schedule, stage: int, route: Route, *, base: int, users: dict[int, list[int]]) -> None:
-        self.route, self.base, self.users = route, base, users
-        self.num_owners = len(schedule.owners[stage])
-        self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
-        self.through: dict[int, float] = {}
-
-    def begin(self, group: int, rank: int, now: float, arrived: list[float], blocked: dict[int, int]) -> list[int]:
-        """A rank begins; returns the ranks that stood blocked, if it was the last to begin."""
-        begun = self.begun.setdefault(group, {})
-        begun[rank] = now
-        if len(begun) < self.num_owners:
-            return []
-        self.through[group] = self.route.carry(now)
-        slots = [self.base + k for k in self.users.get(group, ())]
-        for slot in slots:
-            arrived[slot] = self.through[group]
-        return [blocked.pop(slot) for slot in slots if slot in blocked]
+        return slots
 
 
 class _Simulation:
-    """Dense arrays for one run: an action is (code, index) with code = op * S + stage; an input is a slot.
-
-    Slot of wire number w, microbatch k: w * N + k. It holds the arrival time. Those of sums come after.
-    """
+    """One run of a `Wiring`."""
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
-        self.schedule, self.table, self.links = schedule, table, links
-        self.num_stages = schedule.num_stages
-        self.num_slots = schedule.total_microbatches
-        self.durations = [table.column(op)[s] for op in _OPS for s in range(self.num_stages)]
-        count = len(self.durations)
-        self.inputs: list[list[int]] = [[] for _ in range(count)]  # code -> slot bases
-        self.outputs: list[list[_Output]] = [[] for _ in range(count)]  # by code
-        self.sums: dict[tuple[int, ...], _StageSum] = {}  # by the stages that hold the weights
-        # Per rank, the sums that it begins in front of each position of its program.
-        self.begins: list[dict[int, list[Collective]]] = [{} for _ in schedule.programs]
-        self.needs = Needs(schedule)
-        self.wires = self.needs.wires
-        self.parts: dict[int, list[tuple[Wire, _Output]]] = {}  # by code, where others add to them
-        self.traffic = None if links is None else Traffic(links)
-        self.end_of_slots = len(self.wires) * self.num_slots
-        self.gathers: dict[int, _StageGather] = {}  # by stage
-        self.ahead: frozenset[int] = frozenset()  # of these stages, ahead of the batch
-        self.at_first: list[int] = []  # slots of forwards that use the first weights
-        self._wire()
-        self._find_sums()
-        self.arrived = [_NOT_YET] * self.end_of_slots
-        for slot in self.at_first:
+        self.schedule, self.table = schedule, table
+        self.has_messages = links is not None or any(table.latency)
+        self.wiring = wiring = Wiring(schedule, table, links)
+        self.durations = [table.column(op)[s] for op in OPS for s in range(schedule.num_stages)]
+        channels = [Channel() for _ in range(wiring.num_channels)]
+        self.delays = [table.latency[each.stage] for each in wiring.passages]
+        self.routes: list[Route] | None = None
+        if links is not None:
+            self.routes = [
+                Route(
+                    each.num_bytes * each.way.seconds_per_byte,
+                    delay + each.way.latency,
+                    [channels[n] for n in each.channels],
+                )
+                for each, delay in zip(wiring.passages, self.delays, strict=True)
+            ]
+        self.meetings = [
+            _MeetingTimes(len(each.ranks), Route(each.seconds, 0.0, [channels[n] for n in each.channels]), each.fills)
+            for each in wiring.meetings
+        ]
+        self.arrived = [_NOT_YET] * wiring.num_slots
+        for slot in wiring.filled:
             self.arrived[slot] = 0.0
 
-    def _code(self, op: Op, stage: int) -> int:
-        return _OPS.index(op) * self.num_stages + stage
-
-    def _wire(self) -> None:
-        """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
-        owners = self.schedule.owners
-        sizes = {} if self.links is None else wire_bytes(self.schedule, self.links, self.wires)
-        for number, wire in enumerate(self.wires):
-            if owners[wire.src] == owners[wire.dst]:
-                continue
-            base = number * self.num_slots
-            routes = None if self.traffic is None else self._routes(wire, sizes[wire], self.traffic)
-            output = (base, self._delays(wire), routes)
-            for op in wire.ops:
-                for stage in wire.users:
-                    self.inputs[self._code(op, stage)].append(base)
-                for stage in wire.makers:
-                    self.outputs[self._code(op, stage)].append(output)
-                    self.parts.setdefault(self._code(op, stage), []).append((wire, output))
-        self.parts = {
-            code: outputs for code, outputs in self.parts.items() if any(len(w.makers) > 1 for w, _ in outputs)
-        }
-
-    def _delays(self, wire: Wire) -> list[float]:
-        """Latency per microbatch from stage to stage: none where replicas of both stand on one rank."""
-        latency, owner = self.table.latency[wire.src], self.schedule.owner
-        if not set(self.schedule.owners[wire.src]) & set(self.schedule.owners[wire.dst]):
-            return [latency] * self.num_slots
-        return [0.0 if owner(wire.src, k) == owner(wire.dst, k) else latency for k in range(self.num_slots)]
-
-    def _routes(self, wire: Wire, num_bytes: float, traffic: Traffic) -> list[Route | None]:
-        """Route per microbatch from stage to stage: None where replicas of both stand on one rank."""
-        owner, latency = self.schedule.owner, self.table.latency[wire.src]
-        between: dict[tuple[int, int], Route | None] = {}
-        pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_slots)]
-        for src, dst in pairs:
-            if (src, dst) not in between:
-                here = src == dst
-                between[src, dst] = None if here else traffic.message(src, dst, num_bytes=num_bytes, latency=latency)
-        return [between[pair] for pair in pairs]
-
-    def _find_sums(self) -> None:
-        schedule = self.schedule
-        sums: Sequence[Sum] = () if self.links is None else self.links.sums
-        for each in sums:
-            if not 0 <= each.stage < self.num_stages:
-                raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
-        if not schedule.has_backward:
-            return
-        groups = range(max(1, schedule.num_batches * schedule.groups_per_batch))
-        routes = {(each.stage,): self.traffic.sum(each) for each in sums if self.traffic is not None}
-        for stages, route in (self._sums_by_costs() | routes).items():
-            owners = Collective(stages, Op.REDUCE_GRAD, 0).ranks(schedule.owners)
-            self.sums[stages] = _StageSum(owners, route, base=self.end_of_slots)
-            if not schedule.has_epilogue:
-                self.inputs[self._code(Op.U, stages[0])].append(self.end_of_slots)
-            self.end_of_slots += len(groups) * len(owners)
-        wanted = [Collective(stages, Op.REDUCE_GRAD, group) for stages in self.sums for group in groups]
-        self._find_gathers([each for each in sums if each.gather > 0])
-        wanted += [Collective((stage,), Op.UNSHARD, 0) for stage in self.ahead]
-        for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
-            for position, collective in placed:
-                begins.setdefault(position, []).append(collective)
-
-    def _find_gathers(self, sums: Sequence[Sum]) -> None:
-        schedule = self.schedule
-        self.ahead = frozenset(each.stage for each in sums if each.unshards)
-        if self.ahead and schedule.is_asynchronous:
-            raise ValueError(
-                f"weights of stage {min(self.ahead)} that are gathered for a batch under the asynchronous schedule "
-                f"{schedule.name!r}: expected Sum(..., unshards=False)"
-            )
-        used = derive_versions(schedule).used if sums and not schedule.has_epilogue else {}
-        for each in sums:
-            assert self.traffic is not None
-            users: dict[int, list[int]] = {0: list(range(self.num_slots))} if each.stage in self.ahead else {}
-            base, route = self.end_of_slots, self.traffic.gather(each)
-            if not schedule.has_epilogue:
-                for k in range(self.num_slots):
-                    version = used[each.stage, k]
-                    if version:
-                        users.setdefault(version - 1, []).append(k)
-                    else:
-                        self.at_first.append(base + k)
-            self.gathers[each.stage] = _StageGather(schedule, each.stage, route, base=base, users=users)
-            if users:
-                self.inputs[self._code(Op.F, each.stage)].append(base)
-                self.end_of_slots += self.num_slots
-
-    def _sums_by_costs(self) -> dict[tuple[int, ...], Route]:
-        """Routes by stages of sums over replicas and over stages that share weights; a rank has one lane for them."""
-        lanes = [Channel() for _ in self.schedule.placement]
-        sums: dict[tuple[int, ...], float] = {(s,): seconds for s, seconds in enumerate(self.table.reduce_grad)}
-        if self.schedule.has_epilogue:
-            sums.update(self.table.tied)
-        routes = {}
-        for stages, seconds in sums.items():
-            ranks = Collective(stages, Op.REDUCE_GRAD, 0).ranks(self.schedule.owners)
-            if seconds > 0 and len(ranks) > 1:
-                routes[stages] = Route(seconds, 0.0, [lanes[rank] for rank in ranks])
-        return routes
-
     def run(self) -> Timeline:
-        programs = self._encode()
-        starts = self._play(programs)
-        ranks = []
+        durations = self.durations
+        starts = self._play()
+        computes = []
         for rank, program in enumerate(self.schedule.programs):
-            durations = self.durations
-            codes = programs[rank][0]
-            compute = [
-                Span(action, start, start + durations[code])
-                for action, start, code in zip(program, starts[rank], codes, strict=True)
-            ]
-            ranks.append(RankTrace(compute=tuple(compute)))
+            codes, _ = self.wiring.programs[rank]
+            computes.append(
+                [
+                    Span(action, start, start + durations[code])
+                    for action, start, code in zip(program, starts[rank], codes, strict=True)
+                ]
+            )
+        comm = self._messages(computes) if self.has_messages else [()] * len(computes)
         if self.schedule.has_epilogue:
-            ranks = self._with_epilogue(ranks)
-        if self.links is not None or any(self.table.latency):
-            ranks = [replace(trace, comm=comm) for trace, comm in zip(ranks, self._messages(ranks), strict=True)]
-        if self.sums:
-            ranks = [replace(trace, collectives=own) for trace, own in zip(ranks, self._collectives(), strict=True)]
-        return Timeline(schedule=self.schedule, ranks=tuple(ranks))
+            self._add_epilogue(computes)
+        return Timeline(
+            schedule=self.schedule,
+            ranks=tuple(
+                RankTrace(compute=tuple(compute), comm=messages, collectives=together)
+                for compute, messages, together in zip(computes, comm, self._collectives(), strict=True)
+            ),
+        )
 
-    def _encode(self) -> list[tuple[list[int], list[int]]]:
-        """Programs as (codes, indices)."""
-        code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(_OPS) for s in range(self.num_stages)}
-        encoded = []
-        for rank, program in enumerate(self.schedule.programs):
-            try:
-                encoded.append(([code_of[op, stage] for stage, op, _ in program], [k for _, _, k in program]))
-            except KeyError as error:
-                op, stage = error.args[0]
-                raise ScheduleError(
-                    f"rank {rank} runs {op} of stage {stage}, which has no cost: expected F B I W U of the stages "
-                    f"0..{self.num_stages - 1}"
-                ) from None
-            if self.sums:
-                self._encode_updates(rank, program, encoded[rank][1])
-        return encoded
+    def _sending(self, output: Output) -> _Sending:
+        delays = [0.0 if p is None else self.delays[p] for p in output.passages]
+        if self.routes is None:
+            return _Sending(output.base, output.last, delays, None)
+        routes = [None if p is None else self.routes[p] for p in output.passages]
+        return _Sending(output.base, output.last, delays, routes)
 
-    def _encode_updates(self, rank: int, program: tuple[Action, ...], indices: list[int]) -> None:
-        """Updates that wait for a sum look at the slot of their own rank."""
-        for at, (stage, op, group) in enumerate(program):
-            if op is Op.U and (stage,) in self.sums:
-                owners = self.schedule.owners[stage]
-                indices[at] = group * len(owners) + owners.index(rank)
-
-    def _play(self, programs: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+    def _play(self) -> list[list[float]]:
         """The event loop; returns the start times in program order."""
-        arrived = self.arrived
+        programs, inputs, begins = self.wiring.programs, self.wiring.inputs, self.wiring.begins
+        arrived, durations = self.arrived, self.durations
+        outputs = [[self._sending(each) for each in outputs] for outputs in self.wiring.outputs]
         starts: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
         free_at = [0.0] * len(programs)
-        blocked: dict[int, int] = {}  # slot -> the rank that stands before it
+        blocked: dict[int, list[int]] = {}  # slot -> the ranks that stand before it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
-        inputs, outputs, durations = self.inputs, self.outputs, self.durations
-        begins = self.begins
-        behind = {self._code(Op.U, stage): each for stage, each in self.gathers.items() if stage not in self.ahead}
-        self._begin_at_once(blocked)
+        for rank, own in enumerate(begins):  # sums of gradients of which the rank makes none
+            self._begin(own.get(0, ()), rank, 0.0)
         ready = list(range(len(programs)))
         while True:
             for rank in ready:
@@ -313,7 +165,7 @@ class _Simulation:
                 for base in inputs[code]:
                     arrival = arrived[base + k]
                     if arrival == _NOT_YET:
-                        blocked[base + k] = rank
+                        blocked.setdefault(base + k, []).append(rank)
                         break
                     if arrival > start:
                         start = arrival
@@ -329,41 +181,32 @@ class _Simulation:
             position[rank] = at + 1
             free_at[rank] = now
             ready = [rank]
-            for base, delays, routes in self._completed(code, k) if code in self.parts else outputs[code]:
-                if routes is None or (route := routes[k]) is None:
-                    arrived[base + k] = now + delays[k]
-                else:
-                    arrived[base + k] = route.carry(now)
-                waiter = blocked.pop(base + k, None)
-                if waiter is not None:
-                    ready.append(waiter)
-            ready += self._begin(begins[rank][at + 1], rank, now, blocked) if at + 1 in begins[rank] else ()
-            ready += self._gather(behind[code], k, rank, now, blocked) if code in behind else ()
+            for slot in self._finish(outputs[code], code, k, now):
+                ready += blocked.pop(slot, ())
+            if at + 1 in begins[rank]:
+                for slot in self._begin(begins[rank][at + 1], rank, now):
+                    ready += blocked.pop(slot, ())
         self._check_through(position)
         return starts
 
-    def _begin_at_once(self, blocked: dict[int, int]) -> None:
-        """Ranks begin the sums of gradients of which they make none."""
-        for rank, own in enumerate(self.begins):
-            self._begin(own.get(0, ()), rank, 0.0, blocked)
+    def _finish(self, sendings: Iterable[_Sending], code: int, index: int, now: float) -> list[int]:
+        """An action ends, and its messages leave; returns the slots that they fill."""
+        filled = []
+        for base, last, delays, routes in sendings:
+            if last is not None and last[index] != code:
+                continue  # others will add to it
+            if routes is None or (route := routes[index]) is None:
+                self.arrived[base + index] = now + delays[index]
+            else:
+                self.arrived[base + index] = route.carry(now)
+            filled.append(base + index)
+        return filled
 
-    def _begin(self, sums: Iterable[Collective], rank: int, now: float, blocked: dict[int, int]) -> list[int]:
-        """A rank begins sums; returns the ranks that stood blocked on them."""
-        freed: list[int] = []
-        for stages, op, group in sums:
-            begun = self.sums[stages] if op is Op.REDUCE_GRAD else self.gathers[stages[0]]
-            freed += begun.begin(group, rank, now, self.arrived, blocked)
-        return freed
-
-    def _gather(self, gather: _StageGather, index: int, rank: int, now: float, blocked: dict[int, int]) -> list[int]:
-        """A rank has updated its part of weights; returns the ranks that stood blocked on them."""
-        return gather.begin(index // gather.num_owners, rank, now, self.arrived, blocked)  # see _encode_updates
-
-    def _completed(self, code: int, index: int) -> list[_Output]:
-        """Messages that are whole behind an action, in the order of the edges: to the others, more will be added."""
-        op, stage = divmod(code, self.num_stages)
-        action = Action(stage, _OPS[op], index)
-        return [output for wire, output in self.parts[code] if self.needs.maker(wire.message(index)) == action]
+    def _begin(self, meetings: Iterable[tuple[int, int]], rank: int, now: float) -> list[int]:
+        """A rank begins meetings of update groups; returns the slots that are filled now."""
+        return [
+            slot for number, group in meetings for slot in self.meetings[number].begin(group, rank, now, self.arrived)
+        ]
 
     def _check_through(self, position: list[int]) -> None:
         for rank, program in enumerate(self.schedule.programs):
@@ -373,63 +216,46 @@ class _Simulation:
                     f"the schedule deadlocks; check(schedule) prints the cycle"
                 )
 
-    def _with_epilogue(self, ranks: list[RankTrace]) -> list[RankTrace]:
+    def _add_epilogue(self, computes: list[list[Span[Action]]]) -> None:
         """The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients."""
-        ends = [trace.compute[-1].end if trace.compute else 0.0 for trace in ranks]
+        ends = [compute[-1].end if compute else 0.0 for compute in computes]
         summed: dict[int, float] = {}
-        for stages, each in self.sums.items():
-            summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in stages)
+        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
+            if wired.op is Op.REDUCE_GRAD:
+                summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in wired.stages)
         if self.table.norm is not None:
-            ends = [max([*ends, *summed.values()]) + self.table.norm] * len(ranks)
-        extended = []
-        for rank, trace in enumerate(ranks):
-            spans = list(trace.compute)
-            end = ends[rank]
+            ends = [max([*ends, *summed.values()]) + self.table.norm] * len(computes)
+        updated: list[tuple[float, int, int]] = []
+        for rank, (compute, end) in enumerate(zip(computes, ends, strict=True)):
             for stage in self.schedule.placement[rank]:
                 update = self.table.update[stage]
                 if update > 0 or self.table.norm or stage in summed:
                     start = max(end, summed.get(stage, 0.0))
                     end = start + update
-                    spans.append(Span(Action(stage, Op.U, 0), start, end))
-            extended.append(RankTrace(compute=tuple(spans)))
-        self._gather_behind(extended)
-        return extended
+                    compute.append(Span(Action(stage, Op.U, 0), start, end))
+                    updated.append((end, rank, stage))
+        for end, rank, stage in sorted(updated):  # weights that were updated in parts, in the order in which they are
+            if stage in self.wiring.behind:
+                self._begin([(self.wiring.behind[stage], 0)], rank, end)
 
-    def _gather_behind(self, ranks: list[RankTrace]) -> None:
-        """Behind a flush, the weights that were updated in parts, in the order in which they are."""
-        updates = [
-            (end, rank, a.stage) for rank, trace in enumerate(ranks) for a, _, end in trace.compute if a.op is Op.U
-        ]
-        for end, rank, stage in sorted(updates):
-            if stage in self.gathers and stage not in self.ahead:
-                self.gathers[stage].begin(0, rank, end, self.arrived, {})
-
-    def _messages(self, ranks: list[RankTrace]) -> list[tuple[Span[Message], ...]]:
+    def _messages(self, computes: list[list[Span[Action]]]) -> list[tuple[Span[Message], ...]]:
         """The comm lane of each receiver: each message from when it was ready to its arrival."""
-        comm: list[list[Span[Message]]] = [[] for _ in ranks]
-        owner = self.schedule.owner
-        outgoing: dict[tuple[Op, int], list[tuple[int, Wire]]] = {}
-        for number, wire in enumerate(self.wires):
-            for op in wire.ops:
-                for stage in wire.makers:
-                    outgoing.setdefault((op, stage), []).append((number * self.num_slots, wire))
-        for rank, trace in enumerate(ranks):
-            for (stage, op, k), _, end in trace.compute:
-                for base, wire in outgoing.get((op, stage), ()):
-                    message, receiver = wire.message(k), owner(wire.dst, k)
-                    if receiver != rank and self.needs.maker(message) == (stage, op, k):
-                        comm[receiver].append(Span(message, end, self.arrived[base + k]))
+        comm: list[list[Span[Message]]] = [[] for _ in computes]
+        wiring = self.wiring
+        for (codes, indices), compute in zip(wiring.programs, computes, strict=True):
+            for code, k, (_, _, end) in zip(codes, indices, compute, strict=True):
+                for base, wire, passages, last in wiring.outputs[code]:
+                    passage = passages[k]
+                    if passage is not None and (last is None or last[k] == code):
+                        span = Span(wire.message(k), end, self.arrived[base + k])
+                        comm[wiring.passages[passage].receiver].append(span)
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in comm]
 
     def _collectives(self) -> list[tuple[Span[Collective], ...]]:
         """The lane of collectives of each rank: each from when this rank began it until it was through."""
         lanes: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
-        for stages, each in self.sums.items():
+        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
             for group, through in each.through.items():
                 for rank, begun in each.begun[group].items():
-                    lanes[rank].append(Span(Collective(stages, Op.REDUCE_GRAD, group), begun, through))
-        for stage, gather in self.gathers.items():
-            for group, through in gather.through.items():
-                for rank, begun in gather.begun[group].items():
-                    lanes[rank].append(Span(Collective((stage,), Op.UNSHARD, group), begun, through))
+                    lanes[rank].append(Span(Collective(wired.stages, wired.op, group), begun, through))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

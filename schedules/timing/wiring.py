@@ -1,0 +1,288 @@
+"""The wiring of a schedule: who waits for what, and what is under way when, in dense numbers and without a clock.
+
+    action     (code, index): code = number of its op * S + stage
+    slot       where an arrival time will stand; an action begins when those of its code, at its index, are filled
+    passage    from rank to rank, for messages of one size: how long they take and which channels they occupy
+    channel    one direction of a link or card, which carries one thing at a time
+    meeting    what several ranks do together: ready when the last of them begins it; then it fills slots, too
+
+Whoever replays a schedule plays this: the simulator (`simulate`), and the page in which costs can be varied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..collectives import place_collectives
+from ..ir import Collective, Op, Schedule, ScheduleError
+from ..needs import Needs, Wire
+from ..versions import derive_versions
+from .costs import CostTable
+from .links import Links, Sum, Way, wire_bytes
+
+OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
+_FREE = Way()
+
+
+class Passage(NamedTuple):
+    """The way of messages of one size from rank `sender` to rank `receiver`.
+
+    They take the latency of `stage`, which sends, on top of that of the way; `channels` by number.
+    """
+
+    sender: int
+    receiver: int
+    stage: int
+    num_bytes: float
+    way: Way
+    channels: tuple[int, ...]
+
+
+class Output(NamedTuple):
+    """What an action makes for another rank: microbatch k fills slot base + k.
+
+    passages: by microbatch, a number; None: it stays on the rank.
+    last: by microbatch, the code of the action behind which it is whole; None: of the only one that makes it.
+    """
+
+    base: int
+    wire: Wire
+    passages: tuple[int | None, ...]
+    last: tuple[int, ...] | None
+
+
+class Meeting(NamedTuple):
+    """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group.
+
+    seconds: that it takes once its channels are free [s].
+    of_links: whether links say so, or costs.
+    fills: slots, by update group.
+    """
+
+    stages: tuple[int, ...]
+    op: Op
+    ranks: tuple[int, ...]
+    seconds: float
+    of_links: bool
+    channels: tuple[int, ...]
+    fills: Mapping[int, Sequence[int]]
+
+
+class Wiring:
+    """The wiring of one schedule, over links if there are any.
+
+    Attributes:
+        programs: by rank, codes and indices of its actions.
+        inputs: by code, the bases of the slots that an action looks at.
+        outputs: by code.
+        passages, meetings: by number.
+        begins: by rank and position in its program, the (meeting, update group) that it begins in front of it.
+        behind: by stage, the meeting that a rank begins behind an update of the epilogue.
+        filled: slots that are filled from the start.
+        num_slots, num_channels: how many there are.
+
+    Raises ValueError for links and costs that do not fit the schedule, ScheduleError for an action without a cost.
+    """
+
+    def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
+        self.schedule = schedule
+        self.num_stages = schedule.num_stages
+        self.num_microbatches = schedule.total_microbatches
+        self.inputs: list[list[int]] = [[] for _ in range(len(OPS) * self.num_stages)]
+        self.outputs: list[list[Output]] = [[] for _ in self.inputs]
+        self.passages: list[Passage] = []
+        self.meetings: list[Meeting] = []
+        self.begins: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
+        self.behind: dict[int, int] = {}
+        self.filled: list[int] = []
+        self.num_slots = 0
+        self._channels: dict[Hashable, int] = {}
+        self._links = links
+        self.programs = self._encode()
+        self._lay_wires()
+        self._arrange_meetings(table)
+
+    @property
+    def num_channels(self) -> int:
+        return len(self._channels)
+
+    def code(self, op: Op, stage: int) -> int:
+        return OPS.index(op) * self.num_stages + stage
+
+    def _encode(self) -> list[tuple[list[int], list[int]]]:
+        code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(OPS) for s in range(self.num_stages)}
+        encoded = []
+        for rank, program in enumerate(self.schedule.programs):
+            try:
+                encoded.append(([code_of[op, stage] for stage, op, _ in program], [k for _, _, k in program]))
+            except KeyError as error:
+                op, stage = error.args[0]
+                raise ScheduleError(
+                    f"rank {rank} runs {op} of stage {stage}, which has no cost: expected F B I W U of the stages "
+                    f"0..{self.num_stages - 1}"
+                ) from None
+        return encoded
+
+    def _slots(self, number: int) -> int:
+        """The first of so many more slots."""
+        base = self.num_slots
+        self.num_slots += number
+        return base
+
+    def _number(self, names: Sequence[Hashable]) -> tuple[int, ...]:
+        """Channels by their names."""
+        return tuple(self._channels.setdefault(name, len(self._channels)) for name in names)
+
+    # --- messages ---
+
+    def _lay_wires(self) -> None:
+        """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
+        needs, owners = Needs(self.schedule), self.schedule.owners
+        sizes = {} if self._links is None else wire_bytes(self.schedule, self._links, needs.wires)
+        for wire in needs.wires:
+            if owners[wire.src] == owners[wire.dst]:
+                continue
+            base = self._slots(self.num_microbatches)
+            output = Output(base, wire, self._passages_of(wire, sizes.get(wire, 0.0)), self._last(wire, needs))
+            for op in wire.ops:
+                for stage in wire.users:
+                    self.inputs[self.code(op, stage)].append(base)
+                for stage in wire.makers:
+                    self.outputs[self.code(op, stage)].append(output)
+
+    def _passages_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
+        owner = self.schedule.owner
+        if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1:
+            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire, num_bytes),) * self.num_microbatches
+        between: dict[tuple[int, int], int | None] = {}
+        pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_microbatches)]
+        for src, dst in pairs:
+            if (src, dst) not in between:
+                between[src, dst] = None if src == dst else self._passage(src, dst, wire, num_bytes)
+        return tuple(between[pair] for pair in pairs)
+
+    def _passage(self, src: int, dst: int, wire: Wire, num_bytes: float) -> int:
+        way = _FREE if self._links is None else self._links.way(src, dst)
+        channels = () if self._links is None else self._number(self._links.channels(src, dst))
+        self.passages.append(Passage(src, dst, wire.src, num_bytes, way, channels))
+        return len(self.passages) - 1
+
+    def _last(self, wire: Wire, needs: Needs) -> tuple[int, ...] | None:
+        if len(wire.makers) == 1:
+            return None
+        makers = [needs.maker(wire.message(k)) for k in range(self.num_microbatches)]
+        return tuple(self.code(op, stage) for stage, op, _ in makers)
+
+    # --- what ranks do together ---
+
+    def _arrange_meetings(self, table: CostTable) -> None:
+        schedule = self.schedule
+        sums: Sequence[Sum] = () if self._links is None else self._links.sums
+        for each in sums:
+            if not 0 <= each.stage < self.num_stages:
+                raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
+        if not schedule.has_backward:
+            return
+        gathers = [each for each in sums if each.gather > 0]
+        self._arrange_sums(_sums_by_costs(schedule, table), {(each.stage,): each for each in sums})
+        self._arrange_gathers(gathers)
+        groups = range(self._num_groups)
+        wanted = [
+            Collective(each.stages, each.op, g) for each in self.meetings if each.op is Op.REDUCE_GRAD for g in groups
+        ]
+        wanted += [Collective((each.stage,), Op.UNSHARD, 0) for each in gathers if each.unshards]
+        numbers = {(each.stages, each.op): number for number, each in enumerate(self.meetings)}
+        for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
+            for position, (stages, op, group) in placed:
+                begins.setdefault(position, []).append((numbers[stages, op], group))
+        if self.behind and not schedule.has_epilogue:
+            self._begin_behind_updates()
+
+    def _begin_behind_updates(self) -> None:
+        for begins, program in zip(self.begins, self.schedule.programs, strict=True):
+            for at, (stage, op, group) in enumerate(program):
+                if op is Op.U and stage in self.behind:
+                    begins.setdefault(at + 1, []).append((self.behind[stage], group))
+
+    @property
+    def _num_groups(self) -> int:
+        return max(1, self.schedule.num_batches * self.schedule.groups_per_batch)
+
+    def _arrange_sums(self, by_costs: dict[tuple[int, ...], float], by_links: dict[tuple[int, ...], Sum]) -> None:
+        """Updates wait for these; what links say of a stage takes the place of what costs say."""
+        for stages, seconds in (by_costs | {stages: each.seconds for stages, each in by_links.items()}).items():
+            linked = by_links.get(stages)
+            ranks = Collective(stages, Op.REDUCE_GRAD, 0).ranks(self.schedule.owners)
+            base = self._slots(self._num_groups)
+            if not self.schedule.has_epilogue:
+                self.inputs[self.code(Op.U, stages[0])].append(base)
+            self.meetings.append(
+                Meeting(
+                    stages=stages,
+                    op=Op.REDUCE_GRAD,
+                    ranks=ranks,
+                    seconds=seconds,
+                    of_links=linked is not None,
+                    # Without links a rank has one lane for all its sums.
+                    channels=self._number([("lane", rank) for rank in ranks])
+                    if linked is None
+                    else self._around(linked),
+                    fills={group: (base + group,) for group in range(self._num_groups)},
+                )
+            )
+
+    def _arrange_gathers(self, gathers: Sequence[Sum]) -> None:
+        """Weights that are gathered ahead of the batch, or behind each update: forwards on that version wait for it."""
+        schedule = self.schedule
+        used = derive_versions(schedule).used if gathers and not schedule.has_epilogue else {}
+        for each in gathers:
+            fills: dict[int, Sequence[int]] = {}
+            if each.unshards:
+                if schedule.is_asynchronous:
+                    raise ValueError(
+                        f"weights of stage {each.stage} that are gathered for a batch under the asynchronous schedule "
+                        f"{schedule.name!r}: expected Sum(..., unshards=False)"
+                    )
+                base = self._gathered(each.stage)
+                fills = {0: range(base, self.num_slots)}
+            else:
+                self.behind[each.stage] = len(self.meetings)
+                if not schedule.has_epilogue:
+                    base = self._gathered(each.stage)
+                    versions = [used[each.stage, k] for k in range(self.num_microbatches)]
+                    self.filled += [base + k for k, version in enumerate(versions) if version == 0]
+                    for k, version in enumerate(versions):
+                        if version:
+                            fills[version - 1] = [*fills.get(version - 1, ()), base + k]
+            self.meetings.append(
+                Meeting(
+                    stages=(each.stage,),
+                    op=Op.UNSHARD,
+                    ranks=schedule.owners[each.stage],
+                    seconds=each.gather,
+                    of_links=True,
+                    channels=self._around(each),
+                    fills=fills,
+                )
+            )
+
+    def _gathered(self, stage: int) -> int:
+        """Slots at which forwards of a stage look for its weights."""
+        base = self._slots(self.num_microbatches)
+        self.inputs[self.code(Op.F, stage)].append(base)
+        return base
+
+    def _around(self, each: Sum) -> tuple[int, ...]:
+        assert self._links is not None
+        return self._number(self._links.channels_of_sum(each))
+
+
+def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...], float]:
+    """Seconds of sums over replicas and over stages that share weights."""
+    sums: dict[tuple[int, ...], float] = {(s,): seconds for s, seconds in enumerate(table.reduce_grad)}
+    if schedule.has_epilogue:
+        sums.update(table.tied)
+    owners = schedule.owners
+    several = {stages for stages in sums if len({rank for stage in stages for rank in owners[stage]}) > 1}
+    return {stages: seconds for stages, seconds in sums.items() if seconds > 0 and stages in several}
