@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from ...comm import Collectives
 from ...schedules import Costs, Op, Timeline
-from .recorder import RankRecord, Recorder, Timed, costs_from_medians
+from ...schedules.timing.records import RankRecord
+from .recorder import Recorder, Timed, costs_from_medians
 
 
 def gather_records(

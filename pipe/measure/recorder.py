@@ -1,21 +1,16 @@
-"""Measured steps: a rank's own record, and the Timeline of all ranks put together."""
+"""A rank's stamps of the step that runs, and durations of the last ones."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from ...partition.profiler.clock import Clock, Stamp
-from ...schedules import Action, Collective, Costs, Message, Op, RankTrace, Schedule, Span, Timeline
-from ...schedules.lowering.stream import Stream
-from ...schedules.messages import STAGE_KINDS
-from ...schedules.needs import Needs
+from ...schedules import Action, Collective, Costs, Message, Op, Span
+from ...schedules.timing.records import RankRecord
 
 _WINDOW = 400  # durations remembered of each (stage, op)
-_REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
-
 
 Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 _Stamps = tuple[
@@ -100,76 +95,6 @@ class Recorder:
         for action, start, end in self._actions[self._remembered :]:
             self._durations[(action.stage,), action.op].append(self.clock.between(start, end))
         self._remembered = len(self._actions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRecord:
-    """One rank's step, in seconds of the host's clock. arrivals: (message, wait began, message there); collectives:
-    from begun on this rank to through.
-
-    offset: to add to this rank's times to compare them with rank 0's (hosts differ).
-    """
-
-    compute: tuple[Span[Action], ...]
-    arrivals: tuple[tuple[Message, float, float], ...]
-    collectives: tuple[Span[Collective], ...] = ()
-    offset: float = field(default=0.0)
-
-
-def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord]) -> Timeline:
-    """The measured Timeline of all ranks, beginning at 0.
-
-    The comm lane of a rank shows the messages that it really had to wait for, from when they were made on the other
-    rank until they were there (one that came early was not seen to arrive).
-    """
-    needs = Needs(schedule)
-    made_at = {span.what: span.end + record.offset for record in records for span in record.compute}
-    ranks = []
-    for record in records:
-        compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
-        comm: list[Span[Message]] = []
-        for message, began, there in record.arrivals:
-            if message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
-                continue
-            made = made_at.get(needs.maker(message))
-            if made is None:
-                continue
-            comm.append(Span(message, min(made, there + record.offset), there + record.offset))
-        by_start = sorted(record.collectives, key=lambda span: span.start)
-        ranks.append(
-            RankTrace(
-                compute=compute,
-                comm=tuple(sorted(comm, key=lambda span: span.start)),
-                collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
-            )
-        )
-    timeline = Timeline(schedule=schedule, ranks=tuple(ranks), measured=True)
-    return timeline.shifted(-timeline.start)
-
-
-def assemble_stream(stream: Stream, records: Sequence[RankRecord]) -> Timeline:
-    """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
-    batch 0."""
-    size, groups = stream.schedule.num_microbatches, stream.schedule.groups_per_batch
-
-    def batch(action: Action) -> int:
-        return action.index // (groups if action.op is Op.U else size)
-
-    batches = [batch(span.what) for record in records for span in record.compute]
-    first, last = min(batches, default=0), max(batches, default=0)
-
-    def moved(action: Action) -> Action:
-        return action._replace(index=action.index - first * (groups if action.op is Op.U else size))
-
-    def moved_message(message: Message) -> Message:
-        return message._replace(index=message.index - first * (size if message.kind in STAGE_KINDS else groups))
-
-    rebased = []
-    for record in records:
-        compute = tuple(Span(moved(what), start, end) for what, start, end in record.compute)
-        arrivals = tuple((moved_message(message), start, end) for message, start, end in record.arrivals)
-        rebased.append(replace(record, compute=compute, arrivals=arrivals))
-    return assemble_timeline(stream.unrolled(last - first + 1), rebased)
 
 
 def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, latency: float, norm: float | None) -> Costs:

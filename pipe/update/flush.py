@@ -14,8 +14,8 @@ from ...comm import Collectives
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
+from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..batch.batches import Batch
-from ..measure.recorder import RankRecord, assemble_timeline
 from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership

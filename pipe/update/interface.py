@@ -28,8 +28,9 @@ from ...comm import Collectives
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
+from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
-from ..measure.recorder import RankRecord, Recorder
+from ..measure.recorder import Recorder
 from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.build import CutModel

@@ -15,8 +15,8 @@ import torch
 from ...comm import Collectives
 from ...schedules import Timeline
 from ...schedules.lowering.stream import Stream
+from ...schedules.timing.records import RankRecord, assemble_stream
 from ..batch.batches import Batch
-from ..measure.recorder import RankRecord, assemble_stream
 from ..stages.weights import WeightVersions
 from .interface import Aside, Known, Programs, StageState, Update
 from .stream_rank import StreamRank

@@ -47,14 +47,16 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Gap], ...]:
 
 
 def attribute_idle(timeline: Timeline) -> tuple[Idle, ...]:
-    """The idle seconds of each rank by cause; they add up to makespan - busy.
+    """The idle seconds of each rank by cause; they add up to makespan - busy (to nothing, where a rank is missing).
 
     Imbalance is the part of waiting for late peers that no order could avoid, as another rank has more work.
     """
     largest = max((rank.busy for rank in timeline.ranks), default=0.0)
     return tuple(
-        _sum_up(timeline, rank, list(gaps.values()), surplus=largest - rank.busy)
-        for rank, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True)
+        Idle(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if number in timeline.missing
+        else _sum_up(timeline, rank, list(gaps.values()), surplus=largest - rank.busy)
+        for number, (rank, gaps) in enumerate(zip(timeline.ranks, find_gaps(timeline), strict=True))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -62,6 +63,24 @@ class Costs:
                 f"input_grad={self.input_grad}, weight_grad={self.weight_grad}: expected both or neither; "
                 f"give backward= for a backward that is not split"
             )
+
+    def to_json(self) -> str:
+        """One JSON object: what was given, in seconds."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps({name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read `to_json`'s form; ValueError says what is unknown or unreadable."""
+        try:
+            data = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"not costs: {error}") from None
+        known = [each.name for each in fields(cls)]
+        if not isinstance(data, dict) or not set(data) <= set(known):
+            found = sorted(data) if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"costs with {found}: expected an object with some of {', '.join(known)}")
+        return cls(**data)
 
     def table(self, *, num_stages: int) -> CostTable:
         """The same costs, one number per stage each."""

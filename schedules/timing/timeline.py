@@ -10,7 +10,8 @@ All times are in seconds from one origin that the ranks share.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ..alive import peak_activations
@@ -69,11 +70,27 @@ class Timeline:
         schedule: what was run.
         ranks: [P] traces.
         measured: False when it comes from the simulator.
+        clock_error: [P] most that a rank's times may be wrong by beside rank 0's [s]; empty: one clock stamped all.
+        missing: ranks of which nothing was recorded; their traces are empty, and no figure counts them.
+
+    Raises ValueError for errors that are no seconds, one a rank, and for a missing rank that has a trace.
     """
 
     schedule: Schedule
     ranks: tuple[RankTrace, ...]
     measured: bool = False
+    clock_error: tuple[float, ...] = ()
+    missing: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        errors = self.clock_error
+        if errors and (len(errors) != len(self.ranks) or not all(e >= 0 and math.isfinite(e) for e in errors)):
+            raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one a rank of {len(self.ranks)}")
+        for rank in self.missing:
+            if not (0 <= rank < len(self.ranks)) or self.ranks[rank] != RankTrace(compute=()):
+                raise ValueError(
+                    f"missing={self.missing!r:.80}: expected ranks below {len(self.ranks)} without a trace"
+                )
 
     def __repr__(self) -> str:
         kind = "measured" if self.measured else "simulated"
@@ -130,7 +147,8 @@ class Timeline:
         busy = sum(rank.busy for rank in self.ranks)
         if steady is not None:
             busy, length = steady.busy, steady.period
-        return 1.0 - busy / (len(self.ranks) * length) if length > 0 else 0.0
+        known = len(self.ranks) - len(self.missing)
+        return 1.0 - busy / (known * length) if length > 0 else 0.0
 
     def _steady_state(self) -> _SteadyState | None:
         """Figures of the later half of the batches (of all in a measured run); None where fewer than two began."""
@@ -183,7 +201,7 @@ class Timeline:
         ranks = tuple(
             RankTrace(compute=move(r.compute), comm=move(r.comm), collectives=move(r.collectives)) for r in self.ranks
         )
-        return Timeline(schedule=self.schedule, ranks=ranks, measured=self.measured)
+        return replace(self, ranks=ranks)
 
     def to_json(self) -> str:
         """One JSON object: the schedule, and the spans as [what, start, end] in seconds."""
@@ -196,7 +214,10 @@ class Timeline:
             for rank in self.ranks
         ]
         schedule = json.loads(self.schedule.to_json())
-        return json.dumps({"version": _JSON_VERSION, "measured": self.measured, "schedule": schedule, "ranks": ranks})
+        data = {"version": _JSON_VERSION, "measured": self.measured, "schedule": schedule, "ranks": ranks}
+        data |= {"clock_error": list(self.clock_error)} if self.clock_error else {}
+        data |= {"missing": list(self.missing)} if self.missing else {}
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -218,7 +239,13 @@ class Timeline:
             schedule = Schedule.from_json(json.dumps(data["schedule"]))
             if len(ranks) != schedule.num_ranks:
                 raise ValueError(f"{len(ranks)} ranks for a schedule of {schedule.num_ranks}")
-            return cls(schedule=schedule, ranks=ranks, measured=bool(data["measured"]))
+            return cls(
+                schedule=schedule,
+                ranks=ranks,
+                measured=bool(data["measured"]),
+                clock_error=tuple(map(float, data.get("clock_error", ()))),
+                missing=tuple(map(int, data.get("missing", ()))),
+            )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
 

@@ -1,0 +1,110 @@
+"""Records of measured steps, a rank each, put together as the Timeline of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..ir import Action, Collective, Op, Schedule
+from ..lowering.stream import Stream
+from ..messages import STAGE_KINDS, Message
+from ..needs import Needs
+from .timeline import RankTrace, Span, Timeline
+
+_REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """One rank's step, in seconds of the host's clock.
+
+    Arguments:
+        arrivals: (message, wait began, message there).
+        collectives: from begun on this rank to through.
+        offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
+        error: most that the offset may be wrong by [s].
+    """
+
+    compute: tuple[Span[Action], ...]
+    arrivals: tuple[tuple[Message, float, float], ...]
+    collectives: tuple[Span[Collective], ...] = ()
+    offset: float = 0.0
+    error: float = 0.0
+
+
+_NOTHING = RankRecord(compute=(), arrivals=())
+
+
+def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
+    """The measured Timeline of all ranks, beginning at 0.
+
+    The comm lane of a rank shows the messages that it really had to wait for, from when they were made on the other
+    rank until they were there (one that came early was not seen to arrive).
+
+    Arguments:
+        records: [P]; None: nothing is known of this rank.
+    """
+    needs = Needs(schedule)
+    known = [_NOTHING if record is None else record for record in records]
+    made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
+    ranks = []
+    for record in known:
+        compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
+        comm: list[Span[Message]] = []
+        for message, began, there in record.arrivals:
+            if message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
+                continue
+            made = made_at.get(needs.maker(message))
+            if made is None:
+                continue
+            comm.append(Span(message, min(made, there + record.offset), there + record.offset))
+        by_start = sorted(record.collectives, key=lambda span: span.start)
+        ranks.append(
+            RankTrace(
+                compute=compute,
+                comm=tuple(sorted(comm, key=lambda span: span.start)),
+                collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
+            )
+        )
+    errors = tuple(record.error for record in known)
+    timeline = Timeline(
+        schedule=schedule,
+        ranks=tuple(ranks),
+        measured=True,
+        clock_error=errors if any(errors) else (),
+        missing=tuple(rank for rank, record in enumerate(records) if record is None),
+    )
+    return timeline.shifted(-timeline.start)
+
+
+def assemble_stream(stream: Stream, records: Sequence[RankRecord | None]) -> Timeline:
+    """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
+    batch 0."""
+    size, groups = stream.schedule.num_microbatches, stream.schedule.groups_per_batch
+
+    def batch(action: Action) -> int:
+        return action.index // (groups if action.op is Op.U else size)
+
+    known = [record for record in records if record is not None]
+    batches = [batch(span.what) for record in known for span in record.compute]
+    first, last = min(batches, default=0), max(batches, default=0)
+
+    def moved(action: Action) -> Action:
+        return action._replace(index=action.index - first * (groups if action.op is Op.U else size))
+
+    def moved_message(message: Message) -> Message:
+        return message._replace(index=message.index - first * (size if message.kind in STAGE_KINDS else groups))
+
+    def moved_record(record: RankRecord) -> RankRecord:
+        return replace(
+            record,
+            compute=tuple(Span(moved(what), start, end) for what, start, end in record.compute),
+            arrivals=tuple((moved_message(message), start, end) for message, start, end in record.arrivals),
+            collectives=tuple(
+                Span(what._replace(index=what.index - first * groups), start, end)
+                for what, start, end in record.collectives
+            ),
+        )
+
+    rebased = [None if record is None else moved_record(record) for record in records]
+    return assemble_timeline(stream.unrolled(last - first + 1), rebased)
