@@ -15,7 +15,9 @@ from .registry import FAMILIES, build, canonical_name, family
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
+from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_path
 from .timing.links import LinkLevel, Links, Sum, Way
+from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.simulate import ideal_makespan, simulate
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 
@@ -24,20 +26,26 @@ __all__ = [
     "Action",
     "Collective",
     "Costs",
+    "CriticalPath",
     "Edge",
     "Family",
     "Idle",
     "LinkLevel",
     "Links",
     "Lowered",
+    "MemoryCurve",
+    "MemoryPart",
     "Message",
     "MessageKind",
     "Op",
+    "PathKind",
+    "PathStep",
     "RankTrace",
     "Report",
     "Schedule",
     "ScheduleError",
     "Span",
+    "StageBytes",
     "Sum",
     "Timeline",
     "Way",
@@ -46,9 +54,11 @@ __all__ = [
     "canonical_name",
     "check",
     "check_lowered",
+    "critical_path",
     "family",
     "ideal_makespan",
     "lower",
     "lower_bound",
+    "memory_curves",
     "simulate",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedules import Costs, Links, Timeline
+from ..schedules import Costs, Links, MemoryCurve, StageBytes, Timeline, memory_curves
 
 
 class MeasuredStep(NamedTuple):
@@ -47,6 +47,10 @@ class Exhibit:
         measured: traced steps, in ascending order.
         costs, links: under which `predicted` was simulated; None: they are not known, and nothing can be varied.
         foreign: rows of a trace whose slices are no actions of a schedule; there is no timeline then.
+        memory: [S] bytes of each stage, of which `curves` makes memory over time; empty where they are not known.
+        memory_limit: [P] of each rank's device [bytes]; None where nobody said.
+        predicted_peak, measured_peak: [P] bytes of tensors that a plan predicted and that a run had at its peak; None
+            where there is none.
         notes: what could not be read or is missing, a sentence each.
     """
 
@@ -56,6 +60,10 @@ class Exhibit:
     costs: Costs | None = None
     links: Links | None = None
     foreign: tuple[Row, ...] = ()
+    memory: tuple[StageBytes, ...] = ()
+    memory_limit: tuple[float, ...] | None = None
+    predicted_peak: tuple[float, ...] | None = None
+    measured_peak: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,3 +76,7 @@ class Exhibit:
         found = [] if self.predicted is None else [("predicted", self.predicted)]
         found += [(f"measured, step {number}", timeline) for number, timeline in self.measured[-1:]]
         return tuple(found)
+
+    def curves(self, timeline: Timeline) -> tuple[MemoryCurve, ...] | None:
+        """[P] memory over time of one of its timelines; None where the stages' bytes are not known."""
+        return memory_curves(timeline, self.memory) if self.memory else None

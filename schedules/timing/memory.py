@@ -1,0 +1,266 @@
+"""Memory over time: what each rank of a timeline holds, by what it is for.
+
+    weights       all versions of its stages, from the start
+    gradients     of a stage, from the end of its first backward to the end of its update (in a stream always)
+    optimizer, buffers    from the start
+    activations   of a microbatch, from the start of F to the end of B or W; what B makes again, while it runs
+    workspace     while an action of the stage runs
+    messages      receives from when they are posted, sends until they are known to be received, as the lowered
+                  program has them; sums of gradients while they are under way
+
+Plans count their peaks in `partition/stage_memory.py`, which says what a stage holds; here are the same figures, moment
+by moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+
+from ..alive import messages_held
+from ..ir import BACKWARD_OPS, LAST_USES, Action, Op
+from ..lowering.lower import lower
+from ..messages import Message
+from ..needs import Needs
+from ..program import RankProgram
+from .timeline import Span, Timeline
+
+
+class MemoryPart(StrEnum):
+    """Use of bytes."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    BUFFERS = "buffers"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"
+    MESSAGES = "messages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Bytes of one stage on one of its ranks.
+
+    Arguments:
+        weights: one version of them.
+        gradients: one set of them.
+        optimizer: state; where it is divided over replicas, a rank's part.
+        buffers: of the model.
+        activations: kept of one microbatch from F to B.
+        again: made anew by the backward that runs, where activations are recomputed.
+        workspace: that an action needs for itself while it runs.
+        output: of a message to another stage, and of the gradient back.
+        summing: held while gradients are summed, or weights gathered, over several ranks.
+
+    Raises ValueError for what is no finite number of at least 0.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    buffers: float = 0.0
+    activations: float = 0.0
+    again: float = 0.0
+    workspace: float = 0.0
+    output: float = 0.0
+    summing: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (isinstance(value, int | float) and 0 <= value < float("inf")):
+                raise ValueError(f"bytes of a stage: {each.name}={value!r}: expected a finite number, at least 0")
+            object.__setattr__(self, each.name, float(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCurve:
+    """Bytes on one rank over time: a step curve.
+
+    Arguments:
+        times: ascending [s]; two that are equal enclose what was there for an instant.
+        parts: [len(times)] bytes of each part from this time to the next. Parts that are never there are left out.
+    """
+
+    times: tuple[float, ...]
+    parts: Mapping[MemoryPart, tuple[float, ...]]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        """[len(times)] bytes of all parts together."""
+        return tuple(map(sum, zip(*self.parts.values(), strict=True))) if self.parts else (0.0,) * len(self.times)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes at once."""
+        return max(self.total, default=0.0)
+
+    @property
+    def peak_at(self) -> float:
+        """When they are first there [s]."""
+        total = self.total
+        return self.times[total.index(max(total))] if total else 0.0
+
+    @property
+    def peak_parts(self) -> dict[MemoryPart, float]:
+        """Bytes of each part at that moment."""
+        total = self.total
+        at = total.index(max(total)) if total else 0
+        return {part: values[at] for part, values in self.parts.items()}
+
+
+def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[MemoryCurve, ...]:
+    """[P] what each rank of a timeline holds, simulated or measured.
+
+    Arguments:
+        stages: [S] in order.
+
+    Raises ValueError where these are not as many as the schedule has stages. O(actions + messages).
+    """
+    schedule = timeline.schedule
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected one a stage")
+    needs = Needs(schedule)
+    versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
+    return tuple(
+        _Rank(timeline, program, stages, needs, num_versions=max(1, kept)).curve()
+        for program, kept in zip(lower(schedule).programs, versions, strict=True)
+    )
+
+
+_PARTS = tuple(MemoryPart)
+
+
+class _Rank:
+    """Changes of what one rank holds, in the order of its program."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        program: RankProgram,
+        stages: Sequence[StageBytes],
+        needs: Needs,
+        *,
+        num_versions: int,
+    ) -> None:
+        self._timeline, self._program, self._stages, self._needs = timeline, program, stages, needs
+        self._trace = timeline.ranks[program.rank]
+        self._streams = timeline.schedule.is_asynchronous
+        self._own = timeline.schedule.placement[program.rank]
+        self._graded = set(self._own) if self._streams else set[int]()
+        self._changes: list[tuple[float, tuple[float, ...]]] = []
+        self._num_versions = num_versions
+
+    def curve(self) -> MemoryCurve:
+        """The step curve."""
+        self._begin()
+        self._run()
+        self._sum()
+        times = np.array([time for time, _ in self._changes])
+        order = np.argsort(times, kind="stable")
+        values = np.maximum(np.cumsum(np.array([change for _, change in self._changes])[order], axis=0), 0.0)
+        kept = _corners(times[order], values)
+        times, values = times[order][kept], values[kept]
+        columns = zip(_PARTS, values.T, strict=True)
+        parts = {part: tuple(column.tolist()) for part, column in columns if column.any()}
+        return MemoryCurve(times=tuple(times.tolist()), parts=parts)
+
+    def _change(self, time: float, changes: Mapping[MemoryPart, float]) -> None:
+        self._changes.append((time, tuple(changes.get(part, 0.0) for part in _PARTS)))
+
+    def _begin(self) -> None:
+        """There from the start: of a window of a stream, activations whose F lies before it, too."""
+        actions = self._trace.actions
+        begun = {(stage, index) for stage, op, index in actions if op is Op.F}
+        before = [a.stage for a in actions if a.op in LAST_USES and (a.stage, a.index) not in begun]
+        own = [self._stages[stage] for stage in self._own]
+        self._change(
+            self._timeline.start,
+            {
+                MemoryPart.WEIGHTS: sum(each.weights for each in own) * self._num_versions,
+                MemoryPart.GRADIENTS: sum(self._stages[stage].gradients for stage in self._graded),
+                MemoryPart.OPTIMIZER: sum(each.optimizer for each in own),
+                MemoryPart.BUFFERS: sum(each.buffers for each in own),
+                MemoryPart.ACTIVATIONS: sum(self._stages[stage].activations for stage in before),
+            },
+        )
+
+    def _run(self) -> None:
+        """Actions, and the messages that are there beside them."""
+        spans = {span.what: span for span in self._trace.compute}
+        forward_only = all(what.op is Op.F for what in spans)
+        now, level = self._timeline.start, 0.0
+        before = 0.0  # in front of the first action: receives posted at once; of a window, what is there by then
+        waiting = True
+        held: Collection[Message] = ()
+        for step, held in messages_held(self._program):
+            size = self._size(held)
+            span = spans.pop(step, None) if isinstance(step, Action) else None
+            if waiting and span is None:
+                before = size
+                continue
+            if span is None and isinstance(step, Action):
+                break  # behind the window
+            if waiting:
+                self._change(now, {MemoryPart.MESSAGES: before})
+                level, waiting = before, False
+            # What the action before was the last to use went at its end.
+            self._change(now if span is None or size < level else span.start, {MemoryPart.MESSAGES: size - level})
+            level = size
+            if span is not None:
+                now = span.end
+                self._act(span, forward_only=forward_only)
+        else:
+            self._change(now, {MemoryPart.MESSAGES: self._size(held) - level})
+        for span in spans.values():  # the updates behind a flush
+            self._act(span, forward_only=forward_only)
+
+    def _size(self, held: Collection[Message]) -> float:
+        return sum(self._stages[self._needs.wire(message).producer].output for message in held)
+
+    def _act(self, span: Span[Action], *, forward_only: bool) -> None:
+        (stage, op, _), start, end = span
+        own = self._stages[stage]
+        if op is Op.U:
+            if stage in self._graded and not self._streams:
+                self._graded.remove(stage)
+                self._change(end, {MemoryPart.GRADIENTS: -own.gradients})
+            return
+        again = own.again if op in BACKWARD_OPS else 0.0
+        kept = own.activations if op is Op.F else 0.0
+        self._change(start, {MemoryPart.WORKSPACE: own.workspace, MemoryPart.ACTIVATIONS: kept + again})
+        over = {MemoryPart.WORKSPACE: -own.workspace, MemoryPart.ACTIVATIONS: -again}
+        if op in LAST_USES or forward_only:
+            over[MemoryPart.ACTIVATIONS] -= own.activations
+        if op in LAST_USES and stage not in self._graded:
+            self._graded.add(stage)
+            over[MemoryPart.GRADIENTS] = own.gradients
+        self._change(end, over)
+
+    def _sum(self) -> None:
+        """Buffers of sums of gradients, and of weights that are gathered, while they are under way."""
+        for collective, begun, through in self._trace.collectives:
+            size = max((self._stages[s].summing for s in collective.stages if s in self._own), default=0.0)
+            self._change(begun, {MemoryPart.MESSAGES: size})
+            self._change(through, {MemoryPart.MESSAGES: -size})
+
+
+def _corners(times: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Indices of the points that a step curve needs: at each time the last one, and before it the highest where that
+    is higher than what it stands between."""
+    total = values.sum(axis=1)
+    kept: list[int] = []
+    starts = np.flatnonzero(np.r_[True, times[1:] != times[:-1]])
+    for first, behind in zip(starts.tolist(), [*starts[1:].tolist(), len(times)], strict=True):
+        last = behind - 1
+        high = first + int(total[first:behind].argmax())
+        before = total[kept[-1]] if kept else 0.0
+        if total[high] > max(before, total[last]):
+            kept.append(high)
+        if high != last or not kept or (values[last] != values[kept[-1]]).any():
+            kept.append(last)
+    return np.array(kept)
