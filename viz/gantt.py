@@ -1,6 +1,6 @@
-"""One timeline drawn on one pair of axes: a row per rank, and beside it the row's idle time by cause.
+"""One timeline drawn on one pair of axes: a row per rank.
 
-rank 0 |##0##|##1##|////|##0##|     boxes of compute, hatched where the rank is idle
+rank 0 |##0##|##1##|    |##0##|     boxes of compute; what is idle in between, `idle` draws
        |       ---- ---             thin lanes of messages arriving
        |                ========    and of sums of gradients under way
 
@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline, attribute_idle
+from ..schedules import Action, MessageKind, Op, RankTrace, Timeline
+from .idle import IdleFill, draw_idle
 from .lanes import assign_lanes
 from .palette import (
-    CAUSE_HUES,
     COLLECTIVE_HUES,
-    IDLE_FILL,
-    IDLE_HATCH,
     MESSAGE_HUES,
     OP_HUES,
     OTHER_HUE,
@@ -28,48 +26,17 @@ from .palette import (
     ink,
     shade,
 )
+from .scale import LANES, LANES_HEIGHT, TOP, Scale, corners, points, style_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TOP = 0.07  # of a row: where its boxes begin
-_COMPUTE_ALONE, _COMPUTE_ABOVE = 0.86, 0.66  # height of the boxes without and with lanes below
-_LANES_TOP, _LANES_HEIGHT = 0.77, 0.18
-_SMALLEST, _LARGEST = 6.0, 11.0  # font sizes of microbatch numbers [points]
+_SMALLEST, _LARGEST = 0.63, 1.16  # font sizes of microbatch numbers, in sizes of the words
 _DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in font sizes
 _FILL = 0.82  # of a box's width, at the most, goes to its number
-_NARROW = 2.0  # an update of fewer pixels is a line
+_NARROW = 2.0  # an update narrower than this is a line [inch / 100]
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """Scale from seconds to pixels.
-
-    Arguments:
-        unit: seconds of one unit of the x axis.
-        length: of the x axis [s].
-        width: of the axes [pixels].
-        row: height of one rank [pixels].
-        dpi: pixels an inch.
-        with_lanes: True where messages and collectives are drawn below the boxes.
-    """
-
-    unit: float
-    length: float
-    width: float
-    row: float
-    dpi: float
-    with_lanes: bool
-
-    def pixels(self, seconds: float) -> float:
-        """Width on the page."""
-        return seconds / self.length * self.width
-
-    @property
-    def box_height(self) -> float:
-        """Height of a compute box, in rows."""
-        return _COMPUTE_ABOVE if self.with_lanes else _COMPUTE_ALONE
+_ROW_OF_NAMES = 14.0  # least height from name to name [inch / 100]
 
 
 def num_chunks(timeline: Timeline) -> int:
@@ -115,81 +82,53 @@ def _boxes(timeline: Timeline) -> list[_Box]:
     return boxes
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels, *, idle: IdleFill) -> None:
     """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
     boxes = _boxes(timeline)
-    _draw_idle(axes, timeline, scale)
+    draw_idle(axes, timeline, scale, idle)
     _draw_boxes(axes, boxes, scale)
     _draw_labels(axes, boxes, scale, labels)
     if scale.with_lanes:
         _draw_lanes(axes, timeline, scale)
     axes.set_xlim(0, scale.length / scale.unit)
-    _style_rows(axes, len(timeline.ranks), scale)
-    every = max(1, round(14 / scale.row))
-    ranks = range(0, len(timeline.ranks), every)
-    middle = _TOP + scale.box_height / 2
-    axes.set_yticks([rank + middle for rank in ranks], [f"rank {rank}" for rank in ranks])
-    axes.tick_params(axis="y", length=0, labelsize=min(10.0, max(7.0, 0.45 * scale.row)))
+    style_rows(axes, len(timeline.ranks), scale)
+    name_rows(axes, [f"rank {rank}" for rank in range(len(timeline.ranks))], scale)
 
 
-def _style_rows(axes: Axes, num_rows: int, scale: Scale) -> None:
-    axes.set_ylim(num_rows, 0)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#808080")
-    axes.tick_params(axis="x", colors="#404040", labelsize=9)
-
-
-def _draw_idle(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """A hatched band a rank, from the first start to the last end of all (in a window, of its own); boxes will cover
-    what was busy."""
-    from matplotlib.patches import Rectangle
-
-    for rank, trace in enumerate(timeline.ranks):
-        start, end = 0.0, timeline.makespan
-        if is_window(timeline) and trace.compute:
-            start, end = trace.compute[0].start - timeline.start, trace.compute[-1].end - timeline.start
-        band = Rectangle(
-            (start / scale.unit, rank + _TOP),
-            (end - start) / scale.unit,
-            scale.box_height,
-            facecolor=IDLE_FILL,
-            edgecolor=IDLE_HATCH,
-            hatch="/////",
-            linewidth=0,
-        )
-        axes.add_patch(band)
+def name_rows(axes: Axes, names: Sequence[str], scale: Scale) -> None:
+    """Names at the left of the rows, of as many as there is room for."""
+    every = max(1, round(_ROW_OF_NAMES * scale.font / 9.5 / scale.row))
+    rows = range(0, len(names), every)
+    axes.set_yticks([row + scale.middle for row in rows], [names[row] for row in rows])
+    size = min(1.05 * scale.font, max(0.74 * scale.font, 0.45 * scale.row))
+    axes.tick_params(axis="y", length=0, labelsize=size)
 
 
 def _draw_boxes(axes: Axes, boxes: Sequence[_Box], scale: Scale) -> None:
     from matplotlib.collections import PolyCollection
 
-    narrow = [b for b in boxes if b.op is Op.U and scale.pixels(b.width) < _NARROW]
+    narrow = [b for b in boxes if b.op is Op.U and scale.on_page(b.width) < _NARROW]
     axes.vlines(
         [(b.start + b.width / 2) / scale.unit for b in narrow],
-        [b.rank + _TOP for b in narrow],
-        [b.rank + _TOP + scale.box_height for b in narrow],
+        [b.rank + TOP for b in narrow],
+        [b.rank + TOP + scale.box_height for b in narrow],
         colors="#1A1A1A",
         linewidth=1.2,
         zorder=1.5,  # over the boxes, below the numbers
     )
-    boxes = [b for b in boxes if not (b.op is Op.U and scale.pixels(b.width) < _NARROW)]
+    boxes = [b for b in boxes if not (b.op is Op.U and scale.on_page(b.width) < _NARROW)]
     if not boxes:
         return
-    corners = [_corners(b.start / scale.unit, b.width / scale.unit, b.rank + _TOP, scale.box_height) for b in boxes]
-    typical = sorted(scale.pixels(box.width) for box in boxes)[len(boxes) // 10]
+    places = [corners(b.start / scale.unit, b.width / scale.unit, b.rank + TOP, scale.box_height) for b in boxes]
+    typical = sorted(scale.on_page(box.width) for box in boxes)[len(boxes) // 10]
     collection = PolyCollection(
-        corners,
+        places,
         facecolors=[box.colour for box in boxes],
         edgecolors="white",
         linewidths=0.7 if typical > 6 else 0.25 if typical > 3 else 0.0,
     )
     collection.set_snap(None if typical > 3 else False)  # whole pixels would make a pattern of narrow boxes
     axes.add_collection(collection, autolim=False)
-
-
-def _corners(x: float, width: float, y: float, height: float) -> list[tuple[float, float]]:
-    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,26 +148,26 @@ def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> Labels:
     for box in (box for timeline in timelines for box in _boxes(timeline)):
         room.setdefault(box.op, []).append(_largest_font(box, scale))
     sizes = {op: sorted(fonts) for op, fonts in room.items()}
-    ops = frozenset(op for op, fonts in sizes.items() if fonts[len(fonts) // 2] >= _SMALLEST)
-    highest = 0.8 * scale.box_height * scale.row * 72 / scale.dpi
+    smallest, largest = _SMALLEST * scale.font, _LARGEST * scale.font
+    ops = frozenset(op for op, fonts in sizes.items() if fonts[len(fonts) // 2] >= smallest)
+    highest = 0.8 * points(scale.box_height * scale.row)
     wished = [sizes[op][int(_OUTLIERS * len(sizes[op]))] for op in ops if op is not Op.U]
-    size = max(_SMALLEST, min([highest, _LARGEST, *wished]))
+    size = max(smallest, min([highest, largest, *wished]))
     return Labels(size=size, ops=ops if size <= highest else frozenset())
 
 
 def _largest_font(box: _Box, scale: Scale) -> float:
     ems = _LETTER + _DIGIT * (len(box.label) - 1) if box.op is Op.U else _DIGIT * len(box.label)
-    return _FILL * scale.pixels(box.width) / ems * 72 / scale.dpi
+    return _FILL * points(scale.on_page(box.width)) / ems
 
 
 def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale, labels: Labels) -> None:
-    middle = _TOP + scale.box_height / 2
     for box in boxes:
         # Equal durations differ in the last bits.
         if box.op in labels.ops and _largest_font(box, scale) >= 0.99 * labels.size:
             axes.text(
                 (box.start + box.width / 2) / scale.unit,
-                box.rank + middle,
+                box.rank + scale.middle,
                 box.label,
                 size=labels.size,
                 color=ink(box.colour),
@@ -244,15 +183,15 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
     bars = [_bars(trace) for trace in timeline.ranks]
     lanes = [assign_lanes([(start, end) for start, end, _ in own]) for own in bars]
-    height = _LANES_HEIGHT / (1 + max((lane for ranks in lanes for lane in ranks), default=0))
-    corners, colours = [], []
+    height = LANES_HEIGHT / (1 + max((lane for ranks in lanes for lane in ranks), default=0))
+    places, colours = [], []
     for rank, own in enumerate(bars):
         for (start, end, colour), lane in zip(own, lanes[rank], strict=True):
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
-            corners.append(_corners(x, width, rank + _LANES_TOP + lane * height, height))
+            places.append(corners(x, width, rank + LANES + lane * height, height))
             colours.append(colour)
-    if corners:  # edges of their own colour keep the shortest ones in sight
-        collection = PolyCollection(corners, facecolors=colours, edgecolors="face", linewidths=0.4)
+    if places:  # edges of their own colour keep the shortest ones in sight
+        collection = PolyCollection(places, facecolors=colours, edgecolors="face", linewidths=0.4)
         axes.add_collection(collection, autolim=False)
 
 
@@ -261,49 +200,6 @@ def _bars(trace: RankTrace) -> list[tuple[float, float, str]]:
     messages = [(start, end, MESSAGE_HUES[message.kind]) for message, start, end in trace.comm]
     together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.collectives]
     return sorted(messages + together)
-
-
-def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float) -> None:
-    """Each rank's idle time, stacked by cause, in per cent (see `idle_shares`); the x axis ends at `limit`."""
-    left = [0.0] * len(timeline.ranks)
-    rows = [rank + _TOP + scale.box_height / 2 for rank in range(len(timeline.ranks))]
-    idle = idle_shares(timeline)
-    for cause in Idle._fields:
-        shares = [100 * getattr(rank, cause) for rank in idle]
-        axes.barh(rows, shares, height=scale.box_height, left=left, color=CAUSE_HUES[cause])
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-    axes.set_xlim(0, limit)
-    axes.set_yticks([])
-    _style_rows(axes, len(timeline.ranks), scale)
-    if scale.row >= 18:
-        for y, total in zip(rows, left, strict=True):
-            axes.text(total + 0.02 * limit, y, f"{total:.0f}%", size=8, va="center", color="#404040")
-
-
-def causes_of(timeline: Timeline) -> list[str]:
-    """The causes of idle time that show in a picture of it (0.1%, on any rank)."""
-    idle = idle_shares(timeline)
-    return [c for c in Idle._fields if any(getattr(rank, c) > 1e-3 for rank in idle)]
-
-
-def is_window(timeline: Timeline) -> bool:
-    """Whether it shows a few batches of a stream, each rank from the first forward of the first one."""
-    return timeline.measured and timeline.schedule.is_asynchronous
-
-
-def idle_shares(timeline: Timeline) -> list[Idle]:
-    """Per rank, what each cause takes of the makespan; in a window, of the rank's own time in it.
-
-    Ranks enter and leave a window one after the other, which is neither warm-up nor drain.
-    """
-    shares = []
-    for rank, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
-        length = timeline.makespan
-        if is_window(timeline):
-            length = rank.compute[-1].end - rank.compute[0].start if rank.compute else 0.0
-            idle = idle._replace(warm_up=0.0, drain=0.0)
-        shares.append(Idle(*(seconds / length if length > 0 else 0.0 for seconds in idle)))
-    return shares
 
 
 def ops_of(timeline: Timeline) -> set[Op]:

@@ -1,11 +1,13 @@
-"""The legend below a picture: what the colours mean."""
+"""The legend below a figure: what the colours mean, in as many lines as it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..schedules import Idle, MessageKind, Op
+from .idle import IdleFill
 from .palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -20,86 +22,130 @@ from .palette import (
     batch_shade,
     shade,
 )
+from .scale import UNITS_AN_INCH
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SIZE = 9.5  # of the words [points]
 _INK = "#303030"
-_HEADING = 104  # width of the column of headings [pixels]
+_HEADING = 8.0  # width of the column of headings, in font sizes
+_LETTER = 0.54  # mean width of a letter of DejaVu Sans, in font sizes
+_AROUND = 4.2  # width of a key beside its words: handle, padding and gap, in font sizes
 
 
-_Key = tuple[Any, str]  # a handle of any of matplotlib's kinds, and its words
+class Key(NamedTuple):
+    """A handle of any of matplotlib's kinds, and its words."""
+
+    handle: Any
+    words: str
 
 
-def draw_legend(
-    figure: Figure,
-    *,
-    ops: Collection[Op],
-    kinds: Collection[MessageKind],
-    together: Collection[Op],
-    causes: Collection[str],
-    chunks: int,
-    batches: bool,
-    marks_end: bool,
-    left: float,
-    middles: Sequence[float],
-) -> None:
-    """Two rows of keys: what is drawn over time (the shades of a swatch are the chunks), and why ranks idle.
+class Line(NamedTuple):
+    """One line of keys."""
+
+    heading: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Things that a figure shows, which its legend explains.
 
     Arguments:
+        ops, kinds: of actions and messages.
         together: ops of collectives.
+        causes: of idle time.
+        chunks: the most of any rank.
         batches: True where every other batch is paler.
         marks_end: True where a dashed line marks the predicted end.
-        left: of both rows, in fractions of the figure.
-        middles: heights of the rows, in fractions of the figure.
+        versions: True where forwards wear their weight version.
     """
+
+    ops: Collection[Op]
+    kinds: Collection[MessageKind]
+    together: Collection[Op]
+    causes: Collection[str]
+    chunks: int
+    batches: bool
+    marks_end: bool
+    versions: bool = False
+
+
+def legend_lines(shown: Shown, *, idle: IdleFill, font: float, width: float) -> list[Line]:
+    """Lines no wider than `width` [points], in words of `font` points."""
+    causes = [Key(_patch(CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in shown.causes]
+    room = width / font - _HEADING
+    return [
+        *_broken("timeline:", list(_timeline_keys(shown, idle)), room),
+        *_broken("idle by cause:", causes, room),
+    ]
+
+
+def _broken(heading: str, keys: Sequence[Key], room: float) -> Iterator[Line]:
+    """Lines of keys; `room`: for them, in font sizes."""
+    line: list[Key] = []
+    left = room
+    for key in keys:
+        size = _AROUND + _LETTER * len(key.words)
+        if line and size > left:
+            yield Line(heading, tuple(line))
+            heading, line, left = "", [], room
+        line.append(key)
+        left -= size
+    if line:
+        yield Line(heading, tuple(line))
+
+
+def _timeline_keys(shown: Shown, idle: IdleFill) -> Iterator[Key]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    keys = [_op_key(op, chunks, batches=batches) for op in Op if op in ops]
-    shades = [f"chunk 0 to {chunks - 1}"] * (chunks > 1) + ["even, odd batches"] * batches
-    if shades and keys:
-        keys[0] = keys[0][0], f"{keys[0][1]} ({'; '.join(shades)})"
-    if causes:
-        keys.append((Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle"))
-    for kind in (kind for kind in MessageKind if kind in kinds):
-        keys.append((Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind]))
-    for op in (op for op in Op if op in together):
+    shades = [f"chunk 0 to {shown.chunks - 1}"] * (shown.chunks > 1) + ["even, odd batches"] * shown.batches
+    for number, op in enumerate(op for op in Op if op in shown.ops):
+        words = OP_WORDS.get(op, op.value)
+        yield Key(_op_handle(op, shown), f"{words} ({'; '.join(shades)})" if shades and number == 0 else words)
+    if shown.causes and idle == "hatch":
+        yield Key(Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle")
+    if shown.versions:
+        yield Key(Line2D([], [], linestyle="", marker="$v1$", color=_INK, markersize=9), "weight version")
+    for kind in (kind for kind in MessageKind if kind in shown.kinds):
+        yield Key(Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind])
+    for op in (op for op in Op if op in shown.together):
         words = COLLECTIVE_WORDS.get(op, op.value)
-        keys.append((Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words))
-    if marks_end:
-        keys.append((Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end"))
-    if keys:
-        _draw_row(figure, "timeline:", keys, left=left, middle=middles[0])
-    if causes:
-        idle: list[_Key] = [(Patch(facecolor=CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in causes]
-        _draw_row(figure, "idle by cause:", idle, left=left, middle=middles[1])
+        yield Key(Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words)
+    if shown.marks_end:
+        yield Key(Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end")
 
 
-def _op_key(op: Op, chunks: int, *, batches: bool) -> _Key:
+def _patch(colour: Any) -> Any:
     from matplotlib.patches import Patch
 
+    return Patch(facecolor=colour)
+
+
+def _op_handle(op: Op, shown: Shown) -> Any:
+    """Swatches of all shades of an op."""
     hue = OP_HUES.get(op, OTHER_HUE)
-    colours = [
-        batch_shade(shade(hue, chunk=chunk, num_chunks=chunks), batch)
-        for chunk in range(chunks)
-        for batch in range(2 if batches else 1)
-    ]
-    return tuple(Patch(facecolor=colour) for colour in colours), OP_WORDS.get(op, op.value)
+    return tuple(
+        _patch(batch_shade(shade(hue, chunk=chunk, num_chunks=shown.chunks), batch))
+        for chunk in range(shown.chunks)
+        for batch in range(2 if shown.batches else 1)
+    )
 
 
-def _draw_row(figure: Figure, heading: str, keys: Sequence[_Key], *, left: float, middle: float) -> None:
+def draw_line(figure: Figure, line: Line, *, font: float, left: float, middle: float) -> None:
+    """Draw one line; left, middle: its place in fractions of the figure."""
     from matplotlib.legend_handler import HandlerTuple
 
-    figure.text(left, middle, heading, size=_SIZE, va="center", color=_INK)
+    figure.text(left, middle, line.heading, size=font, va="center", color=_INK)
+    inches = _HEADING * font / 72
     figure.legend(
-        [handle for handle, _ in keys],
-        [words for _, words in keys],
+        [key.handle for key in line.keys],
+        [key.words for key in line.keys],
         loc="center left",
-        bbox_to_anchor=(left + _HEADING / figure.bbox.width, middle),
-        ncols=len(keys),
-        fontsize=_SIZE,
+        bbox_to_anchor=(left + inches / figure.get_figwidth(), middle),
+        ncols=len(line.keys),
+        fontsize=font,
         labelcolor=_INK,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
         frameon=False,
@@ -107,3 +153,8 @@ def _draw_row(figure: Figure, heading: str, keys: Sequence[_Key], *, left: float
         handletextpad=0.5,
         columnspacing=1.6,
     )
+
+
+def line_height(font: float) -> float:
+    """Height of a line [inch / 100]."""
+    return 1.82 * font / 72 * UNITS_AN_INCH

@@ -69,8 +69,7 @@ def shade(hue: str, *, chunk: int, num_chunks: int) -> RGB:
     >>> shade("#0000FF", chunk=0, num_chunks=2)
     (0.0, 0.0, 1.0)
     """
-    red, green, blue = (int(hue[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return _mixed((red, green, blue), _PALEST * chunk / max(num_chunks - 1, 1))
+    return mixed(rgb(hue), _PALEST * chunk / max(num_chunks - 1, 1))
 
 
 def batch_shade(colour: RGB, batch: int) -> RGB:
@@ -79,10 +78,17 @@ def batch_shade(colour: RGB, batch: int) -> RGB:
     >>> batch_shade((0.0, 0.0, 1.0), 3)
     (0.36, 0.36, 1.0)
     """
-    return _mixed(colour, _ODD_BATCH) if batch % 2 else colour
+    return mixed(colour, _ODD_BATCH) if batch % 2 else colour
 
 
-def _mixed(colour: RGB, white: float) -> RGB:
+def rgb(hue: str) -> RGB:
+    """Red, green and blue of #RRGGBB."""
+    red, green, blue = (int(hue[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return red, green, blue
+
+
+def mixed(colour: RGB, white: float) -> RGB:
+    """The colour with this share of white."""
     red, green, blue = colour
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
 

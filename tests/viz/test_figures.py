@@ -4,14 +4,25 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from matplotlib.figure import Figure
 
-from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, build, simulate
-from stagewright.viz import render_comparison, render_timeline
-from stagewright.viz.gantt import batch_of, idle_shares, shows_batches
-from stagewright.viz.png import time_unit
+from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, simulate
+from stagewright.viz import (
+    Exhibit,
+    FigureStyle,
+    comparison_figure,
+    render_comparison,
+    render_timeline,
+    timeline_figure,
+    write_figure,
+)
+from stagewright.viz.exhibit import MeasuredStep, Row, Slice
+from stagewright.viz.gantt import batch_of, shows_batches
+from stagewright.viz.idle import idle_shares, idle_stretches
+from stagewright.viz.panels import time_unit
 
 
 def size_of(path):
@@ -278,3 +289,72 @@ def test_no_pyplot(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_an_svg_keeps_its_text_and_has_no_date(tmp_path):
+    """The same bytes each time; words can be searched for and set in the paper's own type."""
+    timeline = example(latency=0.2)
+    for name in ("a.svg", "b.svg"):
+        render_timeline(timeline, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert ">rank 1</text>" in text
+    assert "late peer</text>" in text
+    assert "dc:date" not in text
+
+
+def test_a_figure_for_a_paper(tmp_path, texts):
+    style = FigureStyle(width=7, dpi=200, font=7, title=False)
+    render_timeline(example(), tmp_path / "t.png", style=style)
+    assert size_of(tmp_path / "t.png")[0] == 1400
+    assert "1f1b:  P=2  V=1  M=4" not in texts
+    legend = timeline_figure(example(latency=0.3, update=0.4), style=FigureStyle(width=4, font=9)).legends
+    assert len(legend) > 2  # lines of keys that did not fit
+    width = 4 * 72
+    assert all(sum(len(text.get_text()) for text in line.get_texts()) * 9 * 0.5 < width for line in legend)
+
+
+@pytest.mark.parametrize("wrong", [{"width": 1}, {"dpi": 0}, {"font": 1.0}, {"idle": "grey"}])
+def test_a_style_that_cannot_be_read(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"):
+        FigureStyle(**wrong)
+
+
+def test_several_exhibits_stand_on_one_scale(texts):
+    """A measured panel is compared with its own prediction, every other one with the first of all."""
+    short, long = example(), example(latency=0.5)
+    run = Exhibit(name="run", predicted=long, measured=(MeasuredStep(7, replace(long, measured=True)),))
+    rows = Row(name="loader", slices=(Slice("read $x 1", 0.0, 40.0), Slice("parse", 1.0, 2.0)))
+    figure = comparison_figure([Exhibit(name="plan", predicted=short), run, Exhibit(name="mine", foreign=(rows,))])
+    assert isinstance(figure, Figure)
+    figure.savefig("/dev/null", format="png")
+    assert any(text.startswith("run, predicted:  makespan 17 s (1.133 times plan, predicted)") for text in texts)
+    assert any(text.startswith("run, measured, step 7:  makespan 17 s (1.000 times run, predicted)") for text in texts)
+    assert any(text.startswith("mine:  2 slices in 40 s") for text in texts)
+    assert any("read $x 1" in text for text in texts)  # as it is, not as mathematics
+    assert {axes.get_xlim()[1] for axes in figure.axes} - {figure.axes[1].get_xlim()[1]} == {40.0}
+    with pytest.raises(ValueError, match="expected at least one Exhibit"):
+        comparison_figure([])
+
+
+def test_a_figure_shows_itself_in_a_notebook():
+    assert timeline_figure(example())._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_figure_goes_to_png_and_svg_alone(tmp_path):
+    with pytest.raises(ValueError, match=r"t.pdf: expected a name that ends in .png or .svg"):
+        write_figure(timeline_figure(example()), tmp_path / "t.pdf")
+
+
+@pytest.mark.parametrize("costs", [{}, {"latency": 0.4}, {"latency": 0.4, "update": 0.5, "norm": 0.2}])
+def test_idle_stretches_add_up_to_the_causes(costs):
+    """They lie between the actions, and their lengths are those of `attribute_idle`."""
+    timeline = example(num_ranks=3, num_microbatches=5, **costs)
+    for trace, stretches, idle in zip(timeline.ranks, idle_stretches(timeline), attribute_idle(timeline), strict=True):
+        spans = sorted([(start, end) for _, start, end in (*trace.compute, *stretches)])
+        assert all(after[0] == pytest.approx(before[1], abs=1e-9) for before, after in pairwise(spans))
+        for cause in ("warm_up", "drain", "transfer", "unexplained"):
+            total = sum(end - start for c, start, end in stretches if c == cause)
+            assert total == pytest.approx(getattr(idle, cause), abs=1e-9)
+        late = sum(end - start for c, start, end in stretches if c == "late_peer")
+        assert late == pytest.approx(idle.late_peer + idle.imbalance, abs=1e-9)

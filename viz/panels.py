@@ -1,0 +1,227 @@
+"""Panels of a figure: one timeline each, or the rows of a trace that others wrote; and what their titles say."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..schedules import Op, Timeline
+from .exhibit import Exhibit, Row, Slice
+from .gantt import Labels, batch_of, draw_timeline, name_rows, num_chunks, ops_of
+from .idle import IdleFill
+from .palette import OP_HUES, OTHER_HUE, RGB, ink, shade
+from .scale import TOP, Scale, corners, points, style_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+_NAME_SHADES = 4
+_LETTER = 0.6  # width of a letter, in font sizes
+_SHORTEST = 3  # letters of a name that are worth writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelinePanel:
+    """One timeline under its caption.
+
+    Arguments:
+        reference: the panel with which it is compared, if any.
+        is_predicted: whether the reference is its own prediction, whose end is marked.
+    """
+
+    caption: str
+    timeline: Timeline
+    reference: TimelinePanel | None = None
+    is_predicted: bool = False
+
+    @property
+    def length(self) -> float:
+        """Seconds that it shows."""
+        return self.timeline.makespan
+
+    @property
+    def num_rows(self) -> int:
+        """Number of ranks."""
+        return len(self.timeline.ranks)
+
+    @property
+    def heading(self) -> str:
+        """Name and sizes of its schedule."""
+        schedule = self.timeline.schedule
+        several = schedule.num_batches > 1 and not schedule.is_asynchronous
+        batches = f", {schedule.num_batches} batches" if several else ""
+        return (
+            f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(self.timeline)}  "
+            f"M={schedule.num_microbatches}{batches}"
+        )
+
+    def title(self, unit_name: str, unit: float) -> str:
+        """Figures of this panel."""
+        t = self.timeline
+        if not ops_of(t):
+            return f"{self.caption}:  nothing ran"
+        if t.schedule.is_asynchronous:
+            return f"{self.caption}:  {self._steady_state(unit_name, unit)}"
+        ratio = "" if self.reference is None else _times(t.makespan, self.reference.timeline.makespan, self.reference)
+        return (
+            f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
+            f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
+        )
+
+    def _steady_state(self, unit_name: str, unit: float) -> str:
+        """Figures of a batch among others; a measured timeline shows a few batches only."""
+        t, ratio = self.timeline, ""
+        if self.reference is not None and self.reference.timeline.schedule.is_asynchronous:
+            ratio = _times(t.batch_seconds, self.reference.timeline.batch_seconds, self.reference)
+        return (
+            f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
+            f"{self._num_batches()} batches in {t.makespan / unit:.4g} {unit_name}"
+        )
+
+    def _num_batches(self) -> int:
+        """Number of batches of which a forward is shown."""
+        spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
+        return len({batch_of(self.timeline, a) for a in spans if a.op is Op.F})
+
+    @property
+    def predicted_end(self) -> float | None:
+        """Where it was predicted to end [s]; None for a stream, which goes on."""
+        if not self.is_predicted or self.reference is None:
+            return None
+        before = self.reference.timeline
+        return before.makespan if before.makespan > 0 and not before.schedule.is_asynchronous else None
+
+    def draw(self, axes: Axes, scale: Scale, labels: Labels, idle: IdleFill) -> None:
+        """Draw its rows."""
+        draw_timeline(axes, self.timeline, scale, labels, idle=idle)
+
+
+def _times(seconds: float, before: float, reference: TimelinePanel) -> str:
+    return f" ({seconds / before:.3f} times {reference.caption})" if before > 0 else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsPanel:
+    """Rows of named slices: an inner slice stands on the outer one, a little lower."""
+
+    caption: str
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def _lines(self) -> list[tuple[str, Sequence[Slice]]]:
+        """Names and slices of the lanes of all rows."""
+        lines: list[tuple[str, Sequence[Slice]]] = []
+        for row in self.rows:
+            lanes: dict[str, list[Slice]] = {}
+            for each in row.slices:
+                lanes.setdefault(each.lane, []).append(each)
+            for number, (lane, slices) in enumerate(lanes.items()):
+                name = row.name if number == 0 else f"{row.name} {lane}"
+                lines.append((name, sorted(slices, key=lambda each: (each.start, -each.end))))
+        return lines
+
+    @cached_property
+    def start(self) -> float:
+        """First start of any slice [s]."""
+        return min((each.start for row in self.rows for each in row.slices), default=0.0)
+
+    @property
+    def length(self) -> float:
+        """Seconds that it shows."""
+        return max((each.end for row in self.rows for each in row.slices), default=0.0) - self.start
+
+    @property
+    def num_rows(self) -> int:
+        """Number of lanes."""
+        return max(1, len(self._lines))
+
+    @property
+    def heading(self) -> str:
+        """Rows and slices."""
+        return f"{self.caption}:  {len(self.rows)} rows"
+
+    def title(self, unit_name: str, unit: float) -> str:
+        """Figures of this panel."""
+        slices = sum(len(row.slices) for row in self.rows)
+        return (
+            f"{self.caption}:  {slices} slices in {self.length / unit:.4g} {unit_name},  "
+            f"none of them a known action of a pipeline"
+        )
+
+    def draw(self, axes: Axes, scale: Scale) -> None:
+        """Draw its rows."""
+        from matplotlib.collections import PolyCollection
+
+        boxes, colours, texts = [], [], []
+        for row, (_, slices) in enumerate(self._lines):
+            for each, depth in zip(slices, depths(slices), strict=True):
+                inset = scale.box_height * (1 - 0.8**depth)
+                x, width = (each.start - self.start) / scale.unit, (each.end - each.start) / scale.unit
+                boxes.append(corners(x, width, row + TOP + inset, scale.box_height - inset))
+                colours.append(name_colour(each.name))
+                letters = int(points(scale.on_page(each.end - each.start)) / (_LETTER * 0.8 * scale.font))
+                if letters >= min(len(each.name), _SHORTEST) and depth == 0:
+                    texts.append((x, row, each.name[:letters], ink(colours[-1])))
+        if boxes:
+            collection = PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.25)
+            axes.add_collection(collection, autolim=False)
+        for x, row, text, colour in texts:
+            place = (x * (1 + 1e-9), row + TOP + 0.1 * scale.box_height)
+            axes.text(*place, f" {text}", size=0.75 * scale.font, color=colour, va="top", parse_math=False)
+        axes.set_xlim(0, scale.length / scale.unit)
+        style_rows(axes, self.num_rows, scale)
+        name_rows(axes, [name[:10] for name, _ in self._lines], scale)
+
+
+def depths(slices: Sequence[Slice]) -> list[int]:
+    """How many slices of the lane each one stands in; starts ascend, and of equal ones the longer comes first.
+
+    >>> depths([Slice("step", 0, 5), Slice("F", 0, 2), Slice("B", 2, 5)])
+    [0, 1, 1]
+    """
+    around: list[float] = []
+    found = []
+    for each in slices:
+        while around and around[-1] <= each.start:
+            around.pop()
+        found.append(len(around))
+        around.append(each.end)
+    return found
+
+
+def name_colour(name: str) -> RGB:
+    """A colour that a name has in every picture; digits do not count, so that `F 1` and `F 2` are alike."""
+    text = "".join(letter for letter in name if not letter.isdigit())
+    number = zlib.crc32(text.encode())
+    hues = [*OP_HUES.values(), OTHER_HUE]
+    return shade(hues[number % len(hues)], chunk=number // len(hues) % _NAME_SHADES, num_chunks=_NAME_SHADES)
+
+
+def panels_of(exhibits: Sequence[Exhibit]) -> list[TimelinePanel | RowsPanel]:
+    """Panels of all exhibits, from above. A measured one is compared with its own prediction, any other one with the
+    first of all."""
+    panels: list[TimelinePanel | RowsPanel] = []
+    first: TimelinePanel | None = None
+    for exhibit in exhibits:
+        own: TimelinePanel | None = None
+        for caption, timeline in exhibit.timelines:
+            name = caption if len(exhibits) == 1 else f"{exhibit.name}, {caption}"
+            panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_predicted=own is not None)
+            panels.append(panel)
+            own, first = own or panel, first or panel
+        if exhibit.foreign:
+            panels.append(RowsPanel(caption=exhibit.name, rows=exhibit.foreign))
+    return panels
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The name and length [s] of the unit in which `seconds` is at least 1.
+
+    >>> time_unit(0.25)
+    ('ms', 0.001)
+    """
+    return next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1] if seconds > 0 else UNITS[0])

@@ -1,0 +1,176 @@
+"""The page of a figure: panels below each other on one time scale, idle time beside them, the legend at the foot.
+
+    +-----------------------------------------------------------------+
+    | 1f1b: P=4 V=1 M=8                                               |  title
+    | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
+    | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row a rank
+    | measured: makespan 35 s (1.06 times ...) ...                    |
+    | rank 0 |0|1|2|3|     | 0 | ...                    |=====        |
+    |        0     10     20 ... time [s]               0   20   40   |
+    | legend                                                          |
+    +-----------------------------------------------------------------+
+
+It is laid out in hundredths of an inch, from the top, so that nothing can overlap. No pyplot: it is global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .gantt import collectives_of, message_kinds_of, num_chunks, ops_of, plan_labels, shows_batches
+from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
+from .legend import Shown, draw_line, legend_lines, line_height
+from .panels import RowsPanel, TimelinePanel, time_unit
+from .scale import UNITS_AN_INCH, Scale, points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_USUAL_FONT = 9.5  # [points]; what follows fits it, and grows and shrinks with it [inch / 100]
+_LEFT, _RIGHT = 66, 24
+_TITLE, _NO_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _FOOT = 44, 8, 26, 18, 48, 10
+_BARS, _BARS_GAP, _BARS_SHARE = 230, 22, 0.18  # width of the idle bars, at most this share of the page
+_HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0
+_NARROWEST, _SMALLEST_FONT = 3.0, 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureStyle:
+    """Look of a figure.
+
+    Arguments:
+        width: [inch].
+        dpi: pixels an inch of a PNG.
+        font: size of the words [points]; all others follow it.
+        title: whether the schedule and its sizes stand above all; a paper's caption says that.
+        idle: "cause": idle time in the hue of its cause; "hatch": all of it hatched, for print without colours.
+
+    Raises ValueError for sizes at which nothing could be read.
+    """
+
+    width: float = 16.0
+    dpi: float = 100.0
+    font: float = _USUAL_FONT
+    title: bool = True
+    idle: IdleFill = "cause"
+
+    def __post_init__(self) -> None:
+        if not _NARROWEST <= self.width <= 200:
+            raise ValueError(f"width={self.width!r}: expected {_NARROWEST:g} to 200 inches")
+        if not 30 <= self.dpi <= 1200:
+            raise ValueError(f"dpi={self.dpi!r}: expected 30 to 1200 pixels an inch")
+        if not _SMALLEST_FONT <= self.font <= 40:
+            raise ValueError(f"font={self.font!r}: expected {_SMALLEST_FONT:g} to 40 points")
+        if self.idle not in ("cause", "hatch"):
+            raise ValueError(f"idle={self.idle!r}: expected 'cause' or 'hatch'")
+
+
+class Sheet:
+    """The layout of one figure."""
+
+    def __init__(self, panels: Sequence[TimelinePanel | RowsPanel], style: FigureStyle) -> None:
+        self.panels, self.style = panels, style
+        self.timelines = [panel.timeline for panel in panels if isinstance(panel, TimelinePanel)]
+        self.times = style.font / _USUAL_FONT
+        self.width = style.width * UNITS_AN_INCH
+        longest = max(panel.length for panel in panels)
+        self.unit_name, self.unit = time_unit(longest)
+        self.causes = {cause for t in self.timelines for cause in causes_of(t)}
+        self.bars = min(_BARS * self.times, _BARS_SHARE * self.width) if self.causes else 0.0
+        self.left, right = _LEFT * self.times, _RIGHT * self.times
+        self.scale = Scale(
+            unit=self.unit,
+            length=longest or self.unit,
+            width=self.width - self.left - right - (self.bars + _BARS_GAP * self.times if self.causes else 0),
+            row=self.times * round(min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROW / self._num_rows() ** 0.5))),
+            font=style.font,
+            with_lanes=any(message_kinds_of(t) or collectives_of(t) for t in self.timelines),
+        )
+        self.labels = plan_labels(self.timelines, self.scale)
+        self.lines = self._legend()
+        rows = sum(panel.num_rows for panel in panels) * self.scale.row
+        gaps = (_PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1) + _TIME_AXIS + _FOOT) * self.times
+        self.foot = line_height(style.font) * len(self.lines)
+        self.height = round(self._top() + gaps + rows + self.foot)
+
+    def _num_rows(self) -> int:
+        return max(panel.num_rows for panel in self.panels)
+
+    def _top(self) -> float:
+        return (_TITLE if self.style.title else _NO_TITLE) * self.times
+
+    def _legend(self) -> list[Any]:
+        ts = self.timelines
+        if not ts:
+            return []
+        shown = Shown(
+            ops={op for t in ts for op in ops_of(t)},
+            kinds={kind for t in ts for kind in message_kinds_of(t)},
+            together={op for t in ts for op in collectives_of(t)},
+            causes=self.causes,
+            chunks=max(num_chunks(t) for t in ts),
+            batches=any(map(shows_batches, ts)),
+            marks_end=any(isinstance(p, TimelinePanel) and p.predicted_end is not None for p in self.panels),
+        )
+        width = points(self.width - self.left)
+        return legend_lines(shown, idle=self.style.idle, font=self.style.font, width=width)
+
+    def axes(self, figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes at a place from the upper left corner."""
+        box = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
+        return figure.add_axes(box)
+
+    def text(self, figure: Figure, baseline: float, text: str, **font: Any) -> None:
+        """A line of text at the left margin."""
+        x, y = self.left / self.width, 1 - baseline / self.height
+        figure.text(x, y, text, color="#202020", parse_math=False, **font)
+
+    def draw(self, figure: Figure) -> None:
+        """Draw everything."""
+        if self.style.title:
+            headings = "   /   ".join(dict.fromkeys(panel.heading for panel in self.panels))
+            self.text(figure, 30 * self.times, headings, size=1.47 * self.style.font, weight="bold")
+        top: float = self._top()
+        for panel in self.panels:
+            top = self._draw_panel(figure, panel, top) + _PANEL_GAP * self.times
+        step = line_height(self.style.font)
+        for number, line in enumerate(self.lines):
+            middle = (self.foot + 0.5 * _FOOT * self.times - (number + 0.5) * step) / self.height
+            draw_line(figure, line, font=self.style.font, left=self.left / self.width, middle=middle)
+
+    def _draw_panel(self, figure: Figure, panel: TimelinePanel | RowsPanel, top: float) -> float:
+        """Draw one panel below `top`; returns where it ends."""
+        scale, is_last = self.scale, panel is self.panels[-1]
+        title = panel.title(self.unit_name, self.unit)
+        self.text(figure, top + 18 * self.times, title, size=1.1 * self.style.font)
+        top += _PANEL_TITLE * self.times
+        height = panel.num_rows * scale.row
+        axes = self.axes(figure, self.left, top, scale.width, height)
+        if isinstance(panel, TimelinePanel):
+            panel.draw(axes, scale, self.labels, self.style.idle)
+            if panel.predicted_end is not None:
+                axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
+            if self.causes and panel.length > 0:
+                self._draw_bars(figure, panel, top, height, is_last=is_last)
+        else:
+            panel.draw(axes, scale)
+        axes.tick_params(labelbottom=is_last)
+        if is_last:
+            axes.set_xlabel(f"time [{self.unit_name}]", size=self.style.font, labelpad=2)
+        return top + height
+
+    def _draw_bars(self, figure: Figure, panel: TimelinePanel, top: float, height: float, *, is_last: bool) -> None:
+        left = self.left + self.scale.width + _BARS_GAP * self.times
+        bars = self.axes(figure, left, top, self.bars, height)
+        draw_idle_bars(bars, panel.timeline, self.scale, limit=self._bar_limit())
+        bars.tick_params(labelbottom=is_last)
+        if is_last:
+            of = "time" if is_window(panel.timeline) else "makespan"
+            bars.set_xlabel(f"idle [% of {of}]", size=self.style.font, labelpad=2)
+
+    def _bar_limit(self) -> float:
+        """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
+        return 100 * 1.25 * max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
