@@ -9,12 +9,14 @@
     communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed;
                    where the optimizer is divided, the parts of other ranks, of gradients and then of weights
 
+`stage_bytes` gives the same figures of one stage each, of which `memory_curves` makes memory over time.
 `MemoryRules.fit` counts one rank exactly, from what is in flight in its own program. `stage_parts` is the closed form
 for stages between any two cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, RECEIVES_AHEAD
+from ..schedules.timing.memory import StageBytes
 from .in_flight import InFlight
 from .memory_use import MemoryUse
 from .recompute_choice import Choice, Option, cheaper, in_turn
@@ -66,13 +69,15 @@ class RankMemory:
         held: by its stages.
         messages: bytes of messages, of all stages together.
         in_flight: [V] the most microbatches of each stage that are there at once.
-        too_many: bytes beyond the device's memory; 0 where it fits.
+        limit: of its device [bytes].
+        too_many: bytes beyond that; 0 where it fits.
     """
 
     treatment: Treatment
     held: Held
     messages: float
     in_flight: tuple[int, ...]
+    limit: float = math.inf
     too_many: float = 0.0
 
     @property
@@ -135,6 +140,37 @@ def stage_parts(
     fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share + bucket
     under = sums.under(recompute)
     return fixed + under.again, sums.behind / share + under.kept
+
+
+def stage_bytes(
+    sums: StageSums, memories: Sequence[RankMemory], *, replicas: Sequence[int], tensor: int
+) -> tuple[StageBytes, ...]:
+    """[S] bytes of each stage on one of its devices, as its rank treats it.
+
+    Arguments:
+        memories, replicas: [P] by stage of the first chunk.
+        tensor: T; each of T ranks sends its share of a message.
+    """
+    found, pipeline = [], len(memories)
+    for stage, weights in enumerate(sums.weights.tolist()):
+        chunk, memory = stage // pipeline, memories[stage % pipeline]
+        treatment, held = memory.treatment, memory.held
+        row, shards = sums.under(treatment.recompute[chunk]), treatment.shards[chunk]
+        has_replicas = replicas[stage % pipeline] > 1
+        found.append(
+            StageBytes(
+                weights=weights,
+                gradients=weights,
+                optimizer=float(held.optimizer[chunk]),
+                buffers=float(held.buffers[chunk]),
+                activations=float(row.kept[stage]),
+                again=float(row.again[stage]),
+                workspace=float(sums.workspace[stage] + sums.before[stage] + sums.behind[stage]),
+                output=float(sums.behind[stage]) / tensor,
+                summing=min(weights, BUCKET_BYTES) + weights * (1 - 1 / shards) if has_replicas else 0.0,
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +277,7 @@ class _Rank:
                     held=held,
                     messages=messages,
                     in_flight=tuple(self.most.astype(int).tolist()),
+                    limit=self.place.limit,
                     too_many=too_many,
                 )
             if best.too_many == 0:

@@ -10,6 +10,7 @@ from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
+from ..stage_memory import stage_bytes
 from ..topology import Topology
 from .evaluate import Evaluated, Simulated, stage_paces
 
@@ -67,6 +68,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
     paces = stage_paces(c, seconds)
+    held = stage_bytes(e.sums, e.memories, replicas=c.counts, tensor=c.tensor)
     stages = []
     for s in range(c.num_stages):
         p, v = s % c.pipeline, s // c.pipeline
@@ -82,6 +84,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 step_seconds=float(paces[s]),
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],
+                memory_limit=memory.limit if math.isfinite(memory.limit) else None,
+                held=held[s],
                 in_flight=max(1, memory.in_flight[v]),
                 recompute=memory.treatment.recompute[v],
                 optimizer_shards=memory.treatment.shards[v],

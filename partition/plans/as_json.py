@@ -6,12 +6,14 @@ import json
 from dataclasses import asdict, fields
 from typing import TypeVar
 
+from ...schedules.timing.memory import StageBytes
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
 from ..strict import Fields, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp
 
 P = TypeVar("P", bound=PlanRecord)
+Bytes = TypeVar("Bytes", MemoryUse, StageBytes)
 _JSON_VERSION = 1
 _MODELS = ("default", "pipedream")
 
@@ -48,7 +50,7 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
 
 
 def _stage(record: Fields) -> PlanStage:
-    memory = record.optional_object("memory")
+    memory, held = record.optional_object("memory"), record.optional_object("held")
     stage = PlanStage(
         nodes=tuple(str(node) for node in record.items("nodes")),
         ranks=_whole_numbers(record, "ranks", least=0),
@@ -58,7 +60,9 @@ def _stage(record: Fields) -> PlanStage:
         update_seconds=record.number("update_seconds", default=0.0),
         step_seconds=record.number("step_seconds"),
         parameter_bytes=record.optional_number("parameter_bytes"),
-        memory=None if memory is None else _memory(memory),
+        memory=None if memory is None else _figures(MemoryUse, memory),
+        memory_limit=record.optional_number("memory_limit"),
+        held=None if held is None else _figures(StageBytes, held),
         in_flight=record.optional_count("in_flight"),
         recompute=record.text("recompute", choices=RECOMPUTE, default="none"),
         optimizer_shards=record.count("optimizer_shards", default=1),
@@ -67,10 +71,11 @@ def _stage(record: Fields) -> PlanStage:
     return stage
 
 
-def _memory(record: Fields) -> MemoryUse:
-    values = {each.name: record.number(each.name, default=0.0) for each in fields(MemoryUse)}
+def _figures(kind: type[Bytes], record: Fields) -> Bytes:
+    """A record of numbers of which each may be left out."""
+    values = {each.name: record.number(each.name, default=0.0) for each in fields(kind)}
     record.done()
-    return MemoryUse(**values)
+    return kind(**values)
 
 
 def _runner_up(record: Fields) -> RunnerUp:

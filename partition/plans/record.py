@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...schedules.timing.memory import StageBytes
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
 
@@ -22,6 +23,8 @@ class PlanStage:
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
+        memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
+        held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
@@ -38,6 +41,8 @@ class PlanStage:
     step_seconds: float
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
+    memory_limit: float | None = None
+    held: StageBytes | None = None
     in_flight: int | None = None
     recompute: str = "none"
     optimizer_shards: int = 1
@@ -191,6 +196,18 @@ class PlanRecord:
     def memory_bytes(self) -> dict[int, float]:
         """Predicted bytes by rank in use; empty under PipeDream's model."""
         return {rank: memory.total for rank, memory in self.memory.items()}
+
+    @property
+    def stage_bytes(self) -> tuple[StageBytes, ...]:
+        """[S] for `memory_curves`; empty where the plan does not say it of every stage."""
+        found = tuple(stage.held for stage in self.stages if stage.held is not None)
+        return found if len(found) == len(self.stages) else ()
+
+    @property
+    def memory_limits(self) -> dict[int, float]:
+        """Bytes of the device by rank in use, where it is known: the least of any device that runs the same stage."""
+        stages = [stage for stage in self.stages if stage.memory_limit is not None]
+        return {rank: stage.memory_limit for stage in stages for rank in stage.ranks if stage.memory_limit is not None}
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:
