@@ -28,6 +28,7 @@ WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "graph"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
 # Methods of a record that load the pass which they call: `schedule.to_csv()` is shorter than `to_csv(schedule)`.
 LATE = {("schedules/ir.py", "schedules/text.py")}
+EXPLORER = ROOT / "viz" / "explorer"
 FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
@@ -155,8 +156,12 @@ def test_the_wheel_has_every_package_of_the_tree():
     folders = {path.parent.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py")}
     assert settings["packages"] == ["stagewright", *sorted(".".join(["stagewright", *f.parts]) for f in folders)]
     assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
-    for name in settings["package-data"]["stagewright"]:
-        assert (ROOT / name).is_file()  # py.typed: type checkers read the package's annotations
+    data = settings["package-data"]
+    for package, patterns in data.items():  # py.typed: type checkers read the package's annotations
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        assert all(any(folder.glob(pattern)) for pattern in patterns), package
+    parts = {path for path in (ROOT / "viz").rglob("*") if path.suffix not in {".py", ".pyc", ""}}
+    assert parts == {path for pattern in data["stagewright.viz.explorer"] for path in EXPLORER.glob(pattern)}
 
 
 def test_names_of_tests_hold_no_addresses(request: pytest.FixtureRequest) -> None:

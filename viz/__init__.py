@@ -1,6 +1,7 @@
-"""Timelines as figures and Perfetto traces. Pure: no torch; matplotlib loads when something is drawn."""
+"""Timelines as pages, figures and Perfetto traces. Pure: no torch; matplotlib loads when something is drawn."""
 
-from .exhibit import Exhibit
+from .exhibit import Exhibit, MeasuredStep, Row, Slice
+from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
 from .perfetto import write_perfetto
 from .sheet import FigureStyle
@@ -8,10 +9,15 @@ from .sheet import FigureStyle
 __all__ = [
     "Exhibit",
     "FigureStyle",
+    "MeasuredStep",
+    "Row",
+    "Slice",
     "comparison_figure",
+    "explorer_html",
     "render_comparison",
     "render_timeline",
     "timeline_figure",
+    "write_explorer",
     "write_figure",
     "write_perfetto",
 ]

@@ -1,0 +1,455 @@
+// The canvas below: axis, rows, boxes, lanes, idle time at the side. Only what is in sight is drawn; where boxes are
+// narrower than a pixel, each column of pixels shows the shares of its time instead.
+(function (app) {
+  "use strict";
+
+  const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
+  const CROWDED = 0.4; // boxes a pixel, from which on columns are drawn instead
+
+  class Painter {
+    constructor(canvas, view) {
+      this.canvas = canvas;
+      this.context = canvas.getContext("2d");
+      this.view = view;
+      this.widths = new Map();
+      this.hatches = new Map();
+    }
+
+    font(size, weight = 400) {
+      this.context.font = weight + " " + size + "px " + FONT;
+      this.fontKey = weight + "/" + size;
+    }
+
+    // Width of a short text in the font that is set.
+    measure(text) {
+      const key = this.fontKey + text;
+      if (!this.widths.has(key)) {
+        if (this.widths.size > 20000) this.widths.clear();
+        this.widths.set(key, this.context.measureText(text).width);
+      }
+      return this.widths.get(key);
+    }
+
+    // The colours of the theme, and the hatches in them.
+    retheme() {
+      const found = getComputedStyle(document.documentElement);
+      this.theme = Object.fromEntries(
+        ["ground", "surface", "ink", "muted", "faint", "rule", "row", "accent", "mark"].map((name) => [name, found.getPropertyValue("--" + name).trim()]),
+      );
+      this.hatches.clear();
+    }
+
+    hatch(colour, stripe) {
+      const key = colour + stripe;
+      if (!this.hatches.has(key)) {
+        const size = 6, tile = document.createElement("canvas");
+        tile.width = tile.height = size * 2;
+        const context = tile.getContext("2d");
+        context.scale(2, 2);
+        context.fillStyle = colour;
+        context.fillRect(0, 0, size, size);
+        context.strokeStyle = stripe;
+        context.lineWidth = 1.3;
+        for (const shift of [-size, 0, size]) {
+          context.beginPath();
+          context.moveTo(shift - 1, size + 1);
+          context.lineTo(shift + size + 1, -1);
+          context.stroke();
+        }
+        const pattern = this.context.createPattern(tile, "repeat");
+        pattern.setTransform(new DOMMatrix().scale(0.5));
+        this.hatches.set(key, pattern);
+      }
+      return this.hatches.get(key);
+    }
+
+    fill(style) {
+      return style.hatched ? this.hatch(style.colour, "rgba(255,255,255,.5)") : style.colour;
+    }
+
+    draw() {
+      const { view, context, theme } = this;
+      context.clearRect(0, 0, view.width, view.height);
+      context.fillStyle = theme.ground;
+      context.fillRect(0, 0, view.width, view.height);
+      context.save();
+      context.beginPath();
+      context.rect(0, view.head, view.width, view.height - view.head);
+      context.clip();
+      context.translate(0, -view.scroll);
+      const top = view.scroll + view.head, bottom = view.scroll + view.height;
+      const limit = this.sideLimit();
+      for (const place of view.panels) {
+        if (place.bottom < top || place.top > bottom) continue;
+        this.grid(place);
+        this.heading(place);
+        for (const row of place.rows) {
+          if (row.top + row.height < top || row.top > bottom) continue;
+          this.row(place, row);
+          if (view.hasSide && row.row.shares) this.side(row, limit);
+        }
+        this.ends(place);
+      }
+      context.restore();
+      this.head();
+    }
+
+    // --- rows ---
+
+    row(place, row) {
+      const { context, view, theme } = this;
+      context.fillStyle = theme.row;
+      context.fillRect(view.gutter, row.box, view.plotWidth, row.boxHeight);
+      this.name(row);
+      context.save();
+      context.beginPath();
+      context.rect(view.gutter, row.top, view.plotWidth, row.height);
+      context.clip();
+      const panel = place.panel;
+      for (const track of row.row.tracks) {
+        if (track.kind === "lane") {
+          if (row.lanesHeight) this.lane(panel, row, track);
+        } else {
+          this.boxes(panel, row, track);
+        }
+      }
+      for (const paint of app.painters) paint(this, place, row);
+      context.restore();
+    }
+
+    name(row) {
+      const { context, view, theme } = this;
+      const crowded = row.height < 13;
+      if (crowded && row.row.rank % 4) return;
+      this.font(12);
+      context.fillStyle = theme.ink;
+      context.textBaseline = "middle";
+      context.textAlign = "right";
+      let text = row.row.name;
+      while (text.length > 4 && this.measure(text) > view.gutter - 22) text = text.slice(0, -2).replace(/…?$/, "…");
+      const middle = row.row.foreign ? row.box + 7.5 : row.box + row.boxHeight / 2;
+      context.fillText(text, view.gutter - 12, middle + 0.5);
+    }
+
+    boxes(panel, row, track) {
+      const { view } = this;
+      const from = track.from(view.start);
+      const to = app.model.firstAbove(track.start, view.end, from, track.count);
+      const [top, height] = view.lineOf(row, track);
+      const crowded = to - from > CROWDED * view.plotWidth && track.groups;
+      const idle = track.kind === "compute" && view.shows.idle ? row.row.idle : null;
+      if (crowded) {
+        this.columns(panel, track, idle, from, to, top, height);
+        return;
+      }
+      if (idle) this.idle(idle, top, height);
+      this.single(panel, row.row, track, from, to, top, height);
+    }
+
+    // Boxes one by one. Those of one style are filled together; edges show where boxes touch.
+    single(panel, row, track, from, to, top, height) {
+      const { view, context } = this;
+      const scale = 1 / view.pixel;
+      const left = view.gutter - view.start * scale;
+      const byStyle = new Map();
+      let edge = -Infinity;
+      for (let i = from; i < to; i++) {
+        let x = left + track.start[i] * scale;
+        let width = (track.end[i] - track.start[i]) * scale;
+        if (width < 1) {
+          if (x + 1 <= edge + 0.5 && track.kind === "foreign") continue; // a pixel that is painted already
+          width = 1;
+        } else if (width > 4) {
+          width -= 1;
+        }
+        edge = x + width;
+        if (x < view.gutter - 8) {
+          width -= view.gutter - 8 - x;
+          x = view.gutter - 8;
+        }
+        width = Math.min(width, view.plotWidth + 16);
+        let list = byStyle.get(track.style[i]);
+        if (!list) byStyle.set(track.style[i], (list = []));
+        list.push(x, width);
+      }
+      for (const [number, list] of byStyle) {
+        context.fillStyle = this.fill(panel.styles[number]);
+        for (let at = 0; at < list.length; at += 2) context.fillRect(list[at], top, list[at + 1], height);
+      }
+      if (height >= 9) this.labels(panel, row, track, from, to, top, height);
+    }
+
+    labels(panel, row, track, from, to, top, height) {
+      const { view, context } = this;
+      const size = Math.min(12, Math.max(8, height - 4));
+      this.font(size);
+      context.textBaseline = "middle";
+      const names = track.kind === "foreign" ? panel.names : null;
+      const versions = row.program && row.program.versions.length ? row.program.versions : null;
+      for (let i = from; i < to; i++) {
+        const begin = Math.max(view.x(track.start[i]), view.gutter);
+        const width = Math.min(view.x(track.end[i]), view.gutter + view.plotWidth) - begin;
+        if (width < 7) continue;
+        const style = panel.styles[track.style[i]];
+        if (names) {
+          this.inside(names[track.names[i]], begin, width, top + height / 2, style.ink);
+          continue;
+        }
+        const op = row.program.ops[i];
+        const text = op === "U" ? (panel.schedule.batches > 1 ? "U" + row.program.indices[i] : "U") : String(row.program.indices[i]);
+        const badge = versions && versions[i] >= 0 && op === "F" && height >= 22;
+        const fits = this.measure(text) + 2 <= width;
+        if (!fits) {
+          if (size < 10) continue;
+          this.font(9);
+          if (this.measure(text) + 1 > width) {
+            this.font(size);
+            continue;
+          }
+        }
+        context.textAlign = "center";
+        if (style.hatched) this.plate(begin + width / 2, top + height / 2, this.measure(text), size, style);
+        context.fillStyle = style.ink;
+        context.fillText(text, begin + width / 2, top + height / 2 + 0.5 + (badge && width > 16 ? 3 : 0));
+        if (badge) this.badge("v" + versions[i], begin, width, top, style, size);
+        if (!fits) this.font(size);
+      }
+    }
+
+    // A quiet ground under a number on a hatched box.
+    plate(x, y, width, size, style) {
+      this.context.fillStyle = style.colour;
+      this.context.fillRect(x - width / 2 - 2, y - size / 2, width + 4, size);
+    }
+
+    // The weight version of a forward, in its upper right corner.
+    badge(text, begin, width, top, style, size) {
+      const { context } = this;
+      this.font(8.5, 600);
+      const wide = this.measure(text) + 5;
+      if (wide + 2 <= width) {
+        context.fillStyle = style.ink === "black" ? "rgba(0,0,0,.72)" : "rgba(255,255,255,.88)";
+        context.fillRect(begin + width - wide - 1, top, wide, 10);
+        context.fillStyle = style.ink === "black" ? "#fff" : "#000";
+        context.fillText(text, begin + width - 1 - wide / 2, top + 5.5);
+      }
+      this.font(size);
+    }
+
+    inside(text, begin, width, middle, ink) {
+      const { context } = this;
+      if (width < 14) return;
+      let shown = text;
+      if (this.measure(shown) + 6 > width) {
+        let keep = Math.floor((text.length * width) / this.measure(text));
+        do shown = text.slice(0, --keep) + "…";
+        while (keep > 1 && this.measure(shown) + 6 > width);
+        if (keep < 2) return;
+      }
+      context.textAlign = "left";
+      context.fillStyle = ink;
+      context.fillText(shown, begin + 3, middle + 0.5);
+    }
+
+    // Shares of time in each column of pixels: work from the bottom up, then idle time by cause.
+    columns(panel, track, idle, from, to, top, height) {
+      const { view, context } = this;
+      const hues = [...app.model.OPS].map((op) => (app.page.palette.ops[op] || [app.page.palette.other])[0]);
+      const causes = app.page.palette.causes.map(([hue]) => hue);
+      const tracks = idle ? [[track, hues, 1], [idle, causes, 0.45]] : [[track, hues, 1]];
+      const filled = new Float64Array(Math.ceil(view.plotWidth));
+      for (const [each, colours, alpha] of tracks) {
+        const rects = colours.map(() => []);
+        const sums = new Float64Array(colours.length);
+        let i = each.from(view.start);
+        for (let column = 0; column < filled.length; column++) {
+          const begin = view.start + column * view.pixel, end = begin + view.pixel;
+          sums.fill(0);
+          while (i < each.count && each.end[i] <= begin) i++;
+          each.sumBefore(begin, i, sums, -1);
+          let j = i;
+          while (j < each.count && each.end[j] <= end) j++;
+          each.sumBefore(end, j, sums, 1);
+          i = j;
+          for (let g = 0; g < sums.length; g++) {
+            const part = (sums[g] / view.pixel) * height;
+            if (part < 0.02) continue;
+            rects[g].push(view.gutter + column, top + height - filled[column] - part, part);
+            filled[column] += part;
+          }
+        }
+        context.globalAlpha = alpha;
+        rects.forEach((list, g) => {
+          context.fillStyle = colours[g];
+          for (let at = 0; at < list.length; at += 3) context.fillRect(list[at], list[at + 1], 1, list[at + 2]);
+        });
+        context.globalAlpha = 1;
+      }
+    }
+
+    // Idle time: a tint of its cause, and a firm line below.
+    idle(track, top, height) {
+      const { view, context } = this;
+      const from = track.from(view.start);
+      const to = app.model.firstAbove(track.start, view.end, from, track.count);
+      for (let i = from; i < to; i++) {
+        const x = Math.max(view.x(track.start[i]), view.gutter - 2);
+        const width = Math.min(view.x(track.end[i]), view.gutter + view.plotWidth + 2) - x;
+        if (width < 0.3) continue;
+        context.fillStyle = app.page.palette.causes[track.style[i]][0];
+        context.globalAlpha = 0.22;
+        context.fillRect(x, top, width, height);
+        context.globalAlpha = 1;
+        context.fillRect(x, top + height - 3, width, 3);
+      }
+    }
+
+    lane(panel, row, track) {
+      const { view, context } = this;
+      const [top, height] = view.laneOf(row, track);
+      const from = track.from(view.start);
+      const to = app.model.firstAbove(track.start, view.end, from, track.count);
+      let edge = -Infinity, last = -1;
+      for (let i = from; i < to; i++) {
+        const x = view.x(track.start[i]);
+        const width = Math.max(view.x(track.end[i]) - x, 1);
+        if (x + width <= edge + 0.5) continue; // a pixel that is painted already
+        edge = x + width;
+        if (track.style[i] !== last) context.fillStyle = panel.styles[(last = track.style[i])].colour;
+        context.fillRect(Math.max(x, view.gutter - 2), top, Math.min(width, view.plotWidth + 4), height);
+      }
+    }
+
+    // --- beside the rows ---
+
+    heading(place) {
+      const { context, view, theme } = this;
+      const { panel } = place;
+      const middle = place.top + 19;
+      this.font(12.5, 600);
+      context.textBaseline = "middle";
+      context.textAlign = "left";
+      context.fillStyle = theme.ink;
+      const several = app.page.exhibits.length > 1;
+      const title = (several ? panel.exhibit.name + ", " : "") + panel.caption;
+      context.fillText(title, view.gutter, middle);
+      const after = view.gutter + context.measureText(title).width + 12;
+      this.font(12);
+      context.fillStyle = theme.muted;
+      context.fillText(app.panels.summary(panel), after, middle);
+      if (view.hasSide && panel.rows.some((row) => row.shares)) {
+        context.fillText("idle [% of " + (panel.data.window ? "time" : "makespan") + "]", view.sideLeft, middle);
+      }
+    }
+
+    // Where the timelines above and this one end.
+    ends(place) {
+      const { context, view, theme } = this;
+      const { panel } = place;
+      const marks = [[panel.makespan, theme.faint, []]];
+      const predicted = panel.exhibit.predicted;
+      if (panel.kind === "measured" && predicted && !predicted.schedule.asynchronous) marks.push([predicted.makespan, theme.ink, [5, 4]]);
+      for (const [seconds, colour, dash] of marks) {
+        const x = view.x(seconds);
+        if (x < view.gutter || x > view.gutter + view.plotWidth + 1) continue;
+        context.strokeStyle = colour;
+        context.setLineDash(dash);
+        context.lineWidth = 1;
+        context.beginPath();
+        context.moveTo(Math.round(x) + 0.5, place.first);
+        context.lineTo(Math.round(x) + 0.5, place.bottom);
+        context.stroke();
+        context.setLineDash([]);
+      }
+    }
+
+    grid(place) {
+      const { context, view, theme } = this;
+      context.strokeStyle = theme.rule;
+      context.lineWidth = 1;
+      context.beginPath();
+      for (const [x] of this.ticks()) {
+        context.moveTo(Math.round(x) + 0.5, place.first - 3);
+        context.lineTo(Math.round(x) + 0.5, place.bottom);
+      }
+      context.stroke();
+    }
+
+    // The longest bar of idle time of all, so that bars of all panels compare.
+    sideLimit() {
+      let limit = 0;
+      for (const { panel } of this.view.panels) {
+        for (const row of panel.rows) if (row.shares) limit = Math.max(limit, row.shares.reduce((a, b) => a + b, 0));
+      }
+      return limit || 1;
+    }
+
+    side(row, limit) {
+      const { context, view, theme } = this;
+      let x = view.sideLeft, total = 0;
+      const height = Math.min(row.boxHeight, 18), top = row.box + (row.boxHeight - height) / 2;
+      row.row.shares.forEach((share, cause) => {
+        const width = (share / limit) * view.sideWidth;
+        if (width < 0.2) return;
+        context.fillStyle = app.page.palette.causes[cause][0];
+        context.fillRect(x, top, width, height);
+        x += width;
+        total += share;
+      });
+      if (row.height < 13) return;
+      this.font(11);
+      context.fillStyle = theme.muted;
+      context.textAlign = "left";
+      context.textBaseline = "middle";
+      context.fillText(app.words.percent(total, total < 0.0995 ? 1 : 0), x + 6, row.box + row.boxHeight / 2 + 0.5);
+    }
+
+    // [x, seconds] of round times, and the decimals that they need.
+    ticks() {
+      const { view } = this;
+      const rough = 90 * view.pixel;
+      const power = 10 ** Math.floor(Math.log10(rough));
+      const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+      const found = [];
+      for (let at = Math.ceil(view.start / step - 1e-9); at * step <= view.end + step * 1e-9; at++) found.push([view.x(at * step), at * step]);
+      this.step = step;
+      return found;
+    }
+
+    // The overview and the axis, above what scrolls.
+    head() {
+      const { context, view, theme } = this;
+      context.fillStyle = theme.ground;
+      context.fillRect(0, 0, view.width, view.head);
+      const left = view.gutter, width = view.plotWidth;
+      context.fillStyle = theme.row;
+      context.fillRect(left, 8, width, 8);
+      context.fillStyle = theme.faint;
+      const from = left + (view.start / view.length) * width;
+      context.fillRect(from, 8, Math.max(3, ((view.end - view.start) / view.length) * width), 8);
+      const ticks = this.ticks();
+      const [name, unit] = app.words.unitOf(Math.max(view.end, this.step));
+      const places = Math.max(0, Math.ceil(-Math.log10(this.step / unit) - 1e-9));
+      this.font(11);
+      context.fillStyle = theme.muted;
+      context.textBaseline = "middle";
+      context.textAlign = "center";
+      context.strokeStyle = theme.faint;
+      context.lineWidth = 1;
+      context.beginPath();
+      for (const [x, seconds] of ticks) {
+        context.fillText((seconds / unit).toFixed(places), Math.max(x, left + 6), 31);
+        context.moveTo(Math.round(x) + 0.5, 41);
+        context.lineTo(Math.round(x) + 0.5, 46);
+      }
+      context.moveTo(left, 46.5);
+      context.lineTo(left + width, 46.5);
+      context.stroke();
+      context.textAlign = "right";
+      context.fillText("time [" + name + "]", left - 12, 31);
+    }
+  }
+
+  app.painters = []; // functions (painter, place, row) that draw more into a row, in the order of the scripts
+  app.Painter = Painter;
+})(stagewright);

@@ -1,0 +1,174 @@
+// Pointer and keyboard: what they do to the view and to what is hovered or chosen.
+(function (app) {
+  "use strict";
+
+  const CLICK = 4; // pixels that a pointer may move in a click
+
+  function pointer(canvas, view) {
+    let drag = null;
+
+    const at = (event) => {
+      const box = canvas.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
+
+    canvas.addEventListener("wheel", (event) => {
+      const [x] = at(event);
+      if (x < view.gutter) return; // over the names rows scroll
+      event.preventDefault();
+      const step = event.deltaMode === 1 ? 30 : 1;
+      const [across, along] = event.shiftKey && !event.deltaX ? [event.deltaY, 0] : [event.deltaX, event.deltaY];
+      if (Math.abs(across) > Math.abs(along)) view.pan(across * step * view.pixel);
+      else view.zoom(Math.exp(-along * step * 0.0016), view.seconds(x));
+      app.changed();
+    }, { passive: false });
+
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      const [x, y] = at(event);
+      canvas.setPointerCapture(event.pointerId);
+      const ranged = event.shiftKey || (y < view.head && y > 18);
+      drag = { x, y, lastX: x, lastY: y, moved: false, kind: y <= 18 ? "overview" : ranged ? "range" : "pan" };
+      if (drag.kind === "overview") overview(x);
+    });
+
+    const overview = (x) => {
+      const middle = ((x - view.gutter) / view.plotWidth) * view.length;
+      view.pan(middle - (view.start + view.end) / 2);
+      app.changed();
+    };
+
+    canvas.addEventListener("pointermove", (event) => {
+      const [x, y] = at(event);
+      if (!drag) {
+        app.hover(x, y);
+        return;
+      }
+      if (Math.abs(x - drag.x) + Math.abs(y - drag.y) > CLICK) drag.moved = true;
+      if (drag.kind === "overview") overview(x);
+      else if (drag.moved && drag.kind === "range") app.setRange([drag.x, x]);
+      else if (drag.moved) {
+        canvas.classList.add("dragging");
+        view.pan((drag.lastX - x) * view.pixel);
+        app.scroller.scrollTop += drag.lastY - y;
+        app.hideTooltip();
+        app.changed();
+      }
+      drag.lastX = x;
+      drag.lastY = y;
+    });
+
+    const release = (event) => {
+      if (!drag) return;
+      const [x, y] = at(event);
+      canvas.classList.remove("dragging");
+      if (drag.kind === "range" && drag.moved) view.set(...[view.seconds(drag.x), view.seconds(x)].sort((a, b) => a - b));
+      else if (!drag.moved && drag.kind === "pan") app.choose(app.find(x, y));
+      drag = null;
+      app.setRange(null);
+      app.changed();
+    };
+    canvas.addEventListener("pointerup", release);
+    canvas.addEventListener("pointercancel", () => {
+      drag = null;
+      app.setRange(null);
+    });
+    canvas.addEventListener("pointerleave", () => drag || app.hover(null, null));
+    canvas.addEventListener("dblclick", () => {
+      view.set(0, view.length);
+      app.changed();
+    });
+  }
+
+  // The action beside the chosen one: `along` its program, or on the rank `across`.
+  function next(mark, along, across) {
+    const { panel, row, i } = mark;
+    if (mark.track.kind === "lane") return { panel, row, track: row.compute, i: Math.max(row.compute.from(mark.track.start[i]) - 1, 0) };
+    if (along) {
+      const to = i + along;
+      return to >= 0 && to < mark.track.count ? { ...mark, i: to } : null;
+    }
+    const places = app.page.panels.flatMap((each) => each.rows.flatMap((other) => other.tracks.filter((track) => track.kind !== "lane" && track.count).map((track) => ({ panel: each, row: other, track }))));
+    const here = places.findIndex((place) => place.track === mark.track);
+    const there = places[here + across];
+    if (!there) return null;
+    const middle = (mark.track.start[i] + mark.track.end[i]) / 2;
+    return { ...there, i: Math.max(there.track.at(middle, Infinity), 0) };
+  }
+
+  // The first action in sight.
+  function first(view) {
+    for (const place of view.panels) {
+      for (const row of place.rows) {
+        const track = row.row.tracks.find((each) => each.kind !== "lane");
+        const i = track ? track.from(view.start) : -1;
+        if (track && i < track.count) return { panel: place.panel, row: row.row, track, i };
+      }
+    }
+    return null;
+  }
+
+  function keyboard(canvas, view) {
+    const move = (event, along, across) => {
+      const found = app.state.chosen ? next(app.state.chosen, along, across) : first(view);
+      if (!found) return false;
+      event.preventDefault();
+      app.choose(found, { reveal: true, speak: true });
+      return true;
+    };
+
+    document.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help-dialog").open) return;
+      if (event.target !== canvas && event.target !== document.body) return;
+      const chosen = app.state.chosen;
+      const size = view.end - view.start;
+      switch (event.key) {
+        case "Tab": // leaves behind the last action, and after Escape
+          if (!app.state.left && event.target === canvas) move(event, event.shiftKey ? -1 : 1, 0);
+          app.state.left = false;
+          return;
+        case "ArrowLeft": case "ArrowRight": {
+          const side = event.key === "ArrowLeft" ? -1 : 1;
+          if (chosen) move(event, side, 0);
+          else view.pan(side * 0.15 * size);
+          break;
+        }
+        case "ArrowUp": case "ArrowDown": {
+          const side = event.key === "ArrowUp" ? -1 : 1;
+          if (chosen) move(event, 0, side);
+          else app.scroller.scrollTop += side * 60;
+          break;
+        }
+        case "Home": view.pan(-view.length); break;
+        case "End": view.pan(view.length); break;
+        case "Enter": case " ": if (app.state.hover) app.choose(app.state.hover, { speak: true }); break;
+        default: return;
+      }
+      event.preventDefault();
+      app.changed();
+    });
+
+    document.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+      if (document.getElementById("help-dialog").open) return;
+      switch (event.key) {
+        case "+": case "=": app.zoom(1.5); break;
+        case "-": case "_": app.zoom(1 / 1.5); break;
+        case "0": view.set(0, view.length); break;
+        case "Escape": app.choose(null); app.state.left = true; break;
+        case "[": case "]": for (const exhibit of app.page.exhibits) app.chooseStep(exhibit, exhibit.chosen + (event.key === "[" ? -1 : 1)); break;
+        case "t": app.otherTheme(); break;
+        case "?": app.panels.help(); break;
+        default: {
+          const toggle = app.toggles.find((each) => each.key === event.key);
+          if (!toggle) return;
+          toggle.flip();
+        }
+      }
+      event.preventDefault();
+      app.changed();
+    });
+  }
+
+  app.input = { pointer, keyboard };
+})(stagewright);

@@ -1,0 +1,100 @@
+// The canvas above: what follows the pointer and the choice. Arrows of messages, outlines, the line of the pointer's time.
+(function (app) {
+  "use strict";
+
+  class Marks {
+    constructor(canvas, view, painter) {
+      this.context = canvas.getContext("2d");
+      this.view = view;
+      this.painter = painter;
+    }
+
+    draw({ hover, chosen, pointer, range }) {
+      const { context, view } = this;
+      const theme = this.painter.theme;
+      context.clearRect(0, 0, view.width, view.height);
+      context.save();
+      context.beginPath();
+      context.rect(view.gutter - 1, view.head, view.plotWidth + 2, view.height - view.head);
+      context.clip();
+      if (range) {
+        context.globalAlpha = 0.18;
+        context.fillStyle = theme.accent;
+        context.fillRect(Math.min(range[0], range[1]), view.head, Math.abs(range[1] - range[0]), view.height);
+        context.globalAlpha = 1;
+      }
+      if (pointer !== null && pointer >= view.gutter && pointer <= view.gutter + view.plotWidth) {
+        context.strokeStyle = theme.faint;
+        context.lineWidth = 1;
+        context.setLineDash([2, 3]);
+        context.beginPath();
+        context.moveTo(Math.round(pointer) + 0.5, view.head);
+        context.lineTo(Math.round(pointer) + 0.5, view.height);
+        context.stroke();
+        context.setLineDash([]);
+      }
+      context.translate(0, -view.scroll);
+      for (const [mark, colour] of [[hover, theme.ink], [chosen, theme.mark]]) {
+        if (mark && mark.track) this.mark(mark, colour);
+      }
+      context.restore();
+    }
+
+    mark(mark, colour) {
+      const place = app.placeOf(mark);
+      if (!place) return;
+      const { panel } = mark;
+      if (mark.track.kind === "compute") {
+        const { uses, makes } = panel.arrows(panel.number(mark.row.rank, mark.i));
+        for (const m of [...uses, ...makes]) this.arrow(place.place, m, panel);
+      } else if (mark.track.kind === "lane" && mark.track.items[mark.i].message !== undefined) {
+        this.arrow(place.place, mark.track.items[mark.i].message, panel);
+      }
+      this.outline(place, mark, colour);
+    }
+
+    outline(place, { track, i }, colour) {
+      const { context, view } = this;
+      const [top, height] = view.lineOf(place.row, track);
+      const x = view.x(track.start[i]);
+      const width = Math.max(view.x(track.end[i]) - x - 1, 2);
+      context.strokeStyle = this.painter.theme.ground;
+      context.lineWidth = 4;
+      context.strokeRect(x - 1, top - 1, width + 2, height + 2);
+      context.strokeStyle = colour;
+      context.lineWidth = 2;
+      context.strokeRect(x - 1, top - 1, width + 2, height + 2);
+    }
+
+    // From the end of the action that makes a message to the start of the one that uses it, over the time under way.
+    arrow(place, m, panel) {
+      const { context, view } = this;
+      const columns = panel.messages;
+      if (columns.maker[m] < 0 || columns.user[m] < 0) return;
+      const from = panel.place(columns.maker[m]), to = panel.place(columns.user[m]);
+      const source = place.rows[from.row], target = place.rows[to.row];
+      const x0 = view.x(panel.rows[from.row].compute.end[from.i]), x1 = view.x(panel.rows[to.row].compute.start[to.i]);
+      const y0 = source.box + source.boxHeight / 2, y1 = target.box + target.boxHeight / 2;
+      const bend = Math.max(Math.abs(x1 - x0) / 2, 14);
+      for (const [colour, width] of [[this.painter.theme.ground, 4.5], [this.painter.theme.ink, 1.7]]) {
+        context.strokeStyle = context.fillStyle = colour;
+        context.lineWidth = width;
+        context.beginPath();
+        context.moveTo(x0, y0);
+        context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1 - 5, y1);
+        context.stroke();
+        context.beginPath();
+        context.arc(x0, y0, width * 1.4, 0, 7);
+        context.fill();
+        context.beginPath();
+        context.moveTo(x1, y1);
+        context.lineTo(x1 - 8, y1 - 4);
+        context.lineTo(x1 - 8, y1 + 4);
+        context.closePath();
+        context.fill();
+      }
+    }
+  }
+
+  app.Marks = Marks;
+})(stagewright);

@@ -1,0 +1,235 @@
+"""A timeline as columns: programs, times, idle time by cause, messages and collectives."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from ...schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline, attribute_idle
+from ...schedules.messages import STAGE_KINDS, Message
+from ...schedules.needs import Needs
+from ...schedules.timing.attribution import Gap, find_gaps
+from ...schedules.timing.links import wire_bytes
+from ...schedules.versions import derive_versions
+from ..arrows import find_arrows
+from ..exhibit import Exhibit
+from ..gantt import num_chunks
+from ..idle import idle_shares, is_window
+from ..lanes import assign_lanes
+from ..palette import OP_HUES, OTHER_HUE, RGB, batch_shade, ink, shade
+
+_KINDS = list(MessageKind)
+_CAUSES = list(Idle._fields)
+_IN_TIME = ("warm_up", "drain", "late_peer", "transfer", "update", "unexplained")  # the order inside a gap
+_NONE = -1
+
+Columns = dict[str, Any]
+
+
+class Programs:
+    """Programs of ranks, each kept once: the steps of a run repeat them."""
+
+    def __init__(self) -> None:
+        self.columns: list[Columns] = []
+        self._number: dict[tuple[tuple[Action, ...], tuple[int, ...]], int] = {}
+
+    def number(self, actions: tuple[Action, ...], versions: tuple[int, ...]) -> int:
+        """Number of a program.
+
+        Arguments:
+            versions: of the weights that each action uses (an update: makes); empty where there is one alone.
+        """
+        key = (actions, versions)
+        if key not in self._number:
+            self._number[key] = len(self.columns)
+            self.columns.append(
+                {
+                    "ops": "".join(action.op.value for action in actions),
+                    "stages": [action.stage for action in actions],
+                    "indices": [action.index for action in actions],
+                    "versions": list(versions),
+                }
+            )
+        return self._number[key]
+
+
+def timeline_panel(exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> Columns:
+    """Everything that is drawn of one timeline."""
+    return _Panel(exhibit, timeline, tick, programs).columns()
+
+
+class _Panel:
+    def __init__(self, exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> None:
+        self.exhibit, self.timeline, self.tick, self.programs = exhibit, timeline, tick, programs
+        self.schedule = timeline.schedule
+        self.window = is_window(timeline)
+        sizes = [len(trace.compute) for trace in timeline.ranks]
+        firsts = list(accumulate(sizes, initial=0))
+        self.number_of = {
+            action: first + at
+            for first, trace in zip(firsts, timeline.ranks, strict=False)
+            for at, action in enumerate(trace.actions)
+        }
+        self.versions = derive_versions(self.schedule).used if self.schedule.is_asynchronous else {}
+
+    def columns(self) -> Columns:
+        timeline, schedule = self.timeline, self.schedule
+        lanes = [_lanes(trace) for trace in timeline.ranks]
+        return {
+            "measured": timeline.measured,
+            "schedule": {
+                "name": schedule.name,
+                "ranks": schedule.num_ranks,
+                "stages": schedule.num_stages,
+                "chunks": num_chunks(timeline),
+                "microbatches": schedule.num_microbatches,
+                "batches": schedule.num_batches,
+                "groups": schedule.groups_per_batch,
+                "asynchronous": schedule.is_asynchronous,
+            },
+            "makespan": timeline.makespan,
+            "batch_seconds": timeline.batch_seconds,
+            "bubble": timeline.bubble,
+            "span_bubble": timeline.span_bubble,
+            "window": self.window,
+            "shades": self._shades(),
+            "rows": [
+                self._row(rank, *found) for rank, found in enumerate(zip(lanes, find_gaps(timeline), strict=True))
+            ],
+            "idle": [[round(seconds, 12) for seconds in idle] for idle in attribute_idle(timeline)],
+            "idle_shares": [[round(share, 6) for share in idle] for idle in idle_shares(timeline)],
+            "messages": self._messages(lanes),
+        }
+
+    def _ticks(self, seconds: float) -> int:
+        return round((seconds - self.timeline.start) / self.tick)
+
+    def _row(self, rank: int, lanes: _Lanes, gaps: dict[Action, Gap]) -> Columns:
+        trace = self.timeline.ranks[rank]
+        times: list[int] = []
+        at = 0
+        for _, start, end in trace.compute:
+            begin, stop = self._ticks(start), self._ticks(end)
+            times += [begin - at, stop - begin]
+            at = stop
+        return {
+            "stages": list(self.schedule.placement[rank]),
+            "program": self.programs.number(trace.actions, self._used(trace)),
+            "times": times,
+            "idle": self._idle(trace, gaps),
+            "together": [
+                [str(what), what.op.value, self._ticks(start), self._ticks(end), lane]
+                for (what, start, end), lane in zip(trace.collectives, lanes.collectives, strict=True)
+            ],
+            "lanes": lanes.count,
+        }
+
+    def _shades(self) -> Columns:
+        """Op -> [V chunks] of [colour, ink] in even and in odd batches."""
+        chunks = num_chunks(self.timeline)
+        ops = {action.op for trace in self.timeline.ranks for action in trace.actions}
+        colours = {
+            op: [shade(OP_HUES.get(op, OTHER_HUE), chunk=chunk, num_chunks=chunks) for chunk in range(chunks)]
+            for op in sorted(ops)
+        }
+        return {
+            op.value: [[[_hex(each), ink(each)] for each in (own, batch_shade(own, 1))] for own in shades]
+            for op, shades in colours.items()
+        }
+
+    def _used(self, trace: RankTrace) -> tuple[int, ...]:
+        """The weight version of each action, where there are several."""
+        if not self.schedule.is_asynchronous:
+            return ()
+        return tuple(
+            index + 1 if op is Op.U else self.versions.get((stage, index), _NONE) for stage, op, index in trace.actions
+        )
+
+    def _idle(self, trace: RankTrace, gaps: dict[Action, Gap]) -> list[int]:
+        """Idle time by cause: start, length, cause, start, length, cause, ... [ticks]."""
+        found: list[int] = []
+
+        def add(start: float, end: float, cause: str) -> None:
+            begin, stop = self._ticks(start), self._ticks(end)
+            if stop > begin:
+                found.extend((begin, stop - begin, _CAUSES.index(cause)))
+
+        for action, start, _ in trace.compute:
+            gap = gaps.get(action)
+            at = start - gap.seconds if gap is not None else start
+            for cause in _IN_TIME if gap is not None else ():
+                seconds = getattr(gap, cause)
+                if not (self.window and cause == "warm_up"):
+                    add(at, at + seconds, cause)
+                at += seconds
+        if not self.window:
+            add(trace.compute[-1].end if trace.compute else self.timeline.start, self.timeline.end, "drain")
+        return found
+
+    def _messages(self, lanes: list[_Lanes]) -> Columns:
+        """Messages by receiving rank: those that took time on a link, with their lane, and those that took none."""
+        arrows = {arrow.message: arrow for arrow in find_arrows(self.timeline)}
+        sizes = self._sizes()
+        rows: list[tuple[int, ...]] = []
+        seen: set[Message] = set()
+        ends = {what: end for trace in self.timeline.ranks for what, _, end in trace.compute}
+
+        def add(message: Message, receiver: int, start: float, end: float, lane: int) -> None:
+            arrow = arrows.get(message)
+            maker = _NONE if arrow is None else self.number_of.get(arrow.maker, _NONE)
+            user = _NONE if arrow is None else self.number_of.get(arrow.user, _NONE)
+            rows.append(
+                (
+                    _KINDS.index(message.kind),
+                    message.src,
+                    message.dst,
+                    message.index,
+                    maker,
+                    user,
+                    receiver,
+                    self._ticks(start),
+                    self._ticks(end),
+                    lane,
+                )
+            )
+
+        for rank, (trace, found) in enumerate(zip(self.timeline.ranks, lanes, strict=True)):
+            for (message, start, end), lane in zip(trace.comm, found.messages, strict=True):
+                add(message, rank, start, end, lane)
+                seen.add(message)
+        for message, arrow in arrows.items():
+            if message not in seen:
+                add(message, arrow.receiver, ends[arrow.maker], ends[arrow.maker], _NONE)
+        names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end", "lane")
+        columns: Columns = dict(zip(names, map(list, zip(*rows, strict=True)) if rows else [[]] * 10, strict=True))
+        columns["bytes"] = [[_KINDS.index(kind), src, dst, size] for (kind, src, dst), size in sizes.items()]
+        return columns
+
+    def _sizes(self) -> dict[tuple[MessageKind, int, int], float]:
+        """Bytes of each message, by kind and stages; empty where they are not known."""
+        links, predicted = self.exhibit.links, self.exhibit.predicted
+        same = predicted is not None and predicted.schedule.stage_edges == self.schedule.stage_edges
+        if links is None or not same:
+            return {}
+        found = wire_bytes(self.schedule, links, Needs(self.schedule).wires)
+        return {wire[:3]: size for wire, size in found.items() if size > 0 and wire.kind in STAGE_KINDS}
+
+
+def _hex(colour: RGB) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+class _Lanes:
+    """The lanes of a rank below its boxes: messages and collectives, beside each other where they overlap."""
+
+    def __init__(self, messages: list[int], collectives: list[int]) -> None:
+        self.messages, self.collectives = messages, collectives
+        self.count = 1 + max([*messages, *collectives], default=-1)
+
+
+def _lanes(trace: RankTrace) -> _Lanes:
+    spans = [(start, end) for _, start, end in (*trace.comm, *trace.collectives)]
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    lane_of = dict(zip(order, assign_lanes([spans[at] for at in order]), strict=True))
+    lanes = [lane_of[at] for at in range(len(spans))]
+    return _Lanes(lanes[: len(trace.comm)], lanes[len(trace.comm) :])

@@ -1,0 +1,209 @@
+// What stands around the canvas: title, notes, figures, legend, and the sections at the right. Text goes in as text, never
+// as HTML, whatever names hold.
+(function (app) {
+  "use strict";
+
+  // An element with a class, attributes and children (strings become text).
+  function make(tag, options = {}, ...children) {
+    const found = document.createElement(tag);
+    for (const [name, value] of Object.entries(options)) {
+      if (name === "class") found.className = value;
+      else if (name === "style") Object.assign(found.style, value);
+      else if (name.startsWith("on")) found.addEventListener(name.slice(2), value);
+      else found.setAttribute(name, value);
+    }
+    found.append(...children.filter((child) => child !== null));
+    return found;
+  }
+
+  // The figures of a panel, beside its caption.
+  function summary(panel) {
+    const { time, percent } = app.words;
+    const { data } = panel;
+    if (panel.kind === "foreign") return time(panel.makespan) + ", " + panel.rows.length + (panel.rows.length === 1 ? " row" : " rows");
+    const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
+    const ratio = (own, other) => (before && other > 0 ? " (" + app.words.digits(own / other, 4) + " times predicted)" : "");
+    if (panel.schedule.asynchronous) {
+      const times = ratio(data.batch_seconds, before && before.data.batch_seconds);
+      return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan);
+    }
+    return "makespan " + time(data.makespan) + ratio(data.makespan, before && before.data.makespan) + ", bubble " + percent(data.bubble);
+  }
+
+  function headline(exhibit) {
+    const panel = exhibit.predicted || exhibit.measured;
+    if (!panel) return exhibit.name;
+    const { name, ranks, chunks, microbatches, batches, asynchronous } = panel.schedule;
+    const sizes = "P=" + ranks + " V=" + chunks + " M=" + microbatches + (batches > 1 && !asynchronous ? ", " + batches + " batches" : "");
+    return (exhibit.name === name ? "" : exhibit.name + ": ") + name + ", " + sizes;
+  }
+
+  function title(page) {
+    document.getElementById("title").textContent = page.exhibits.map(headline).join(" / ");
+    const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 ? each.name + ": " : "") + note));
+    const list = document.getElementById("notes");
+    list.hidden = !notes.length;
+    list.replaceChildren(...notes.map((note) => make("li", {}, note)));
+  }
+
+  // A table of what is known of each panel: a row a panel.
+  function figures(page) {
+    const rows = page.exhibits.flatMap((exhibit) => exhibit.data.figures || []);
+    const place = document.getElementById("figures");
+    place.hidden = !rows.length;
+  }
+
+  // A slider for each exhibit with several measured steps.
+  function steps(page) {
+    const place = document.getElementById("steps");
+    place.replaceChildren();
+    for (const exhibit of page.exhibits) {
+      if (exhibit.steps.length < 2) continue;
+      const told = make("output", {}, "");
+      const range = make("input", { type: "range", min: 0, max: exhibit.steps.length - 1, step: 1, "aria-label": "Measured step of " + exhibit.name });
+      const show = () => {
+        range.value = exhibit.chosen;
+        told.textContent = "step " + exhibit.steps[exhibit.chosen];
+        range.setAttribute("aria-valuetext", told.textContent);
+      };
+      range.addEventListener("input", () => app.chooseStep(exhibit, +range.value));
+      exhibit.showStep = show;
+      show();
+      place.append(make("label", { class: "steps" }, page.exhibits.length > 1 ? exhibit.name : "", range, told));
+    }
+  }
+
+  // --- the legend ---
+
+  function legend(page) {
+    const panels = page.panels.filter((panel) => panel.kind !== "foreign");
+    const keys = [];
+    const seen = new Set();
+    const swatch = (colour, extra = "") => make("span", { class: "swatch" + extra, style: { background: colour } });
+    for (const [op, [hue, words]] of Object.entries(page.palette.ops)) {
+      const shades = panels.map((panel) => panel.data.shades[op]).filter(Boolean).sort((a, b) => b.length - a.length)[0];
+      if (!shades) continue;
+      const several = panels.some((panel) => panel.schedule.batches > 1);
+      const colours = shades.flatMap((pair) => (several ? pair : pair.slice(0, 1)).map(([colour]) => colour));
+      const tiles = make("span", { class: "swatches", "aria-hidden": "true" }, ...colours.slice(0, 8).map((colour) => {
+        const tile = swatch(colour);
+        if (op === "W") tile.style.background = "repeating-linear-gradient(135deg, rgba(255,255,255,.5) 0 1.2px, transparent 1.2px 4px) " + (colour || hue);
+        return tile;
+      }));
+      const first = !seen.size && (shades.length > 1 || several);
+      const notes = [shades.length > 1 ? "chunk 0 to " + (shades.length - 1) : "", several ? "even, odd batches" : ""].filter(Boolean);
+      keys.push(make("span", { class: "key" }, tiles, words + (first && notes.length ? " (" + notes.join("; ") + ")" : "")));
+      seen.add(op);
+    }
+    const told = new Set();
+    for (const panel of panels) {
+      for (const key of panel.styleNumbers.keys()) {
+        if (!/^[mc]/.test(key) || told.has(key)) continue;
+        told.add(key);
+        const text = key[0] === "m" ? page.palette.messages[+key.slice(1)][2] : (page.palette.collectives[key.slice(1)] || ["", key.slice(1)])[1];
+        keys.push(make("span", { class: "key" }, swatch(page.laneHue(key), " thin"), text));
+      }
+    }
+    if (panels.some((panel) => panel.kind === "measured" && panel.exhibit.predicted && !panel.schedule.asynchronous)) {
+      keys.push(make("span", { class: "key" }, make("span", { class: "swatch line" }), "predicted end"));
+    }
+    const causes = page.palette.causes.filter((_, cause) => panels.some((panel) => panel.rows.some((row) => row.shares && row.shares[cause] > 1e-3)));
+    if (causes.length) {
+      keys.push(make("span", { class: "break" }), make("span", {}, "Idle by cause:"));
+      for (const [hue, text] of causes) keys.push(make("span", { class: "key" }, swatch(hue), text));
+    }
+    document.getElementById("legend").replaceChildren(...keys);
+  }
+
+  // --- the sections at the right ---
+
+  function section(id, heading) {
+    const found = make("section", { id }, make("h2", {}, heading));
+    document.getElementById("aside").append(found);
+    return found;
+  }
+
+  function facts(described) {
+    return make("dl", {}, ...described.facts.flatMap(([label, text]) => [make("dt", {}, label), make("dd", {}, text)]));
+  }
+
+  // The chosen action, or how to choose one.
+  function chosen(mark) {
+    const place = document.getElementById("chosen");
+    const heading = place.firstChild;
+    if (!mark) {
+      heading.textContent = "Actions";
+      place.replaceChildren(heading, make("p", {}, "Click a box to keep what is known of it here, or press Tab on the timelines."));
+      return;
+    }
+    const described = app.words.describe(app.page, mark.panel, mark.row, mark.track, mark.i);
+    heading.textContent = described.title;
+    place.replaceChildren(heading, facts(described));
+  }
+
+  // Idle seconds of all ranks of a panel by cause.
+  function idle(page) {
+    const place = document.getElementById("idle");
+    const parts = [place.firstChild];
+    for (const panel of page.panels) {
+      if (panel.kind === "foreign" || !panel.rows.some((row) => row.shares)) continue;
+      const sums = page.palette.causes.map((_, cause) => panel.rows.reduce((sum, row) => sum + (row.shares ? row.shares[cause] : 0), 0) / panel.rows.length);
+      const total = sums.reduce((a, b) => a + b, 0);
+      if (!total) continue;
+      const name = (page.exhibits.length > 1 ? panel.exhibit.name + ", " : "") + panel.caption;
+      const shown = sums.map((share, cause) => [share, ...page.palette.causes[cause]]).filter(([share]) => share > 5e-4).sort((a, b) => b[0] - a[0]);
+      parts.push(
+        make("p", {}, name + ": " + app.words.percent(total) + " of all ranks' time"),
+        make("div", { class: "bar", "aria-hidden": "true" }, ...shown.map(([share, hue]) => make("span", { style: { background: hue, flex: String(share) } }))),
+        make("ul", { class: "plain" }, ...shown.map(([share, hue, text]) => make("li", {}, make("span", { class: "swatch", style: { background: hue } }), make("span", {}, text), make("span", {}, app.words.percent(share))))),
+      );
+    }
+    place.hidden = parts.length < 2;
+    place.replaceChildren(...parts);
+  }
+
+  // --- help ---
+
+  const KEYS = [
+    ["wheel, + −", "zoom at the pointer, or in the middle"],
+    ["drag, ← →, shift + wheel", "move along the time; drag up and down to other rows"],
+    ["shift + drag, drag the axis", "zoom into a stretch of time"],
+    ["0, double click", "show everything"],
+    ["click, Enter", "keep an action at the right; Esc lets go"],
+    ["Tab, shift + Tab", "next and previous action of the rank's program"],
+    ["arrow keys", "once an action is chosen: along its program, and to other ranks"],
+    ["[ ]", "the measured step before and after"],
+    ["i, l, m, c", "idle time, messages, memory, critical path on and off"],
+    ["t", "light or dark"],
+    ["?", "this help"],
+  ];
+
+  function help() {
+    const dialog = document.getElementById("help-dialog");
+    dialog.replaceChildren(
+      make("h2", { id: "help-title" }, "Keys and pointer"),
+      make("dl", {}, ...KEYS.flatMap(([keys, text]) => [make("dt", {}, make("kbd", {}, keys)), make("dd", {}, text)])),
+      make("p", { class: "muted" }, "Where boxes are narrower than a pixel, each column shows the shares of its time: work from the bottom up, then idle time by cause."),
+      make("button", { onclick: () => dialog.close() }, "Close"),
+    );
+    dialog.showModal();
+  }
+
+  function start(page) {
+    title(page);
+    figures(page);
+    steps(page);
+    section("chosen", "Actions");
+    section("idle", "Idle time");
+    chosen(null);
+    refresh(page);
+  }
+
+  // After another step, or what an extension supposes.
+  function refresh(page) {
+    legend(page);
+    idle(page);
+  }
+
+  app.panels = { make, summary, section, chosen, facts, help, start, refresh };
+})(stagewright);

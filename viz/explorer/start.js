@@ -1,0 +1,222 @@
+// Starts the page, and holds what is hovered, chosen and shown. Frames are drawn once per requestAnimationFrame.
+(function (app) {
+  "use strict";
+
+  const byId = (id) => document.getElementById(id);
+  const page = (app.page = new app.model.Page(JSON.parse(byId("data").textContent)));
+  const view = (app.view = new app.View(page));
+  const painter = new app.Painter(byId("base"), view);
+  const marks = new app.Marks(byId("marks"), view, painter);
+  const tooltip = byId("tooltip");
+  app.scroller = byId("scroller");
+  app.state = { hover: null, chosen: null, pointer: null, range: null, left: false };
+  app.frames = { drawn: 0, seconds: 0 }; // for measurements
+
+  let wanted = 0; // 1: marks alone, 2: everything
+
+  function frame() {
+    const begin = performance.now();
+    if (wanted > 1) painter.draw();
+    marks.draw(app.state);
+    wanted = 0;
+    app.frames.drawn++;
+    app.frames.seconds = (performance.now() - begin) / 1000;
+  }
+
+  function ask(level) {
+    if (!wanted) requestAnimationFrame(frame);
+    wanted = Math.max(wanted, level);
+  }
+
+  // What is seen has changed.
+  app.changed = () => {
+    ask(2);
+    if (app.state.pointer !== null) app.hover(app.state.pointer, app.state.pointerY);
+  };
+
+  // Rows have changed: places, sizes.
+  app.layOut = () => {
+    const box = byId("stage").getBoundingClientRect();
+    const ratio = Math.min(window.devicePixelRatio || 1, 3);
+    view.width = app.scroller.clientWidth;
+    view.height = Math.floor(box.height);
+    painter.font(12);
+    view.layOut((text) => painter.measure(text));
+    byId("spacer").style.height = Math.max(view.contentHeight, 1) + "px";
+    view.width = app.scroller.clientWidth; // a scrollbar may have come
+    for (const canvas of [byId("base"), byId("marks")]) {
+      canvas.width = Math.round(view.width * ratio);
+      canvas.height = Math.round(view.height * ratio);
+      canvas.style.width = view.width + "px";
+      canvas.style.height = view.height + "px";
+      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+    view.scroll = app.scroller.scrollTop;
+    app.changed();
+  };
+
+  // Where a mark stands: {place, row}.
+  app.placeOf = (mark) => {
+    const place = view.panels.find((each) => each.panel === mark.panel);
+    const row = place && place.rows.find((each) => each.row === mark.row);
+    return row ? { place, row } : null;
+  };
+
+  app.find = (x, y) => {
+    const hit = x === null ? null : view.hit(x, y);
+    return hit && hit.track ? { panel: hit.place.panel, row: hit.row.row, track: hit.track, i: hit.i } : null;
+  };
+
+  app.hover = (x, y) => {
+    app.state.pointer = x;
+    app.state.pointerY = y;
+    const mark = app.find(x, y);
+    app.state.hover = mark;
+    byId("base").classList.toggle("over", Boolean(mark));
+    if (mark) showTooltip(mark, x, y);
+    else app.hideTooltip();
+    ask(1);
+  };
+
+  function showTooltip(mark, x, y) {
+    const described = app.words.describe(page, mark.panel, mark.row, mark.track, mark.i);
+    tooltip.replaceChildren(app.panels.make("strong", {}, described.title), app.panels.facts(described));
+    tooltip.hidden = false;
+    const box = byId("stage").getBoundingClientRect();
+    const left = x + 16 + tooltip.offsetWidth < box.width ? x + 16 : Math.max(4, x - 16 - tooltip.offsetWidth);
+    const top = y + 18 + tooltip.offsetHeight < box.height ? y + 18 : Math.max(4, y - 14 - tooltip.offsetHeight);
+    tooltip.style.left = left + "px";
+    tooltip.style.top = top + "px";
+  }
+
+  app.hideTooltip = () => {
+    tooltip.hidden = true;
+  };
+
+  // Keep a box chosen. reveal: bring it into sight; speak: to screen readers.
+  app.choose = (mark, { reveal = false, speak = false } = {}) => {
+    app.state.chosen = mark;
+    app.panels.chosen(mark);
+    if (mark && reveal) {
+      view.reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
+      const place = app.placeOf(mark);
+      const top = place.row.top - view.head, bottom = place.row.top + place.row.height - view.height;
+      if (app.scroller.scrollTop > top) app.scroller.scrollTop = top;
+      else if (app.scroller.scrollTop < bottom) app.scroller.scrollTop = bottom;
+    }
+    if (mark && speak) {
+      const described = app.words.describe(page, mark.panel, mark.row, mark.track, mark.i);
+      byId("spoken").textContent = described.title + ", " + described.facts.map(([label, text]) => label + " " + text).join("; ");
+    }
+    app.state.left = false;
+    ask(2);
+  };
+
+  app.setRange = (range) => {
+    app.state.range = range;
+    ask(1);
+  };
+
+  app.zoom = (factor) => {
+    const inside = app.state.pointer !== null && app.state.pointer > view.gutter && app.state.pointer < view.gutter + view.plotWidth;
+    view.zoom(factor, inside ? view.seconds(app.state.pointer) : undefined);
+    app.changed();
+  };
+
+  // Show another measured step; a choice stays on the action of the same name.
+  app.chooseStep = (exhibit, number) => {
+    if (number < 0 || number >= exhibit.steps.length || number === exhibit.chosen) return;
+    const old = exhibit.measured;
+    const { chosen } = app.state;
+    exhibit.chosen = number;
+    exhibit.showStep();
+    let now = chosen;
+    if (chosen && chosen.panel === old) {
+      const found = chosen.track.kind === "compute" && chosen.row.rank < exhibit.measured.rows.length
+        ? exhibit.measured.find(chosen.row.rank, old.name(chosen.row.rank, chosen.i)) : null;
+      const row = found && exhibit.measured.rows[found.row];
+      now = found && { panel: exhibit.measured, row, track: row.compute, i: found.i };
+    }
+    app.refresh();
+    app.choose(now);
+  };
+
+  // Panels have come, gone or changed.
+  app.refresh = () => {
+    const whole = view.start === 0 && view.end === view.length;
+    view.length = page.longest;
+    view.set(view.start, whole ? view.length : view.end);
+    if (app.state.chosen && !page.panels.includes(app.state.chosen.panel)) app.choose(null);
+    app.state.hover = null;
+    app.panels.refresh(page);
+    app.layOut();
+  };
+
+  app.otherTheme = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+
+  function setTheme(name) {
+    document.documentElement.dataset.theme = name;
+    painter.retheme();
+    ask(2);
+  }
+
+  // Buttons that show and hide a layer of the drawing.
+  function toggle(key, name, words, there) {
+    if (!there) return null;
+    const button = app.panels.make("button", { title: words + " (" + key + ")" }, name);
+    const show = () => button.setAttribute("aria-pressed", String(view.shows[button.dataset.layer]));
+    return { key, button, show, flip: () => {
+      view.shows[button.dataset.layer] = !view.shows[button.dataset.layer];
+      show();
+      app.layOut();
+    } };
+  }
+
+  function makeToggles() {
+    const rows = page.panels.flatMap((panel) => panel.rows);
+    const wished = [
+      ["i", "idle", "Idle", "Idle time by cause", rows.some((row) => row.idle && row.idle.count)],
+      ["l", "messages", "Messages", "Messages and collectives", rows.some((row) => row.lanes.length)],
+      ["m", "memory", "Memory", "Memory of each rank", rows.some((row) => row.memory)],
+      ["c", "path", "Critical path", "The critical path", page.panels.some((panel) => panel.path)],
+    ];
+    app.toggles = [];
+    for (const [key, layer, name, words, there] of wished) {
+      const made = toggle(key, name, words, there);
+      if (!made) continue;
+      made.button.dataset.layer = layer;
+      made.button.addEventListener("click", made.flip);
+      made.show();
+      byId("toggles").append(made.button);
+      app.toggles.push(made);
+    }
+  }
+
+  app.panels.start(page);
+  makeToggles();
+  byId("zoom-in").addEventListener("click", () => app.zoom(1.5));
+  byId("zoom-out").addEventListener("click", () => app.zoom(1 / 1.5));
+  byId("fit").addEventListener("click", () => {
+    view.set(0, view.length);
+    app.changed();
+  });
+  byId("theme").addEventListener("click", app.otherTheme);
+  byId("help").addEventListener("click", app.panels.help);
+  app.input.pointer(byId("base"), view);
+  app.input.keyboard(byId("base"), view);
+  app.scroller.addEventListener("scroll", () => {
+    view.scroll = app.scroller.scrollTop;
+    app.changed();
+  });
+  for (const [name, mount] of app.extensions) {
+    for (const exhibit of page.exhibits) {
+      const given = exhibit.extras[name];
+      if (given !== null && given !== undefined) mount({ app, exhibit, data: given });
+    }
+  }
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+  setTheme(dark.matches ? "dark" : "light");
+  new ResizeObserver(app.layOut).observe(byId("stage"));
+  app.layOut();
+})(stagewright);

@@ -1,0 +1,167 @@
+// What part of the timelines is seen, and where it stands on the canvas: one time scale for all panels, rows one below
+// the other.
+//
+//   | gutter: names | plot: view.start ... view.end | side: idle time by cause |
+(function (app) {
+  "use strict";
+
+  const HEAD = 48; // overview and axis, which stay when rows scroll [pixels]
+  const PANEL_HEAD = 30, PANEL_GAP = 12;
+  const PAD = 3, LANES = 9, MEMORY = 38, LINE = 15; // below a rank's boxes; LINE: of foreign rows
+  const SMALLEST_BOX = 14, LARGEST_BOX = 34;
+  const SIDE = 190, EDGE = 14;
+
+  class View {
+    constructor(page) {
+      this.page = page;
+      this.length = page.longest;
+      this.start = 0;
+      this.end = this.length;
+      this.width = this.height = 0;
+      this.scroll = 0;
+      this.shows = { idle: true, messages: true, memory: true, path: false };
+      this.panels = [];
+      this.gutter = 76;
+    }
+
+    // Places of all panels and rows, in pixels from the top of the content (below HEAD).
+    layOut(measureText) {
+      const panels = this.page.panels;
+      const names = panels.flatMap((panel) => panel.rows.map((row) => measureText(row.name)));
+      this.gutter = Math.min(220, Math.max(58, ...names)) + 24;
+      this.hasSide = this.width > 700 && panels.some((panel) => panel.rows.some((row) => row.shares));
+      const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
+      const fixed = panels.reduce((sum, panel) => sum + PANEL_HEAD + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), HEAD);
+      const box = Math.floor(Math.min(LARGEST_BOX, Math.max(SMALLEST_BOX, (this.height - fixed) / Math.max(rows, 1))));
+      let y = HEAD;
+      this.panels = panels.map((panel) => {
+        const place = { panel, top: y, first: y + PANEL_HEAD, rows: [] };
+        y = place.first;
+        for (const row of panel.rows) {
+          const boxes = row.foreign ? LINE * Math.max(row.lines, 1) : box;
+          const lanes = this.lanes(row) ? LANES : 0;
+          const memory = this.shows.memory && row.memory ? MEMORY : 0;
+          const height = PAD + boxes + (lanes && lanes + 2) + (memory && memory + 4) + PAD;
+          place.rows.push({
+            row, top: y, height, box: y + PAD, boxHeight: boxes, lanes: y + PAD + boxes + 2, lanesHeight: lanes,
+            memory: y + height - PAD - memory, memoryHeight: memory,
+          });
+          y += height;
+        }
+        place.bottom = y;
+        y += PANEL_GAP;
+        return place;
+      });
+      this.contentHeight = y + 4;
+    }
+
+    lanes(row) {
+      return this.shows.messages && row.lanes.length > 0;
+    }
+
+    extra(row) {
+      const foreign = row.foreign ? LINE * row.lines - SMALLEST_BOX : 0;
+      return 2 * PAD + foreign + (this.lanes(row) ? LANES + 2 : 0) + (this.shows.memory && row.memory ? MEMORY + 4 : 0);
+    }
+
+    get head() {
+      return HEAD;
+    }
+
+    get plotWidth() {
+      return Math.max(50, this.width - this.gutter - (this.hasSide ? SIDE : EDGE));
+    }
+
+    get sideLeft() {
+      return this.gutter + this.plotWidth + 22;
+    }
+
+    get sideWidth() {
+      return SIDE - 22 - EDGE - 40;
+    }
+
+    // Seconds a pixel.
+    get pixel() {
+      return (this.end - this.start) / this.plotWidth;
+    }
+
+    x(seconds) {
+      return this.gutter + (seconds - this.start) / this.pixel;
+    }
+
+    seconds(x) {
+      return this.start + (x - this.gutter) * this.pixel;
+    }
+
+    // The line of a lane of a row: [top, height].
+    laneOf(place, track) {
+      const height = place.lanesHeight / Math.max(place.row.lines, 1);
+      return [place.lanes + track.depth * height, Math.max(height - (height > 2.5 ? 1 : 0), 1)];
+    }
+
+    // Top and height of any track of a row.
+    lineOf(place, track) {
+      if (track.kind === "lane") return this.laneOf(place, track);
+      if (track.kind === "foreign") return [place.box + track.depth * LINE, LINE - 1];
+      return [place.box, place.boxHeight];
+    }
+
+    // What stands at a pixel of the canvas: {place, row, track, i}, without track and i beside boxes; null outside rows.
+    hit(x, y) {
+      if (y < HEAD) return null;
+      const at = y + this.scroll;
+      for (const place of this.panels) {
+        if (at < place.first || at >= place.bottom) continue;
+        const row = place.rows.find((each) => at >= each.top && at < each.top + each.height);
+        if (!row) return null;
+        const found = { place, row };
+        if (x < this.gutter || x > this.gutter + this.plotWidth) return found;
+        for (const track of row.row.tracks) {
+          if (track.kind === "lane" && !row.lanesHeight) continue;
+          const [top, height] = this.lineOf(row, track);
+          if (at < top - 1 || at >= top + height + 1) continue;
+          const i = track.at(this.seconds(x), 1.5 * this.pixel);
+          if (i >= 0) return { ...found, track, i };
+        }
+        return found;
+      }
+      return null;
+    }
+
+    // Keep the window inside the whole, and not below what numbers can tell apart.
+    set(start, end) {
+      const least = Math.max(this.length * 1e-7, 20 * this.page.tick);
+      const size = Math.min(Math.max(end - start, least), this.length);
+      const room = this.length - size;
+      const middle = (start + end) / 2;
+      this.start = Math.min(Math.max(middle - size / 2, 0), room);
+      this.end = this.start + size;
+    }
+
+    // Zoom by a factor (above 1: closer) about a time that stays where it is.
+    zoom(factor, about = (this.start + this.end) / 2) {
+      const size = (this.end - this.start) / factor;
+      const share = (about - this.start) / (this.end - this.start);
+      this.set(about - share * size, about + (1 - share) * size);
+    }
+
+    pan(seconds) {
+      const size = this.end - this.start;
+      this.start = Math.min(Math.max(this.start + seconds, 0), this.length - size);
+      this.end = this.start + size;
+    }
+
+    // Bring a box into sight, closer where it is too small to be seen.
+    reveal(start, end) {
+      const size = this.end - this.start;
+      if (end - start < 6 * this.pixel) {
+        const wide = Math.max((end - start) * 12, this.length * 1e-6);
+        this.set((start + end) / 2 - wide / 2, (start + end) / 2 + wide / 2);
+      } else if (start < this.start || end > this.end) {
+        this.set((start + end - size) / 2, (start + end + size) / 2);
+      }
+    }
+  }
+
+  app.View = View;
+})(stagewright);
