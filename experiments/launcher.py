@@ -82,7 +82,7 @@ def launch(
     with (
         tempfile.TemporaryDirectory(prefix="stagewright-") as folder,
         _rendezvous_store(num_ranks) as port,
-        _sigterm_as_interrupt(),
+        sigterm_as_interrupt(),
     ):
         ranks: list[RankProcess] = []
         try:
@@ -302,7 +302,7 @@ def _rendezvous_store(num_ranks: int) -> Iterator[int]:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """A polite kill of the launcher ends the ranks, too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from stagewright.experiments.backends.records import Nodes, Work
 from stagewright.experiments.backends.torchrun import torchrun_words
 
-HOSTILE = ("a b", "it's", '"', "$HOME", "$$", "${local_rank}", ";", "`id`", "--", "-x", "", "*", "\\", "\n", "ü", "~")
+from .nodes import HOSTILE
 
 
 def words(work: Work, *, nodes: int = 2, node_rank: int = 1, **other) -> tuple[str, ...]:

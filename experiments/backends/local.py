@@ -1,0 +1,57 @@
+"""Back end `local`: every node is an agent on this host, and all of them meet over loopback."""
+
+from __future__ import annotations
+
+import socket
+
+from .records import Nodes, Outcome, Work
+from .supervise import STARTER, NodeStart, Say, run_nodes, to_stderr
+
+_ADDRESS = "127.0.0.1"
+
+
+class LocalBackend:
+    """Nodes that are processes of this host: for tests, and for experiments that need no network of their own.
+
+    Arguments:
+        say: takes the lines for people.
+    """
+
+    name = "local"
+
+    def __init__(self, *, say: Say = to_stderr) -> None:
+        self._say = say
+
+    def check(self, nodes: Nodes) -> None:
+        """ValueError for links that are shaped: loopback is as it is."""
+        refuse_shape(self.name, nodes)
+
+    def run(self, work: Work, nodes: Nodes) -> Outcome:
+        """Run the work on all nodes; whatever happens, none of their processes is left."""
+        self.check(nodes)
+        starts = [
+            NodeStart(name=f"node {rank}", command=STARTER, interface=_loopback()) for rank in range(nodes.num_nodes)
+        ]
+        return run_nodes(starts, work, nodes, address=_ADDRESS, port=free_port(_ADDRESS), say=self._say)
+
+
+def refuse_shape(name: str, nodes: Nodes) -> None:
+    """Raise ValueError where links are to be shaped by a back end that cannot, or there is not one node."""
+    if nodes.num_nodes < 1 or nodes.ranks_per_node < 1:
+        raise ValueError(f"{nodes.num_nodes} nodes of {nodes.ranks_per_node} ranks: expected at least 1 of each")
+    if not nodes.shape.is_plain:
+        raise ValueError(
+            f"--backend {name} cannot shape links or share out cores ({nodes.shape}): expected none of --bandwidth, "
+            f"--latency, --sites, --cpu-share, or type --backend netns"
+        )
+
+
+def free_port(address: str) -> int:
+    """A port of this host that is free now."""
+    with socket.create_server((address, 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def _loopback() -> str:
+    return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""

@@ -1,0 +1,198 @@
+"""The starter of a node, `python -P -m stagewright.experiments.backends.node`: meets the others, then runs torchrun.
+
+    stdin    one line with the order; then nothing, and its end says that whoever gave the order is gone
+    stdout   events, a JSON object a line: up, met, line, failed
+    stderr   what agents and ranks say, one stream
+
+torchrun's agent puts each rank into a session of its own, so that killing the agent, or its group, leaves ranks
+behind. Therefore the starter adopts whatever its descendants leave (PR_SET_CHILD_SUBREAPER) and, in every ending, kills
+all that are left. Its exit status is the agent's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .facts import NodeFacts
+from .preflight import Meeting, PreflightError, meet
+from .records import Nodes, Work
+from .torchrun import torchrun_words
+
+UNAVAILABLE = 69  # exit status where the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+_LIBC = ctypes.CDLL(None)
+_ASKED = 3.0  # [s] between asking processes to end and killing them
+_KILLED = 5.0  # [s] for killed ones to be gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a node is to do.
+
+    Arguments:
+        folder: the one that the work runs in.
+        interface: for gloo; empty: the one through which this node reaches node 0.
+    """
+
+    work: Work
+    nodes: Nodes
+    meeting: Meeting
+    folder: str
+    interface: str = ""
+
+    def to_json(self) -> str:
+        """One line."""
+        work = asdict(replace(self.work, environment=dict(self.work.environment))) | {"folder": str(self.work.folder)}
+        nodes = [self.nodes.num_nodes, self.nodes.ranks_per_node]
+        rest = {"folder": self.folder, "interface": self.interface}
+        return json.dumps({"work": work, "nodes": nodes, "meeting": asdict(self.meeting), **rest})
+
+    @classmethod
+    def from_json(cls, line: str) -> Order:
+        """Back from `to_json`."""
+        read = json.loads(line)
+        work, meeting, (num_nodes, ranks_per_node) = read["work"], read["meeting"], read["nodes"]
+        return cls(
+            work=Work(**work | {"arguments": tuple(work["arguments"]), "folder": Path(work["folder"])}),
+            nodes=Nodes(num_nodes=num_nodes, ranks_per_node=ranks_per_node),
+            meeting=Meeting(**meeting | {"names": tuple(meeting["names"])}),
+            folder=read["folder"],
+            interface=read["interface"],
+        )
+
+
+def main() -> int:
+    """Carry out the order on stdin."""
+    _say("up")
+    order = Order.from_json(sys.stdin.buffer.readline().decode())
+    threading.Thread(target=_hang_up_with_stdin, daemon=True).start()
+    try:
+        words = _prepared(order)
+    except PreflightError as error:
+        _say("failed", report=str(error))
+        return UNAVAILABLE
+    wake = _wake_on_signals()  # so far each of them has ended this process
+    _say("line", words=words)
+    try:
+        return _run(words, order, wake)
+    finally:
+        _end_descendants()
+
+
+def _hang_up_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+def _prepared(order: Order) -> tuple[str, ...]:
+    """Meet the others; the torchrun line that follows from it."""
+    facts = NodeFacts.here()
+    met = meet(order.meeting, facts, _own_problem(order, facts))
+    if met.nodes:
+        _say("met", nodes=[asdict(node) for node in met.nodes])
+    return torchrun_words(
+        order.work,
+        order.nodes,
+        node_rank=order.meeting.node_rank,
+        master_address=order.meeting.address,
+        master_port=order.meeting.port,
+        interface=order.interface or facts.interface_of(met.local_address),
+    )
+
+
+def _own_problem(order: Order, facts: NodeFacts) -> str:
+    """What is wrong with this node by itself; empty: nothing."""
+    found = []
+    if order.interface and order.interface not in facts.interfaces:
+        found.append(f"no network interface {order.interface!r}: expected one of {', '.join(sorted(facts.interfaces))}")
+    if not os.path.isdir(order.folder):
+        found.append(f"no folder {order.folder!r} to work in")
+    with suppress(OSError):
+        os.makedirs(order.work.folder, exist_ok=True)
+    if not os.access(order.work.folder, os.W_OK):
+        found.append(f"cannot write to the folder {str(order.work.folder)!r}")
+    return "; ".join(found)
+
+
+def _run(words: tuple[str, ...], order: Order, wake: int) -> int:
+    """Run the line until it ends, or this process is told to end."""
+    agent = subprocess.Popen(
+        words,
+        env={**os.environ, **order.work.environment},
+        cwd=order.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # this process's own stderr
+        stderr=2,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, and the other thread only reads
+    )
+    while agent.poll() is None:
+        for number in os.read(wake, 512):
+            if number != signal.SIGCHLD:
+                return 128 + number
+    return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
+
+
+def _wake_on_signals() -> int:
+    """A descriptor that gives the number of each signal: of those that mean the end, and of a child's end."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    _LIBC.prctl(_SUBREAPER, 1)
+    return reading
+
+
+def _die_with_parent() -> None:
+    """An agent whose starter was killed ends its ranks."""
+    _LIBC.prctl(_PARENT_DEATH, signal.SIGTERM)
+
+
+def _end_descendants() -> None:
+    for number, patience in ((signal.SIGTERM, _ASKED), (signal.SIGKILL, _KILLED)):
+        until = time.monotonic() + patience
+        asked: set[int] = set()
+        while (left := descendants(os.getpid())) and time.monotonic() < until:
+            for process in left - asked:
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
+            asked |= left
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.02)
+
+
+def descendants(process: int) -> set[int]:
+    """All processes below one, by /proc; those that have ended and are not yet waited for count, too."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = {process}
+    while more := {one for one, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {process}
+
+
+def _say(event: str, **values: Any) -> None:
+    with suppress(OSError):  # nobody listens any more: stdin tells
+        print(json.dumps({"event": event, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Starts the starters of all nodes and sees them through, in every ending: what each back end does once it has nodes.
+
+run_nodes --- stdin: the order, then held open -----> starter of node i (here, in a namespace, behind ssh)
+          <-- stdout: events: up, met, line, failed
+          <-- stderr: what agents and ranks say ----> folder/nodeI.log, and `say` line by line
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ..launcher import sigterm_as_interrupt
+from .node import UNAVAILABLE, Order
+from .preflight import Meeting
+from .records import Nodes, Outcome, Work
+
+STARTER = (sys.executable, "-P", "-m", "stagewright.experiments.backends.node")
+TIMED_OUT = 124  # exit status, as of timeout(1)
+Say = Callable[[str], None]
+
+_POLL = 0.02  # [s]
+_GRACE = 10.0  # [s] from the first failure to the end of the other nodes: they say what they saw
+_SLACK = 15.0  # [s] that a node may take beyond `join_timeout` to say how its preflight went
+_LET_GO = 10.0  # [s] for a starter to end its ranks once its stdin has ended
+_TAIL = 200  # lines of a node's output that are remembered
+_SHOWN = 15  # of them in the report of a failed node
+_FEW = 3  # of a node that never came up
+_AGENT = re.compile(
+    r"elastic/multiprocessing/api\.py:\d+\] (failed .*?)( of binary.*)?$"
+)  # what follows is its own stack
+
+
+def to_stderr(line: str) -> None:
+    """Where lines go unless a caller says otherwise: stdout may be somebody's JSON."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStart:
+    """How the starter of a node is reached.
+
+    Arguments:
+        name: for people: "node 1 (host b)".
+        command: what runs the starter there, such as `STARTER` with a prefix.
+        interface: for gloo; empty: the one through which the node reaches node 0.
+        environment: variables of the command here; None: this process's own.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    interface: str = ""
+    environment: Mapping[str, str] | None = None
+
+
+def run_nodes(
+    starts: Sequence[NodeStart], work: Work, nodes: Nodes, *, address: str, port: int, say: Say = to_stderr
+) -> Outcome:
+    """Run the work on all nodes; returns when all have ended and nothing of them is left.
+
+    Arguments:
+        starts: by node rank.
+        address, port: of node 0, where all nodes meet.
+        say: takes lines for people: the torchrun line of each node, and what the nodes say.
+
+    Ctrl-C and SIGTERM end all nodes and raise KeyboardInterrupt.
+    """
+    work.folder.mkdir(parents=True, exist_ok=True)
+    token, names = secrets.token_hex(16), tuple(start.name for start in starts)
+    running: list[_Running] = []
+    with sigterm_as_interrupt():
+        try:
+            for rank, start in enumerate(starts):
+                meeting = Meeting(
+                    node_rank=rank, names=names, address=address, port=port, limit=work.join_timeout, token=token
+                )
+                order = Order(work=work, nodes=nodes, meeting=meeting, folder=os.getcwd(), interface=start.interface)
+                running.append(_Running.start(start, order, work.folder / f"node{rank}.log", say))
+            return _see_through(running, work)
+        finally:
+            _end(running)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running:
+    """One started node, what it told, and its last lines."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    say: Say
+    log: Path
+    words: tuple[str, ...] = ()
+    is_up: bool = False
+    problem: str = ""
+    ended_at: float = 0.0
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, start: NodeStart, order: Order, log: Path, say: Say) -> _Running:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            start.command, stdin=pipe, stdout=pipe, stderr=pipe, env=start.environment, start_new_session=True
+        )
+        node = cls(name=start.name, process=process, say=say, log=log)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for target, stream in ((node._events, process.stdout), (node._lines, process.stderr)):
+            node.threads.append(threading.Thread(target=target, args=(stream,), daemon=True))
+            node.threads[-1].start()
+        with suppress(BrokenPipeError):  # it has ended: its exit status tells
+            process.stdin.write(order.to_json().encode() + b"\n")
+            process.stdin.flush()
+        return node
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its ranks run, or have run."""
+        return bool(self.words)
+
+    @property
+    def status(self) -> int:
+        """Exit status, 128 + its signal where one killed it."""
+        code = self.process.returncode
+        return code if code >= 0 else 128 - code
+
+    def poll(self) -> bool:
+        """Whether it has ended, all that it said read."""
+        if self.process.poll() is None:
+            return False
+        if not self.ended_at:
+            self.ended_at = time.monotonic()
+            for thread in self.threads:
+                thread.join(timeout=1.0)
+        return True
+
+    def story(self) -> str:
+        """How it failed."""
+        if self.problem:
+            return self.problem
+        if not self.is_up:
+            lines = list(self.tail)
+            said = "; ".join(lines[-_FEW:]) or "without a word"
+            return f"{self.name}: could not be started (exit status {self.status}): {said}"
+        shown = "".join(f"\n  {line}" for line in self._last_lines()) or " none"
+        return f"{self.name}: failed (exit status {self.status}); all it said is in {self.log}, its last lines:{shown}"
+
+    def _last_lines(self) -> list[str]:
+        """Those of the ranks, and what the agent says of them without its own stack."""
+        lines: list[str] = []
+        for line in self.tail:
+            found = _AGENT.search(line)
+            lines.append(found[1] if found else line)
+            if found:
+                break
+        return lines[-_SHOWN:]
+
+    def _events(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            try:
+                event: dict[str, Any] = json.loads(line)
+                kind = event["event"]
+            except (ValueError, KeyError, TypeError):  # of a login shell, which greets
+                self._keep(line)
+                continue
+            if kind == "up":
+                self.is_up = True
+            elif kind == "met":
+                (self.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
+            elif kind == "failed":
+                self.problem = event["report"]
+            elif kind == "line":
+                self.say(f"{self.name}: {shlex.join(event['words'])}")
+                self.words = tuple(event["words"])
+
+    def _lines(self, stream: IO[bytes]) -> None:
+        with self.log.open("wb") as file:
+            for line in stream:
+                file.write(line)
+                file.flush()
+                self._keep(line)
+                self.say(f"{self.name}: {self.tail[-1]}")
+
+    def _keep(self, line: bytes) -> None:
+        self.tail.append(line.decode(errors="replace").rstrip())
+
+
+def _see_through(running: list[_Running], work: Work) -> Outcome:
+    """Poll until all have ended, or until time is up, or the grace after the first failure is over."""
+    started = time.monotonic()
+    join_until = started + work.join_timeout + _SLACK
+    grace_until: float | None = None
+    while not _all_ended(running):
+        now = time.monotonic()
+        failed = [node for node in running if node.poll() and node.status != 0]
+        if grace_until is None and failed:
+            grace_until = now + (_GRACE if any(node.has_started for node in running) else 0.5)
+        if grace_until is not None and now > grace_until:
+            break
+        if now > started + work.timeout and grace_until is None:
+            late = ", ".join(node.name for node in running if not node.poll())
+            report = f"{late}: not done after {work.timeout:g} s; stopped"
+            return _outcome(running, status=TIMED_OUT, timed_out=True, report=report)
+        absent = [node for node in running if not node.has_started and not node.poll()]
+        if now > join_until and absent and grace_until is None:
+            return _outcome(running, status=UNAVAILABLE, report="\n".join(map(_absent, absent)))
+        time.sleep(_POLL)
+    return _judge(running)
+
+
+def _all_ended(running: list[_Running]) -> bool:
+    ended = [node.poll() for node in running]  # each one, so that the first to end is noted first
+    return all(ended)
+
+
+def _absent(node: _Running) -> str:
+    said = "; ".join(list(node.tail)[-_FEW:])
+    what = "does not say whether it met the others" if node.is_up else "has not come up"
+    return f"{node.name}: {what}; waited for it {_SLACK:g} s longer than nodes may take to join" + (
+        f" (it said: {said})" if said else ""
+    )
+
+
+def _judge(running: list[_Running]) -> Outcome:
+    failed = sorted((node for node in running if node.poll() and node.status != 0), key=lambda node: node.ended_at)
+    if not failed:
+        return _outcome(running, status=0)
+    stories = list(dict.fromkeys(node.story() for node in failed if node.problem)) or [
+        failed[0].story(),
+        *(f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]),
+    ]
+    stories += [
+        f"{node.name}: still ran {_GRACE:g} s later; stopped"
+        for node in running
+        if node.has_started and not node.poll()
+    ]
+    return _outcome(running, status=failed[0].status, report="\n".join(stories))
+
+
+def _outcome(running: list[_Running], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
+    commands = tuple(shlex.join(node.words) for node in running if node.words)
+    return Outcome(status=status, timed_out=timed_out, report=report, commands=commands)
+
+
+def _end(running: list[_Running]) -> None:
+    """Let go of all starters, which then end their ranks; those that do not go are killed."""
+    for node in running:
+        with suppress(OSError):
+            assert node.process.stdin is not None
+            node.process.stdin.close()
+        if not node.is_up:  # nothing of ours reads there
+            _kill(node, signal.SIGTERM)
+    until = time.monotonic() + _LET_GO
+    while not _all_ended(running) and time.monotonic() < until:
+        time.sleep(_POLL)
+    for node in running:
+        if not node.poll():
+            _kill(node, signal.SIGKILL)
+            node.process.wait()
+        for thread, stream in zip(node.threads, (node.process.stdout, node.process.stderr), strict=True):
+            thread.join(timeout=1.0)
+            if stream is not None and not thread.is_alive():
+                stream.close()
+
+
+def _kill(node: _Running, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(node.process.pid, number)

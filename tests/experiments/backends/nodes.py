@@ -1,0 +1,66 @@
+"""Work of small Python programs for the tests of back ends, without torch unless said so, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from stagewright.experiments.backends.records import Work
+
+STAND_IN = Path(__file__).parent / "stand_in"  # torchrun without torch
+
+HOSTILE = ("a b", "it's", '"', "$HOME", "$$", "${local_rank}", ";", "`id`", "--", "-x", "", "*", "\\", "\n", "ü", "~")
+
+TELL = """
+import json, os, sys
+from pathlib import Path
+names = ("WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SECRET")
+told = {name: os.environ.get(name) for name in names} | {"words": sys.argv[2:], "folder": os.getcwd()}
+Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+print("rank", os.environ["RANK"], "was here")
+"""
+
+SLEEP = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def work(folder: Path, program: str, *arguments: str, torch: bool = False, **other: Any) -> Work:
+    """A program that finds `folder` as its first word."""
+    (folder / "program.py").write_text(program)
+    path = str(folder) if torch else f"{STAND_IN}{os.pathsep}{folder}"
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **other.pop("environment", {})}
+    return Work(module="program", arguments=(str(folder), *arguments), folder=folder, environment=environment, **other)
+
+
+def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:
+    """Process ids that ranks of SLEEP wrote down, once there are `count`."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        texts = [path.read_text() for path in folder.glob("pid*")]
+        if len(texts) == count and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.02)
+    raise AssertionError(f"{count} ranks did not start within {within} s: {list(folder.iterdir())}")
+
+
+def gone(ids: list[int], *, within: float = 10.0) -> bool:
+    """Whether all of these processes end within the time."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        if not any(_lives(process) for process in ids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
