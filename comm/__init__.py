@@ -4,6 +4,7 @@ from .collectives import Collectives
 from .errors import PeerLost, PipelineError, PipelineTimeout
 from .failures import FailureBoard, Guard, make_guard
 from .groups import Groups, join_world, link_lanes
+from .host_clocks import HostClocks, machine
 from .mesh import Coordinates, Mesh, MeshPlace, World, read_mesh
 from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
@@ -15,6 +16,7 @@ __all__ = [
     "FailureBoard",
     "Groups",
     "Guard",
+    "HostClocks",
     "InProcessTransport",
     "Mailbox",
     "Mesh",
@@ -29,6 +31,7 @@ __all__ = [
     "World",
     "join_world",
     "link_lanes",
+    "machine",
     "make_guard",
     "read_mesh",
 ]

@@ -130,15 +130,19 @@ class Groups:
             self._store = dist.distributed_c10d._get_default_store()
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
 
-    def make(self, *wanted: Sequence[int]) -> list[dist.ProcessGroup]:
+    def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
         """Groups of these processes, all within one time-out. Collective over all processes of the world.
+
+        Arguments:
+            backend: None: that of the device.
 
         Raises PipelineTimeout or PeerLost, which name the processes that are behind.
         """
         if not self.world.distributed:
             return []
         started = time.monotonic()
-        return [self._make(members, until=started + self._timeout) for members in wanted]
+        kind = backend_for(self.device) if backend is None else backend
+        return [self._make(members, backend=kind, until=started + self._timeout) for members in wanted]
 
     def close(self) -> None:
         """Destroy all groups. Nobody may use them any more, here or elsewhere."""
@@ -147,11 +151,11 @@ class Groups:
                 dist.destroy_process_group(group)
         self._made.clear()
 
-    def _make(self, members: Sequence[int], *, until: float) -> dist.ProcessGroup:
+    def _make(self, members: Sequence[int], *, backend: str, until: float) -> dist.ProcessGroup:
         self._meet(until)
         left = max(until - time.monotonic(), _LEAST)
         try:
-            group = self._within(left, list(members))
+            group = self._within(left, list(members), backend)
         except RuntimeError as error:
             behind = [one for one in self._others if not self._store.check([self._place(one, self._meetings + 1)])]
             raise self._lost(behind, "have not connected", until=until, why=f" ({short_reason(error)})") from error
@@ -160,10 +164,10 @@ class Groups:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), group)  # of what is done in it
         return group
 
-    def _within(self, seconds: float, members: list[int]) -> dist.ProcessGroup:
+    def _within(self, seconds: float, members: list[int], backend: str) -> dist.ProcessGroup:
         """A new group in so many seconds. gloo tries five times to connect, and takes as long each time."""
-        make = partial(dist.new_group, members, backend=backend_for(self.device), timeout=timedelta(seconds=seconds))
-        if self.device.type == "cuda":  # NCCL connects later, and a thread has a device of its own
+        make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
+        if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
         answer: Future[dist.ProcessGroup] = Future()
 

@@ -97,6 +97,7 @@ def assemble(
         collectives=ground.collectives,
         unchanged=placed.unchanged,
         reports=StepReports(settings.on_step, rank=layout.place.world.rank, device=settings.device),
+        clocks=connected.clocks,
     )
     evaluation = _evaluation(ground, placed, connected, makers=makers, stages_of=stages_of, training=training)
     return Pipeline(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm import (
+    HostClocks,
     InProcessTransport,
     Mailbox,
     PartsTransport,
@@ -16,6 +17,7 @@ from ..comm import (
     TensorSpec,
     Transport,
     link_lanes,
+    machine,
 )
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
@@ -38,12 +40,14 @@ class Connected:
     Arguments:
         recorders, transports: by local rank.
         links: between ranks, of training and of evaluation.
+        clocks: of the hosts, by which recorders stamp.
     """
 
     recorders: Mapping[int, Recorder]
     transports: Mapping[int, Transport]
     links: frozenset[Link]
     update: Update
+    clocks: HostClocks
 
     def latency(self, rank: int, specs: Sequence[TensorSpec], settings: Settings) -> float:
         """Seconds of an activation from stage 0 to its consumer on the next rank, measured between ranks 0 and 1.
@@ -84,7 +88,11 @@ def connect(ground: Ground, placed: Placed) -> Connected:
             device=settings.device,
         )
     )
-    return Connected(recorders=recorders, transports=transports, links=links, update=update)
+    clocks = HostClocks(
+        ground.collectives, place=layout.place, now=clock.now, timeout=settings.timeout, machine=machine()
+    )
+    ground.guard.on_failure(clocks.abort)
+    return Connected(recorders=recorders, transports=transports, links=links, update=update, clocks=clocks)
 
 
 def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecution:

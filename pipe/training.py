@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..comm import Collectives, Guard
+from ..comm import Collectives, Guard, HostClocks
 from ..schedules import Timeline
 from .batch.agreement import check_same_batch
 from .batch.given import Given
@@ -35,6 +35,7 @@ class Training:
         update: flush or stream.
         unchanged: what the user may not change between two batches.
         reports: are told of each step.
+        clocks: of the hosts, for timelines.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Training:
         collectives: Collectives,
         unchanged: Unchanged,
         reports: StepReports,
+        clocks: HostClocks,
     ) -> None:
         self.num_steps = 0
         self._engine = engine
@@ -58,6 +60,7 @@ class Training:
         self._collectives = collectives
         self._unchanged = unchanged
         self._reports = reports
+        self._clocks = clocks
         self._num_samples = 0  # of the newest batch
 
     @property
@@ -173,7 +176,7 @@ class Training:
         def timeline() -> Timeline:
             with self._guard.together():
                 records = [snapshot() for snapshot in snapshots]
-                return gather_records(records, self._collectives, self._update.timeline)
+                return gather_records(records, self._collectives, self._update.timeline, self._clocks)
 
         step, loss, grad_norm, skipped = (None, None, None, False) if known is None else known
         return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, skipped=skipped, _timeline=timeline)

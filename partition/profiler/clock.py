@@ -25,6 +25,9 @@ class Clock(Protocol):
     def between(self, begin: Stamp, end: Stamp) -> float:
         """From one stamp to another [s]: more exact than a difference of `seconds`."""
 
+    def now(self) -> float:
+        """This host's monotonic clock [s], whatever the device still does."""
+
 
 class HostClock:
     """The monotonic clock, which all processes of a host share: on the CPU an operation ends when its call returns."""
@@ -44,6 +47,10 @@ class HostClock:
     def between(self, begin: Stamp, end: Stamp) -> float:
         """See Clock."""
         return self.seconds(end) - self.seconds(begin)
+
+    def now(self) -> float:
+        """See Clock."""
+        return self.stamp()
 
 
 class CudaClock:
@@ -76,6 +83,10 @@ class CudaClock:
         assert not isinstance(end, float)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def now(self) -> float:
+        """See Clock."""
+        return time.perf_counter()
 
 
 def clock_for(device: torch.device) -> Clock:

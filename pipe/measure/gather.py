@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...comm import Collectives
+from ...comm import Collectives, HostClocks
 from ...schedules import Costs, Op, Timeline
 from ...schedules.timing.records import RankRecord
 from .recorder import Recorder, Timed, costs_from_medians
 
 
 def gather_records(
-    records: Sequence[RankRecord], collectives: Collectives, assemble: Callable[[Sequence[RankRecord]], Timeline]
+    records: Sequence[RankRecord],
+    collectives: Collectives,
+    assemble: Callable[[Sequence[RankRecord]], Timeline],
+    clocks: HostClocks,
 ) -> Timeline:
-    """The Timeline of all ranks, on every rank, put together by `assemble`."""
+    """The Timeline of all ranks, on every rank, put together by `assemble`; clocks of hosts are compared before."""
     if len(records) > 1:  # all ranks are here
         return assemble(records)
-    # Hosts differ in their monotonic clocks; between hosts the wall clock must do.
-    mine = (socket.gethostname(), time.time() - time.perf_counter(), records[0])
-    everyone = collectives.gather_ranks(mine, what="gathering the timeline")
-    host, anchor, _ = everyone[0]
-    return assemble([replace(r, offset=0.0 if h == host else a - anchor) for h, a, r in everyone])
+    clocks.compare()
+    (record,) = records
+    offset, error = clocks.offset_at(record.compute[0].start) if record.compute else (0.0, 0.0)
+    mine = replace(record, offset=offset, error=error)
+    return assemble(collectives.gather_ranks(mine, what="gathering the timeline"))
 
 
 def gather_costs(

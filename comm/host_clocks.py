@@ -1,0 +1,129 @@
+"""Clocks of the hosts of a run, compared with that of process 0's host by the quickest of a few pings.
+
+    host a: 0 1 2 3      4 pings 0, 8 pings 0, ... all at the same time; 0 answers whoever asks with its time
+    host b: 4 5 6 7      the other processes of a host share its clock, and get the reading of its first one
+    host c: 8 9 10 11
+
+Processes of one machine need no ping: monotonic time is the kernel's, also across network namespaces and containers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..schedules.timing.clocks import ClockReading, Ping, offset_at, read_clock
+from .collectives import Collectives
+from .groups import as_one
+from .mesh import MeshPlace
+from .process_group import break_group
+
+_PINGS = 10
+_LEAST_PINGS = 3
+_ENOUGH = 0.3  # [s] after which few pings must do: hosts are far apart, or many
+_KEPT = 256  # readings
+_CPU = torch.device("cpu")
+
+
+def machine() -> str:
+    """The same text in all processes whose monotonic clocks are one: the kernel's boot, and its time namespace."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with suppress(OSError):
+            boot += "/" + os.readlink("/proc/self/ns/time")
+        return boot
+    return socket.gethostname()
+
+
+class HostClocks:
+    """How far this process's clock is from that of process 0's host.
+
+    Arguments:
+        now: this process's clock [s].
+        machine: see the function; processes with equal ones share a clock.
+
+    Attributes:
+        machines: [size] of all processes, once they were compared.
+        readings: of this process's clock, the newest last; none where it is that of process 0's host.
+    """
+
+    def __init__(
+        self, collectives: Collectives, *, place: MeshPlace, now: Callable[[], float], timeout: float, machine: str
+    ) -> None:
+        self._collectives = collectives
+        self._place = place
+        self._now = now
+        self._timeout = timeout
+        self._machine = machine
+        self.machines: tuple[str, ...] = ()
+        self.readings: deque[ClockReading] = deque(maxlen=_KEPT)
+        self._group: dist.ProcessGroup | None = None
+        self._leaders: list[int] = []  # the first process of each machine
+
+    def compare(self) -> None:
+        """Read the clocks of all hosts. Collective over the processes; takes some round trips of the furthest host."""
+        if not self.machines:
+            self._meet()
+        if len(self._leaders) < 2:
+            return
+        mine = None
+        if self._collectives.rank in self._leaders:
+            mine = as_one(
+                self._ping,
+                what="comparing the clocks of hosts",
+                place=self._place,
+                processes=self._leaders,
+                timeout=self._timeout,
+            )
+        found = self._collectives.gather(mine, what="comparing the clocks of hosts")
+        reading = found[self.machines.index(self.machines[self._collectives.rank])]
+        if reading is not None:
+            self.readings.append(reading)
+
+    def offset_at(self, at: float) -> tuple[float, float]:
+        """What to add at a time of this clock to get that of process 0's host, and the most it may be wrong by [s]."""
+        return offset_at(tuple(self.readings), at)
+
+    def abort(self) -> None:
+        """After an error: let nobody wait for this process any longer."""
+        if self._group is not None:
+            break_group(self._group, _CPU)
+
+    def _meet(self) -> None:
+        self.machines = tuple(self._collectives.gather(self._machine, what="asking for the hosts"))
+        self._leaders = sorted({self.machines.index(each) for each in self.machines})
+        if len(self._leaders) > 1:
+            (group,) = self._collectives.groups.make(self._leaders, backend="gloo")
+            if self._collectives.rank in self._leaders:
+                self._group = group
+
+    def _ping(self) -> ClockReading | None:
+        """A reading; of process 0, which answers the others, None."""
+        assert self._group is not None
+        word = torch.zeros(1, dtype=torch.float64, device=_CPU)  # whether it is the last; then the time
+        if self._collectives.rank == 0:
+            asking = len(self._leaders) - 1
+            while asking:
+                asker = dist.recv(word, group=self._group)
+                asking -= int(word.item())
+                word[0] = self._now()
+                dist.send(word, asker, group=self._group)
+            return None
+        pings: list[Ping] = []
+        is_last = False
+        while not is_last:
+            took = pings[-1].back - pings[0].sent if pings else 0.0
+            is_last = len(pings) + 1 >= (_LEAST_PINGS if took > _ENOUGH else _PINGS)
+            word[0] = float(is_last)
+            sent = self._now()
+            dist.send(word, 0, group=self._group)
+            dist.recv(word, 0, group=self._group)
+            pings.append(Ping(sent, word.item(), self._now()))
+        return read_clock(pings)
