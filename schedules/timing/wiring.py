@@ -56,7 +56,6 @@ class Meeting(NamedTuple):
     """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group.
 
     seconds: that it takes once its channels are free [s].
-    of_links: whether links say so, or costs.
     fills: slots, by update group.
     """
 
@@ -64,7 +63,6 @@ class Meeting(NamedTuple):
     op: Op
     ranks: tuple[int, ...]
     seconds: float
-    of_links: bool
     channels: tuple[int, ...]
     fills: Mapping[int, Sequence[int]]
 
@@ -223,7 +221,6 @@ class Wiring:
                     op=Op.REDUCE_GRAD,
                     ranks=ranks,
                     seconds=seconds,
-                    of_links=linked is not None,
                     # Without links a rank has one lane for all its sums.
                     channels=self._number([("lane", rank) for rank in ranks])
                     if linked is None
@@ -261,7 +258,6 @@ class Wiring:
                     op=Op.UNSHARD,
                     ranks=schedule.owners[each.stage],
                     seconds=each.gather,
-                    of_links=True,
                     channels=self._around(each),
                     fills=fills,
                 )

@@ -1,0 +1,96 @@
+"""A schedule's wiring as JSON for `replay.js`, which plays it with other costs. Change both together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...schedules import Costs, Links, Schedule
+from ...schedules.timing.costs import CostTable
+from ...schedules.timing.wiring import OPS, Output, Wiring
+
+Columns = dict[str, Any]
+_STAYS = -1
+
+
+def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Columns:
+    """Everything that `simulate(schedule, costs, links)` needs, as numbers and lists.
+
+    What is the same for all microbatches stands there once, else by microbatch.
+    """
+    table = costs.table(num_stages=schedule.num_stages)
+    wiring = Wiring(schedule, table, links)
+    numbers: dict[int, int] = {}  # by base, of an output
+    outputs: list[Output] = []
+    for output in (each for of_code in wiring.outputs for each in of_code):
+        if output.base not in numbers:
+            numbers[output.base] = len(outputs)
+            outputs.append(output)
+    return {
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "batches": schedule.num_batches,
+        "groups": schedule.groups_per_batch,
+        "epilogue": schedule.has_epilogue,
+        "asynchronous": schedule.is_asynchronous,
+        "links": links is not None,
+        "placement": [list(stages) for stages in schedule.placement],
+        "costs": _costs(table),
+        "norm": table.norm,
+        "programs": [{"codes": codes, "indices": indices} for codes, indices in wiring.programs],
+        "inputs": wiring.inputs,
+        "outputs": [[numbers[each.base] for each in of_code] for of_code in wiring.outputs],
+        "wires": [
+            {
+                "base": each.base,
+                "kind": each.wire.kind.value,
+                "src": each.wire.src,
+                "dst": each.wire.dst,
+                "passages": _folded([_STAYS if number is None else number for number in each.passages]),
+                "last": None if each.last is None else _folded(each.last),
+            }
+            for each in outputs
+        ],
+        "passages": [
+            {
+                "sender": each.sender,
+                "receiver": each.receiver,
+                "stage": each.stage,
+                "bytes": each.num_bytes,
+                "seconds_per_byte": each.way.seconds_per_byte,
+                "latency": each.way.latency,
+                "channels": list(each.channels),
+            }
+            for each in wiring.passages
+        ],
+        "meetings": [
+            {
+                "stages": list(each.stages),
+                "op": each.op.value,
+                "ranks": len(each.ranks),
+                "seconds": each.seconds,
+                "channels": list(each.channels),
+                "fills": [[group, list(slots)] for group, slots in each.fills.items()],
+            }
+            for each in wiring.meetings
+        ],
+        "begins": [
+            [[position, *begun] for position, several in of_rank.items() for begun in several]
+            for of_rank in wiring.begins
+        ],
+        "behind": list(wiring.behind.items()),
+        "filled": wiring.filled,
+        "slots": wiring.num_slots,
+        "channels": wiring.num_channels,
+    }
+
+
+def _costs(table: CostTable) -> Columns:
+    """By the letter of the op, and the latency: by stage [s]."""
+    return {**{op.value: list(table.column(op)) for op in OPS}, "latency": list(table.latency)}
+
+
+def _folded(numbers: Sequence[int]) -> int | list[int]:
+    """One number where all are equal."""
+    return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)
