@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
+from . import quantities
 from .strict import Fields, count, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
-_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
 
 
@@ -179,11 +178,11 @@ class Cluster:
                 Level(
                     name=name,
                     size=int(size),
-                    bandwidth=_bytes(f"{where}: bandwidth", speed, "/s"),
-                    latency=_latency(f"{where}: latency", latency) if latency else 0.0,
+                    bandwidth=quantities.bandwidth(f"{where}: bandwidth", speed),
+                    latency=quantities.latency(f"{where}: latency", latency) if latency else 0.0,
                 )
             )
-        held = _bytes(f"cluster {text!r}: memory", memory, "") if memory else None
+        held = quantities.size(f"cluster {text!r}: memory", memory) if memory else None
         return cls(levels=tuple(levels), kinds=(DeviceKind(memory_bytes=held),))
 
     def to_json(self) -> str:
@@ -238,19 +237,3 @@ def _kind(record: Fields) -> DeviceKind:
         memory = number(record.at("memory_bytes"), memory, positive=True)
     record.done()
     return DeviceKind(name=name, speed=speed, memory_bytes=memory, link_speed=links)
-
-
-def _bytes(where: str, text: str, per: str) -> float:
-    match = re.fullmatch(rf"(\d+(?:\.\d*)?(?:e\d+)?)([KMGT]i?|)(B|bit){per}", text)
-    if match is None or match[2] not in _PREFIXES:
-        raise ValueError(
-            f"{where}: {text!r}: expected a number and a unit, such as 12GB{per}, 16GiB{per}, 100Gbit{per}"
-        )
-    return number(where, float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1), positive=True)
-
-
-def _latency(where: str, text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)(s|ms|us|ns)", text)
-    if match is None:
-        raise ValueError(f"{where}: {text!r}: expected a number and a unit, such as 5us")
-    return float(match[1]) * _SECONDS[match[2]]

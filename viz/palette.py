@@ -58,6 +58,7 @@ CAUSE_HUES = {  # by field of `Idle`
     "update": OP_HUES[Op.U],
     "unexplained": "#1A1A1A",
 }
+SERIES_HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#5C5C5C")  # lines of plots
 IDLE_FILL, IDLE_HATCH = "#FAFAFA", "#CDCDCD"
 _PALEST = 0.58  # how far the last chunk's shade is mixed with white
 _ODD_BATCH = 0.36  # likewise, every other batch

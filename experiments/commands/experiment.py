@@ -1,28 +1,254 @@
-"""`stagewright experiment NAME`: scripted experiments, each a package beside this file."""
+"""`stagewright experiment list|show|run|report`: scripted experiments, one small TOML file each."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Sequence
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-EXPERIMENTS = {
-    "convergence": "loss against steps and time: one process, 1f1b, 2bw, pipedream",
-}
+import tyro
+
+from ...partition import quantities
+from ...schedules.wording import count, duration
+from ..backends.registry import BACKENDS, backend
+from ..help_text import plain_help
+from ..jobs import catalog
+from ..jobs.job import Changes, Job, jobs_of
+from ..jobs.progress import make_progress
+from ..jobs.report import write_report
+from ..jobs.results import Results, gather
+from ..jobs.runner import Intent, alone, intend, run_jobs
+from ..jobs.selection import select
+from ..jobs.status import State, Status
+from ..names import check_known
+
+WITH_OPTIONS_OF_THEIR_OWN = ("convergence",)  # `stagewright experiment NAME --steps ...`, a package beside this file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOptions:
+    """List the experiments that come with stagewright."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowOptions:
+    """Show the jobs of an experiment and how each one stands."""
+
+    name: tyro.conf.Positional[str]
+    """Name of an experiment, or a TOML file of your own."""
+    folder: Path = Path("runs/experiments")
+    """Jobs are in FOLDER/NAME/jobs."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Run the jobs of an experiment that are not done yet, then write its report."""
+
+    name: tyro.conf.Positional[str]
+    """Name of an experiment, or a TOML file of your own."""
+    backend: str | None = None
+    """Back end of parts on ranks: local, netns, ssh or slurm (default: as declared)."""
+    nodes: int | None = None
+    """Nodes of every case on ranks (default: as declared)."""
+    bandwidth: str | None = None
+    """Of each node's card, such as 1gbit (default: as declared)."""
+    latency: str | None = None
+    """From node to node, such as 1ms (default: as declared)."""
+    repetitions: int | None = None
+    """Of every part (default: as declared)."""
+    only: tuple[str, ...] = ()
+    """Only these parts and cases: names of parts, or KEY=VALUE (default: all)."""
+    fresh: bool = False
+    """Run again what is done."""
+    any_code: bool = False
+    """Jobs that another version of the code has done count as done."""
+    workers: int | None = None
+    """Jobs in one process that run at once (default: one a core)."""
+    folder: Path = Path("runs/experiments")
+    """Jobs go to FOLDER/NAME/jobs, the report to FOLDER/NAME/report."""
+    json: bool = False
+    """Print one JSON object; progress goes to the standard error."""
+
+    def changes(self) -> Changes:
+        """What is otherwise than declared; ValueError for an option that cannot be meant."""
+        if self.backend is not None:
+            check_known("--backend: unknown back end", self.backend, BACKENDS, listed="back ends")
+        for option in ("nodes", "repetitions", "workers"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ValueError(f"--{option} {value}: expected at least 1")
+        if self.bandwidth is not None:
+            quantities.bandwidth("--bandwidth", self.bandwidth)
+        if self.latency is not None:
+            quantities.latency("--latency", self.latency)
+        return Changes(
+            backend=self.backend,
+            nodes=self.nodes,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            repetitions=self.repetitions,
+        )
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Write the report of an experiment: results as JSONL, pictures, and a section of a README between markers."""
+
+    name: tyro.conf.Positional[str]
+    """Name of an experiment, or a TOML file of your own."""
+    folder: Path = Path("runs/experiments")
+    """Jobs are in FOLDER/NAME/jobs."""
+    into: Path | None = None
+    """Write to INTO/NAME, such as experiments/results (default: FOLDER/NAME/report)."""
+    results: Path | None = None
+    """Take RESULTS/NAME/results.jsonl in place of jobs; the report goes there, too, unless --into says otherwise."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one experiment and return its exit status."""
-    listed = "\n".join(f"  {name:<12} {summary}" for name, summary in EXPERIMENTS.items())
-    if not argv or argv[0].startswith("-"):
-        print(f"usage: stagewright experiment NAME [options]\n\nexperiments:\n{listed}")
-        if not argv:
-            return 0
-        raise SystemExit(0 if argv[0] in ("-h", "--help") else 2)
-    if argv[0] not in EXPERIMENTS:
-        near = difflib.get_close_matches(argv[0], EXPERIMENTS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown experiment {argv[0]!r}{hint}\nexperiments: {', '.join(EXPERIMENTS)}")
-    module = importlib.import_module(f"..{argv[0]}.command", __package__)
-    status: int = module.run(argv[1:])
-    return status
+    """Run one word of the command and return its exit status."""
+    words: dict[str, Callable[[Sequence[str]], int]] = {
+        "list": _list,
+        "show": _show,
+        "run": _run,
+        "report": _report,
+    }
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if argv[0] in words:
+        return words[argv[0]](argv[1:])
+    if argv[0] in WITH_OPTIONS_OF_THEIR_OWN:
+        module = importlib.import_module(f"..{argv[0]}.command", __package__)
+        status: int = module.run(argv[1:])
+        return status
+    if argv[0] in catalog.names():
+        raise ValueError(f"{argv[0]} has no options of its own: type `stagewright experiment run {argv[0]}`")
+    known = [*words, *WITH_OPTIONS_OF_THEIR_OWN, *catalog.names()]
+    check_known("unknown experiment", argv[0], known, listed="list, show, run, report, and experiments")
+    raise AssertionError(argv[0])
+
+
+def _help() -> str:
+    lines = ["usage: stagewright experiment list|show|run|report [NAME] [options]", "", "experiments:"]
+    names = catalog.names()
+    width = max(map(len, names))
+    lines += [f"  {name:<{width}}  {catalog.find(name).question}" for name in names]
+    lines += ["", "`stagewright experiment run --help` lists the options of run; likewise of the others."]
+    own = ", ".join(f"`stagewright experiment {name} --help`" for name in WITH_OPTIONS_OF_THEIR_OWN)
+    return "\n".join([*lines, f"Options of their own have: {own}"])
+
+
+def _list(argv: Sequence[str]) -> int:
+    options = tyro.cli(ListOptions, args=argv, prog="stagewright experiment list")
+    found = [catalog.find(name) for name in catalog.names()]
+    if options.json:
+        print(json.dumps([{"name": d.name, "question": d.question, "jobs": len(jobs_of(d))} for d in found]))
+        return 0
+    width = max(len(each.name) for each in found)
+    for each in found:
+        where = ", ".join(dict.fromkeys(part.backend if part.on_ranks else "cores" for part in each.parts))
+        print(f"{each.name:<{width}}  {each.question} ({count(len(jobs_of(each)), 'job')} on {where})")
+    return 0
+
+
+def _show(argv: Sequence[str]) -> int:
+    options = tyro.cli(ShowOptions, args=argv, prog="stagewright experiment show")
+    declaration = catalog.find(options.name)
+    folder = options.folder / declaration.name / "jobs"
+    intents = [intend(job, folder / job.name) for job in jobs_of(declaration)]
+    statuses = [Status.read(intent.folder) for intent in intents]
+    if options.json:
+        rows = [
+            {"job": intent.job.name, "runs": intent.runs, "why": intent.why, **asdict(status)}
+            for intent, status in zip(intents, statuses, strict=True)
+        ]
+        print(json.dumps({"question": declaration.question, "jobs": rows}))
+        return 0
+    print(declaration.question)
+    width = max(len(intent.job.name) for intent in intents)
+    for intent, status in zip(intents, statuses, strict=True):
+        spent = "" if status.seconds is None else f" in {duration(status.seconds)}"
+        why = f" (runs again: {intent.why})" if intent.why else ""
+        print(f"{intent.job.name:<{width}}  {status.state.value}{spent}{why}")
+    return 0
+
+
+def _run(argv: Sequence[str]) -> int:
+    options = tyro.cli(RunOptions, args=argv, prog="stagewright experiment run")
+    changes = options.changes()
+    declaration = catalog.find(options.name)
+    jobs = select(jobs_of(declaration, changes), options.only)
+    folder = options.folder / declaration.name
+    with alone(folder):
+        intents = [_intent(job, folder, options) for job in jobs]
+        to_run = sum(intent.runs for intent in intents)
+        progress = make_progress(total=to_run, stream=sys.stderr)
+        _tell(intents, progress.note)
+        with progress:
+            ended = run_jobs(intents, progress=progress, make_backend=backend, workers=options.workers)
+        states = Counter(status.state for status in ended)
+        ok = states[State.DONE] == to_run
+        results = gather(declaration, folder / "jobs") if states[State.DONE] or to_run < len(jobs) else None
+        report = write_report(declaration, results, folder / "report") if results is not None else None
+    if options.json:
+        answer = {
+            "jobs": len(jobs),
+            "ran": len(ended),
+            **{state.value: states[state] for state in (State.DONE, State.FAILED, State.TIMED_OUT)},
+            "figures": len(results.figures) if results else 0,
+            "report": str(report) if report else None,
+        }
+        print(json.dumps(answer))
+    else:
+        said = ", ".join(f"{number} {state.value}" for state, number in states.items()) or "nothing to run"
+        print(f"{declaration.name}: {count(len(jobs), 'job')}: {said}" + (f"\n{report}" if report else ""))
+    return 0 if ok else 1
+
+
+def _intent(job: Job, folder: Path, options: RunOptions) -> Intent:
+    return intend(job, folder / "jobs" / job.name, fresh=options.fresh, any_code=options.any_code)
+
+
+def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
+    """What is not run, and what is run again and why: one line a reason."""
+    done = sum(not intent.runs for intent in intents)
+    if done:
+        note(f"{count(done, 'job')} done already")
+    for why, number in Counter(intent.why for intent in intents if intent.runs and intent.why).items():
+        names = [intent.job.name for intent in intents if intent.runs and intent.why == why]
+        shown = ", ".join(names[:3]) + (", ..." if number > 3 else "")
+        note(f"{count(number, 'job')} again, {why}: {shown}")
+
+
+def _report(argv: Sequence[str]) -> int:
+    options = tyro.cli(ReportOptions, args=argv, prog="stagewright experiment report")
+    declaration = catalog.find(options.name)
+    folder = options.folder / declaration.name
+    if options.results is not None:
+        into = (options.into or options.results) / declaration.name
+        results = Results.read(options.results / declaration.name)
+    else:
+        into = folder / "report" if options.into is None else options.into / declaration.name
+        results = gather(declaration, folder / "jobs")
+    path = write_report(declaration, results, into)
+    missing = list(results.origin.missing)
+    if options.json:
+        print(json.dumps({"report": str(path), "figures": len(results.figures), "missing": missing}))
+    else:
+        print(f"{path}: {count(len(results.figures), 'figure')} of {count(results.origin.num_jobs, 'job')}")
+        if missing:
+            print(f"missing: {'; '.join(missing)}")
+    return 0

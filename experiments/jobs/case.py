@@ -1,0 +1,122 @@
+"""A case of an experiment: one point of its grid."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ...partition import quantities
+from ...partition.strict import count, fail, number
+
+Value = str | int | float | bool | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Values by key, in order; keys are words of lower-case letters.
+
+    >>> case = Case.of({"schedule": "1f1b", "ranks": 4})
+    >>> str(case), case.count("ranks"), str(case.also(microbatches=8))
+    ('schedule=1f1b ranks=4', 4, 'schedule=1f1b ranks=4 microbatches=8')
+    """
+
+    items: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Case:
+        """Case with these values, as TOML and JSON have them; ValueError for a key or value that cannot be one."""
+        return cls(tuple((_key(key), _value(key, value)) for key, value in values.items()))
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """All values by key."""
+        return dict(self.items)
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={shown(value)}" for key, value in self.items)
+
+    def __contains__(self, key: str) -> bool:
+        return any(each == key for each, _ in self.items)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, _ in self.items)
+
+    def also(self, **values: Value) -> Case:
+        """The same with further or other values: for figures of a part of what the case asks for."""
+        return Case.of({**self.values, **values})
+
+    def only(self, keys: Iterable[str]) -> Case:
+        """Its values of these keys, as far as it has them, in the order of `keys`."""
+        own = self.values
+        return Case(tuple((key, own[key]) for key in keys if key in own))
+
+    def get(self, key: str, default: Value | None = None) -> Value | None:
+        """The value of a key, or `default`."""
+        return self.values.get(key, default)
+
+    def text(self, key: str) -> str:
+        """A value that must be text."""
+        value = self._need(key)
+        return value if isinstance(value, str) else fail(self._at(key), value, "text")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A value that must be a whole number of at least 1; `default` where the key is missing, unless None."""
+        if default is not None and key not in self:
+            return default
+        return count(self._at(key), self._need(key))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A value that must be a finite number of at least 0; likewise."""
+        if default is not None and key not in self:
+            return default
+        return number(self._at(key), self._need(key))
+
+    def bandwidth(self, key: str) -> float:
+        """A value such as "1gbit" [bytes/s]."""
+        return quantities.bandwidth(self._at(key), self.text(key))
+
+    def seconds(self, key: str) -> float:
+        """A value such as "20ms" [s]."""
+        return quantities.latency(self._at(key), self.text(key))
+
+    def _need(self, key: str) -> Value:
+        if key not in self:
+            raise ValueError(f"case {self}: no {key}: expected one in the declaration's cases")
+        return self.values[key]
+
+    def _at(self, key: str) -> str:
+        return f"case {self}: {key}"
+
+
+def grid(values: Mapping[str, object]) -> list[Case]:
+    """All cases of a grid: a list stands for each of its members, the last key runs fastest.
+
+    >>> [str(case) for case in grid({"schedule": ["gpipe", "1f1b"], "ranks": 4})]
+    ['schedule=gpipe ranks=4', 'schedule=1f1b ranks=4']
+    """
+    columns = [each if isinstance(each, list) else [each] for each in values.values()]
+    for key, column in zip(values, columns, strict=True):
+        if not column:
+            fail(key, column, "at least one value in the list")
+    return [Case.of(dict(zip(values, row, strict=True))) for row in itertools.product(*columns)]
+
+
+def shown(value: Value) -> str:
+    """A value as people read it."""
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _key(key: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
+        raise ValueError(f"{key!r}: expected a key of lower-case letters, digits and underscores")
+    return key
+
+
+def _value(key: str, value: object) -> Value:
+    if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
+        return tuple(value)
+    if isinstance(value, bool | int | float) or (isinstance(value, str) and value and value.isprintable()):
+        return value
+    fail(key, value, "text in one line, a number, true, false, or whole numbers in a list of their own ([[0, 1]])")

@@ -1,0 +1,106 @@
+"""Figures gathered into cells, a cell for each thing that a table or a plot shows: median and spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...schedules.wording import duration, size
+from .case import Case
+from .figure import Figure, How
+from .layout import Where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Repetitions of one figure.
+
+    Arguments:
+        place: the values of the keys that tell cells apart.
+        values: at least one.
+    """
+
+    place: Case
+    name: str
+    how: How
+    unit: str
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Middle value."""
+        return median(self.values)
+
+    @property
+    def low(self) -> float:
+        """Smallest value."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """Largest value."""
+        return max(self.values)
+
+    def __str__(self) -> str:
+        """The median, and the spread where there are repetitions."""
+        if len(self.values) == 1:
+            return shown(self.median, self.unit)
+        return f"{shown(self.median, self.unit)} [{shown(self.low, self.unit)} .. {shown(self.high, self.unit)}]"
+
+
+def cells(
+    figures: Iterable[Figure], *, names: Sequence[str], keys: Sequence[str], where: Where, what: str
+) -> list[Cell]:
+    """Cells in the order in which their figures first come.
+
+    Arguments:
+        names: of the figures.
+        keys: that tell cells apart.
+        where: which cases.
+        what: is made of them, for errors.
+
+    Raises ValueError where several cases would share a cell, or one figure comes in several units.
+    """
+    found: dict[tuple[Case, str, How], list[Figure]] = {}
+    for figure in figures:
+        if figure.name in names and where.holds(figure.case):
+            found.setdefault((figure.case.only(keys), figure.name, figure.how), []).append(figure)
+    made = []
+    for (place, name, how), group in found.items():
+        if len({figure.case for figure in group}) > 1:
+            _refuse(what, keys, group)
+        units = sorted({figure.unit for figure in group})
+        if len(units) > 1:
+            raise ValueError(f"{what}: {name} for {place} comes in {' and '.join(units)}: expected one unit")
+        values = tuple(figure.value for figure in group)
+        made.append(Cell(place=place, name=name, how=how, unit=units[0], values=values))
+    return made
+
+
+def _refuse(what: str, keys: Sequence[str], group: Sequence[Figure]) -> None:
+    first, second = list(dict.fromkeys(figure.case for figure in group))[:2]
+    differing = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+    raise ValueError(
+        f"{what}: {first} and {second} fall together, as only {', '.join(keys)} tell cases apart: expected "
+        f"{', '.join(differing)} among them, or one of its values in `where`"
+    )
+
+
+def shown(value: float, unit: str) -> str:
+    """A value in its unit.
+
+    >>> shown(0.1234, "fraction"), shown(1.0329, "ratio"), shown(0.0123, "s"), shown(2e9, "bytes"), shown(148, "F/s")
+    ('12.3%', '1.033', '12.3 ms', '2.00 GB', '148 F/s')
+    """
+    match unit:
+        case "fraction":
+            return f"{value:.1%}"
+        case "ratio":
+            return f"{value:.3f}"
+        case "s":
+            return duration(value)
+        case "bytes":
+            return size(value)
+        case _:
+            return f"{value:,.4g} {unit}".strip() if abs(value) < 1e4 else f"{value:,.0f} {unit}".strip()

@@ -1,0 +1,164 @@
+"""An experiment as a small TOML file declares it.
+
+question = "..."              one line
+
+[[parts]]                     one or several, each with work of its own
+name = "emulated"
+work = ".bubbles:emulated"    work(case, repetitions) -> figures; a leading dot: in stagewright.experiments.works
+on = "ranks"                  "cores": one process a job, as many jobs at once as there are cores;
+                              "ranks": on all ranks of a back end, rank 0's figures count
+repetitions = 3
+timeout = 600                 [s] of a job
+together = ["ranks"]          cases that are equal in these keys make one job
+backend = "netns"             of "ranks", unless --backend says another
+
+[[parts.cases]]               one or several grids: a list stands for each of its members
+schedule = ["gpipe", "1f1b"]
+ranks = [2, 4]                of "ranks", these keys say what the back end must give: see `wanted.py`
+
+[report]                      see `layout.py`
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...partition.strict import Fields, fail, printable
+from ..backends.registry import BACKENDS
+from .case import Case, grid
+from .function_names import function_name
+from .layout import Layout, read_layout
+from .wanted import wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Cases with one kind of work.
+
+    Arguments:
+        name: unique in the experiment.
+        work: "package.module:function" or "file.py:function".
+        on_ranks: whether the function runs on all ranks of a back end, or in one process.
+        cases: at least one, no two alike.
+        repetitions: passed on to the work.
+        timeout: of a job [s].
+        together: keys; cases that are equal in these are one job. None: each case is a job of its own in one process,
+            and on ranks all cases that need the same nodes are one.
+        backend: its name.
+    """
+
+    name: str
+    work: str
+    on_ranks: bool
+    cases: tuple[Case, ...]
+    repetitions: int = 1
+    timeout: float = 600.0
+    together: tuple[str, ...] | None = None
+    backend: str = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """An experiment.
+
+    Arguments:
+        name: the file's, without ".toml".
+        question: in one line.
+        parts: at least one.
+        layout: of the report.
+    """
+
+    name: str
+    question: str
+    parts: tuple[Part, ...]
+    layout: Layout
+
+    @classmethod
+    def load(cls, path: Path) -> Declaration:
+        """Read a TOML file; ValueError names the file, the key, its value and what was expected."""
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}: expected the declaration of an experiment") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}: expected a TOML file") from None
+        return read_declaration(values, name=path.stem, source=str(path))
+
+
+def read_declaration(values: Mapping[str, object], *, name: str, source: str) -> Declaration:
+    """The declaration in these values; ValueError names `source`, key, value and expectation."""
+    record = Fields(values, where=source)
+    question = printable(record.at("question"), record.text("question"))
+    parts = tuple(_part(each, folder=Path(source).parent) for each in record.objects("parts"))
+    if not parts:
+        fail(record.at("parts"), [], "at least one [[parts]]")
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        fail(record.at("parts"), names, "unique names")
+    keys = {key for part in parts for case in part.cases for key in case}
+    layout = read_layout(record.optional_object("report"), keys=keys, folder=Path(source).parent)
+    record.done()
+    return Declaration(name=name, question=question, parts=parts, layout=layout)
+
+
+def _part(record: Fields, *, folder: Path) -> Part:
+    on_ranks = record.text("on", choices=("cores", "ranks")) == "ranks"
+    backend = record.text("backend", choices=tuple(BACKENDS), default="local") if on_ranks else "local"
+    part = Part(
+        name=_file_name(record),
+        work=function_name(record.at("work"), record.text("work"), folder),
+        on_ranks=on_ranks,
+        cases=_cases(record),
+        repetitions=record.count("repetitions", default=1),
+        timeout=record.number("timeout", positive=True, default=600.0),
+        together=_together(record),
+        backend=backend,
+    )
+    record.done()
+    for case in part.cases if on_ranks else ():
+        try:
+            wanted(case)
+        except ValueError as error:
+            raise ValueError(f"{record.where}: {error}") from None
+    for key in part.together or ():
+        if all(key not in case for case in part.cases):
+            known = ", ".join(sorted({key for case in part.cases for key in case}))
+            fail(record.at("together"), key, f"a key of the cases ({known})")
+    return part
+
+
+def _file_name(record: Fields) -> str:
+    name = record.text("name")
+    if not name.replace("-", "").replace("_", "").isalnum():
+        fail(record.at("name"), name, "letters, digits and hyphens: it names a folder")
+    return name
+
+
+def _cases(record: Fields) -> tuple[Case, ...]:
+    cases: list[Case] = []
+    for at, values in enumerate(record.items("cases")):
+        where = f"{record.at('cases')}[{at}]"
+        if not isinstance(values, dict):
+            fail(where, values, "a table of values")
+        try:
+            cases += grid(values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if not cases:
+        fail(record.at("cases"), [], "at least one [[parts.cases]]")
+    twice = next((case for at, case in enumerate(cases) if case in cases[:at]), None)
+    if twice is not None:
+        fail(record.at("cases"), str(twice), "each case once")
+    return tuple(cases)
+
+
+def _together(record: Fields) -> tuple[str, ...] | None:
+    found = record.take("together", "a list of keys", default=None)
+    if found is None:
+        return None
+    if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
+        fail(record.at("together"), found, "a list of keys of the cases")
+    return tuple(found)

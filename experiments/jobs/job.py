@@ -1,0 +1,152 @@
+"""Jobs: what is run, and run again, as a whole. A job is a folder with its configuration, status, log and figures.
+
+runs/experiments/NAME/jobs/emulated-ranks=4/
+    job.json        configuration
+    status.json     how it stands
+    log.txt         what it printed
+    figures.jsonl   what it found; counts once the status is "done"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ...partition.strict import parse_object, read_text
+from ..backends.records import Nodes
+from .case import Case
+from .declaration import Declaration, Part
+from .wanted import NODE_KEYS, wanted
+
+_LONGEST_NAME = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Cases of one part that run as one.
+
+    Arguments:
+        name: of its folder; says part and cases, not how they are run.
+        part: whose work it is.
+        cases: in the order of the declaration.
+        nodes: what a back end must give; None: runs in one process.
+        changed: what the command line said otherwise than the declaration, "backend=netns nodes=4".
+    """
+
+    name: str
+    part: Part
+    cases: tuple[Case, ...]
+    nodes: Nodes | None
+    changed: str = ""
+
+    @property
+    def config(self) -> dict[str, object]:
+        """All that figures depend on besides the code, as JSON has it."""
+        made = {
+            "work": self.part.work,
+            "cases": [case.values for case in self.cases],
+            "repetitions": self.part.repetitions,
+            "timeout": self.part.timeout,
+            "backend": self.part.backend if self.nodes else None,
+            "nodes": asdict(self.nodes) if self.nodes else None,
+            "changed": self.changed,
+        }
+        answer: dict[str, object] = json.loads(json.dumps(made))
+        return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What the command line says otherwise than the declaration; None: nothing.
+
+    Arguments:
+        backend: of all parts on ranks.
+        nodes, bandwidth, latency: of all their cases.
+        repetitions: of all parts.
+    """
+
+    backend: str | None = None
+    nodes: int | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+    repetitions: int | None = None
+
+    def made_to(self, part: Part) -> Part:
+        """The part with these changes."""
+        if self.repetitions is not None:
+            part = replace(part, repetitions=self.repetitions)
+        if not part.on_ranks:
+            return part
+        values = {"nodes": self.nodes, "bandwidth": self.bandwidth, "latency": self.latency}
+        given = {key: value for key, value in values.items() if value is not None}
+        cases = tuple(dict.fromkeys(case.also(**given) for case in part.cases))
+        return replace(part, backend=self.backend or part.backend, cases=cases)
+
+    def of(self, part: Part) -> str:
+        """The changes that matter to a part, for people."""
+        skipped = () if part.on_ranks else ("backend", "nodes", "bandwidth", "latency")
+        return " ".join(f"{k}={v}" for k, v in asdict(self).items() if v is not None and k not in skipped)
+
+
+def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Job]:
+    """All jobs, in the order of the declaration; ValueError where changes ask for what cannot be."""
+    changes = changes or Changes()
+    jobs = []
+    for part in map(changes.made_to, declaration.parts):
+        for shared, cases in _groups(part).items():
+            nodes = wanted(cases[0]) if part.on_ranks else None
+            name = _folder_name(part.name, shared)
+            jobs.append(Job(name=name, part=part, cases=cases, nodes=nodes, changed=changes.of(part)))
+    return jobs
+
+
+def _groups(part: Part) -> dict[Case, tuple[Case, ...]]:
+    """Cases of each job, by what they have in common."""
+    groups: dict[Case, list[Case]] = {}
+    for case in part.cases:
+        keys = list(case) if part.together is None and not part.on_ranks else list(part.together or ())
+        if part.on_ranks:
+            keys = list(dict.fromkeys([*keys, *NODE_KEYS]))
+        groups.setdefault(case.only(keys), []).append(case)
+    return {shared: tuple(cases) for shared, cases in groups.items()}
+
+
+def _folder_name(part: str, shared: Case) -> str:
+    words = re.sub(r"[^A-Za-z0-9=._+-]+", "-", f"{part} {shared}".strip())
+    if len(words) <= _LONGEST_NAME and words == f"{part} {shared}".strip().replace(" ", "-"):
+        return words
+    return f"{words[:_LONGEST_NAME]}-{hashlib.sha256(str(shared).encode()).hexdigest()[:8]}"
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """The configuration that a job's folder holds; empty where there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The keys in which two configurations differ, for people; empty: none."""
+    return ", ".join(key for key in now if before.get(key) != now[key])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a job's own process reads: work, cases, repetitions."""
+
+    work: str
+    cases: tuple[Case, ...]
+    repetitions: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Assignment:
+        """From the job's folder; ValueError where something else stands there."""
+        record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
+        cases = [Case.of(values) for values in record.items("cases") if isinstance(values, dict)]
+        return cls(work=record.text("work"), cases=tuple(cases), repetitions=record.count("repetitions"))

@@ -1,0 +1,168 @@
+"""What a report shows, as the declaration says.
+
+[report]
+findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report
+
+[[report.tables]]
+title = "..."
+rows = ["schedule", "ranks"]        case keys: a row for each of their values
+columns = "microbatches"            a case key, whose values go across; left away: figures by how they were got
+figures = ["bubble"]                names of figures
+where = { ranks = [2, 4, 8] }       only these cases
+
+[[report.plots]]
+file = "bubbles"                    bubbles.png
+title = "..."
+x = "microbatches"                  a case key
+y = "bubble"                        name of a figure
+lines = ["schedule"]                case keys: a colour for each of their values
+panels = "ranks"                    a case key: axes side by side
+where = { ranks = [2, 4, 8] }
+x_scale = "log2"                    "linear" (the default), "log2" or "log10"; likewise y_scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...partition.strict import Fields, fail
+from .case import Case, Value
+from .function_names import function_name
+
+SCALES = ("linear", "log2", "log10")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Cases that are shown: those whose value of each key is one of the listed."""
+
+    choices: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+
+    def holds(self, case: Case) -> bool:
+        """Whether a case is shown."""
+        return all(case.get(key) in values for key, values in self.choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of medians; see the module."""
+
+    title: str
+    rows: tuple[str, ...]
+    figures: tuple[str, ...]
+    columns: str | None = None
+    where: Where = Where()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A picture; see the module."""
+
+    file: str
+    title: str
+    x: str
+    y: str
+    lines: tuple[str, ...] = ()
+    panels: str | None = None
+    where: Where = Where()
+    x_scale: str = "linear"
+    y_scale: str = "linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All that a report shows, in order: findings, plots, tables."""
+
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    findings: str | None = None
+
+
+def read_layout(record: Fields | None, *, keys: Collection[str], folder: Path) -> Layout:
+    """The layout of [report]; None: an empty one.
+
+    Arguments:
+        keys: of the cases. Works may give figures of further ones (`Case.also`), which [report] lists as `keys`.
+        folder: of the declaration.
+    """
+    if record is None:
+        return Layout()
+    known = {*keys, *_words(record, "keys", needed=False)}
+    findings = record.optional_text("findings")
+    layout = Layout(
+        tables=tuple(_table(each, known) for each in _objects(record, "tables")),
+        plots=tuple(_plot(each, known) for each in _objects(record, "plots")),
+        findings=None if findings is None else function_name(record.at("findings"), findings, folder),
+    )
+    record.done()
+    files = [plot.file for plot in layout.plots]
+    if len(set(files)) < len(files):
+        fail(record.at("plots"), files, "unique names of files")
+    return layout
+
+
+def _table(record: Fields, keys: Collection[str]) -> Table:
+    table = Table(
+        title=record.text("title"),
+        rows=_keys(record, "rows", keys),
+        figures=_words(record, "figures"),
+        columns=_optional_key(record, "columns", keys),
+        where=_where(record, keys),
+    )
+    record.done()
+    return table
+
+
+def _plot(record: Fields, keys: Collection[str]) -> Plot:
+    plot = Plot(
+        file=record.text("file"),
+        title=record.text("title"),
+        x=_known(record.at("x"), record.text("x"), keys),
+        y=record.text("y"),
+        lines=_keys(record, "lines", keys, needed=False),
+        panels=_optional_key(record, "panels", keys),
+        where=_where(record, keys),
+        x_scale=record.text("x_scale", choices=SCALES, default="linear"),
+        y_scale=record.text("y_scale", choices=SCALES, default="linear"),
+    )
+    record.done()
+    if not plot.file.replace("-", "").isalnum():
+        fail(record.at("file"), plot.file, "letters, digits and hyphens, without an ending: it is a PNG")
+    return plot
+
+
+def _where(record: Fields, keys: Collection[str]) -> Where:
+    given = record.take("where", "a table of case keys and values", default={})
+    if not isinstance(given, dict):
+        fail(record.at("where"), given, "a table of case keys and values")
+    choices = []
+    for key, values in given.items():
+        _known(record.at("where"), key, keys)
+        choices.append((key, tuple(values) if isinstance(values, list) else (values,)))
+    return Where(choices=tuple(choices))
+
+
+def _objects(record: Fields, key: str) -> list[Fields]:
+    return [Fields(value, where=f"{record.at(key)}[{i}]") for i, value in enumerate(record.items(key, default=[]))]
+
+
+def _words(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
+    words = record.items(key) if needed else record.items(key, default=[])
+    if not all(isinstance(word, str) for word in words) or (needed and not words):
+        fail(record.at(key), words, "a list of names")
+    return tuple(str(word) for word in words)
+
+
+def _keys(record: Fields, key: str, keys: Collection[str], *, needed: bool = True) -> tuple[str, ...]:
+    return tuple(_known(record.at(key), word, keys) for word in _words(record, key, needed=needed))
+
+
+def _optional_key(record: Fields, key: str, keys: Collection[str]) -> str | None:
+    word = record.optional_text(key)
+    return None if word is None else _known(record.at(key), word, keys)
+
+
+def _known(where: str, word: str, keys: Collection[str]) -> str:
+    return word if word in keys else fail(where, word, f"a key of the cases ({', '.join(sorted(keys))})")

@@ -1,0 +1,126 @@
+"""Pictures of a report: how a figure was got gives the mark, the case its colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...viz.palette import SERIES_HUES
+from .case import Case
+from .case import shown as shown_value
+from .cells import Cell, cells
+from .figure import Figure, How
+from .layout import Plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Lines for what is computed; marks with the spread for what a clock or a meter said.
+_STYLES: dict[How, dict[str, Any]] = {
+    How.CLOSED_FORM: {"linestyle": ":", "marker": ""},
+    How.SIMULATED: {"linestyle": "-", "marker": ".", "markersize": 4},
+    How.EMULATED: {"linestyle": "", "marker": "o", "markersize": 5, "markerfacecolor": "white", "capsize": 2},
+    How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
+    How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
+}
+_PER_ROW = 4  # axes side by side
+
+
+def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
+    """Write the picture and return its path; None where there is no figure for it. ValueError as `cells`."""
+    from matplotlib.figure import Figure as Picture
+
+    keys = (plot.x, *plot.lines, *([plot.panels] if plot.panels else []))
+    found = cells(figures, names=(plot.y,), keys=keys, where=plot.where, what=f"plot {plot.file!r}")
+    found = [cell for cell in found if plot.x in cell.place]
+    if not found:
+        return None
+    panels = dict.fromkeys(cell.place.get(plot.panels) if plot.panels else None for cell in found)
+    lines = list(dict.fromkeys(cell.place.only(plot.lines) for cell in found))
+    across = min(len(panels), _PER_ROW)
+    down = -(-len(panels) // across)
+    size = (max(6.4, 3.4 * across), 3.9 if down == 1 else 2.9 * down + 0.6)
+    picture = Picture(figsize=size, dpi=120, layout="constrained")
+    grid = picture.subplots(down, across, sharey=True, squeeze=False)
+    flat = [axes for row in grid for axes in row]
+    for axes, panel in zip(flat, panels, strict=False):
+        own = [cell for cell in found if plot.panels is None or cell.place.get(plot.panels) == panel]
+        _fill(axes, plot, own, lines)
+        if plot.panels:
+            axes.set_title(f"{plot.panels} = {shown_value(panel) if panel is not None else 'none'}", fontsize=9)
+    for axes in flat[len(panels) :]:
+        axes.set_visible(False)
+    for row in grid:
+        row[0].set_ylabel(_label(plot.y, found[0].unit))
+    picture.suptitle(plot.title, fontsize=11)
+    _legend(picture, lines, {cell.how for cell in found})
+    path = folder / f"{plot.file}.png"
+    picture.savefig(path, metadata={"Software": None})  # equal figures give equal files
+    return path
+
+
+def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) -> None:
+    for at, line in enumerate(lines):
+        for how in How:
+            own = [cell for cell in found if cell.how is how and cell.place.only(plot.lines) == line]
+            own.sort(key=lambda cell: _number(cell, plot))
+            if not own:
+                continue
+            x, y = [_number(cell, plot) for cell in own], [_scaled(cell.median, cell) for cell in own]
+            below = [_scaled(cell.median - cell.low, cell) for cell in own]
+            above = [_scaled(cell.high - cell.median, cell) for cell in own]
+            style = {"color": SERIES_HUES[at % len(SERIES_HUES)], "linewidth": 1.4, **_STYLES[how]}
+            if "capsize" in style:
+                axes.errorbar(x, y, yerr=[below, above], **{**style, "elinewidth": 1.0})
+            else:
+                axes.plot(x, y, **style)
+    for scale, set_scale, axis in (
+        (plot.x_scale, axes.set_xscale, axes.xaxis),
+        (plot.y_scale, axes.set_yscale, axes.yaxis),
+    ):
+        if scale != "linear":
+            set_scale("log", base=2 if scale == "log2" else 10)
+        if scale == "log2":
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if plot.y_scale == "linear":
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel(plot.x)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(picture: Any, lines: Sequence[Case], ways: set[How]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=SERIES_HUES[at % len(SERIES_HUES)], linewidth=3, label=_name(line))
+        for at, line in enumerate(lines)
+        if line.items
+    ]
+    for how in How:
+        if how in ways:
+            style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
+            handles.append(Line2D([], [], color="#555555", label=how.value, **style))
+    picture.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=8)
+
+
+def _name(line: Case) -> str:
+    """Of one key, its value says enough."""
+    return shown_value(line.items[0][1]) if len(line.items) == 1 else str(line)
+
+
+def _number(cell: Cell, plot: Plot) -> float:
+    value = cell.place.get(plot.x)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"plot {plot.file!r}: {plot.x} = {value!r}: expected numbers on the x axis")
+    return float(value)
+
+
+def _scaled(value: float, cell: Cell) -> float:
+    return 100 * value if cell.unit == "fraction" else value / 1e9 if cell.unit == "bytes" else value
+
+
+def _label(name: str, unit: str) -> str:
+    words = {"fraction": "%", "bytes": "GB", "ratio": "", "": ""}.get(unit, unit)
+    return f"{name} [{words}]" if words else name

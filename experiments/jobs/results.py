@@ -1,0 +1,117 @@
+"""Results of an experiment: the figures of all jobs that are done, and what they were got with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...partition.strict import parse_object, read_text
+from ...schedules.wording import count
+from .declaration import Declaration
+from .figure import Figure, read_figures, write_figures
+from .job import difference, jobs_of, read_config
+from .status import State, Status, write_whole
+
+_TOLD = 3  # names of missing jobs, for each reason
+FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What figures were got with, each value once.
+
+    Arguments:
+        codes: versions of the code.
+        machines: names are left out: processor and cores.
+        days: on which jobs began, YYYY-MM-DD.
+        changes: what command lines said otherwise than the declaration.
+        missing: jobs whose figures are not among them, and why.
+        num_jobs: whose figures are.
+    """
+
+    codes: tuple[str, ...]
+    machines: tuple[str, ...]
+    days: tuple[str, ...]
+    changes: tuple[str, ...]
+    missing: tuple[str, ...]
+    num_jobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Figures, in the order of the declaration, and their origin."""
+
+    figures: tuple[Figure, ...]
+    origin: Origin
+
+    def write(self, folder: Path) -> None:
+        """Two files that `read` reads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_figures(folder / FIGURES_FILE, self.figures)
+        origin = {key: getattr(self.origin, key) for key in Origin.__slots__}
+        write_whole(folder / ORIGIN_FILE, json.dumps(origin, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Of a folder that `write` wrote; ValueError for anything else."""
+        figures = read_figures(folder / FIGURES_FILE)
+        record = parse_object(read_text(folder / ORIGIN_FILE), source=str(folder / ORIGIN_FILE))
+        words = {key: tuple(map(str, record.items(key))) for key in Origin.__slots__ if key != "num_jobs"}
+        origin = Origin(num_jobs=record.count("num_jobs"), **words)
+        record.done()
+        return cls(figures=tuple(figures), origin=origin)
+
+
+def gather(declaration: Declaration, folder: Path) -> Results:
+    """Results of the jobs in `folder` that are done as the declaration says, or as a command line changed it.
+
+    Raises ValueError where there are none.
+    """
+    declared = {job.name: job for job in jobs_of(declaration)}
+    works = {part.name: part.work for part in declaration.parts}
+    others = {path.name for path in folder.iterdir()} - set(declared) if folder.is_dir() else set()
+    figures: list[Figure] = []
+    statuses: list[Status] = []
+    changes: list[str] = []
+    missing: dict[str, list[str]] = {}
+    for name in [*declared, *sorted(others)]:
+        status, config = Status.read(folder / name), read_config(folder / name)
+        changed = str(config.get("changed", ""))
+        if status.state is not State.DONE:
+            if name in declared or config:
+                missing.setdefault(status.state.value, []).append(name)
+            continue
+        differs = difference(config, declared[name].config) if name in declared else "cases"
+        known = works.get(str(config.get("experiment_part"))) == config.get("work")
+        if differs and not (changed and known):
+            missing.setdefault(f"of another declaration ({differs})", []).append(name)
+            continue
+        figures += read_figures(folder / name / "figures.jsonl")
+        statuses.append(status)
+        changes.append(changed)
+    if not statuses:
+        raise ValueError(
+            f"{folder}: no job is done: expected results; type `stagewright experiment run {declaration.name}`"
+        )
+    return Results(
+        figures=tuple(figures),
+        origin=Origin(
+            codes=_unique([status.code for status in statuses]),
+            machines=_unique([status.machine.partition(": ")[2] for status in statuses]),
+            days=_unique([datetime.fromtimestamp(s.started or 0, UTC).strftime("%Y-%m-%d") for s in statuses]),
+            changes=_unique(changes),
+            missing=tuple(_told(why, names) for why, names in missing.items()),
+            num_jobs=len(statuses),
+        ),
+    )
+
+
+def _told(why: str, names: Sequence[str]) -> str:
+    return f"{count(len(names), 'job')} {why}: {', '.join(names[:_TOLD])}{', ...' if len(names) > _TOLD else ''}"
+
+
+def _unique(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted({word for word in words if word}))

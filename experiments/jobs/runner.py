@@ -1,0 +1,246 @@
+"""Runs the jobs of an experiment, each to one of its ends; what was done before is not done again.
+
+jobs in one process   as many at once as there are cores
+jobs on ranks         one after the other behind them: each has the machine to itself
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..backends.records import Backend, Work
+from ..host import num_cores, processor
+from .code import code_version, same_code
+from .figure import read_figures
+from .job import Job, difference, read_config
+from .progress import Progress
+from .status import State, Status, write_whole
+
+_WORKER = "stagewright.experiments.jobs.worker"
+_TAIL_LINES = 12  # of a log, in the reason of a failure
+_END_GRACE = 5.0  # [s] for a process to leave when it was asked to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """A job and whether it is to run.
+
+    Arguments:
+        folder: of the job.
+        why: it runs although it ran before; empty: it is new, or it is not to run.
+    """
+
+    job: Job
+    folder: Path
+    runs: bool
+    why: str = ""
+
+
+def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = False) -> Intent:
+    """Whether a job is to run, by what its folder says.
+
+    Arguments:
+        fresh: run it again in any case.
+        any_code: figures of other versions of the code will do.
+    """
+    status, before = Status.read(folder), read_config(folder)
+    changed = difference(before, job.config)
+    if status.state is State.PENDING:
+        return Intent(job=job, folder=folder, runs=True)
+    if status.state is not State.DONE:
+        said = "was interrupted" if status.state is State.RUNNING else status.state.value
+        return Intent(job=job, folder=folder, runs=True, why=said)
+    if fresh:
+        return Intent(job=job, folder=folder, runs=True, why="as told")
+    if changed:
+        return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
+    if not any_code and not same_code(status.code, code_version()):
+        return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code_version()}")
+    return Intent(job=job, folder=folder, runs=False)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the experiment's folder; ValueError where another process does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"{folder}: process {file.read().strip() or '?'} runs this experiment: wait for its end, or give "
+                f"another folder (--folder)"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def run_jobs(
+    intents: Sequence[Intent], *, progress: Progress, make_backend: Callable[[str], Backend], workers: int | None = None
+) -> list[Status]:
+    """Run what is to run; the statuses of those jobs, in the order in which they ended.
+
+    Arguments:
+        workers: jobs in one process at once; None: a core each.
+
+    Ctrl-C ends the running jobs, which count as interrupted, and is passed on.
+    Raises ValueError, before anything runs, where a back end cannot give the nodes that a job needs.
+    """
+    to_run = [intent for intent in intents if intent.runs]
+    backends = {name: make_backend(name) for name in {i.job.part.backend for i in to_run if i.job.nodes}}
+    for intent in to_run:
+        if intent.job.nodes:
+            backends[intent.job.part.backend].check(intent.job.nodes)
+    for intent in to_run:
+        prepare(intent)
+    ended: list[Status] = []
+    in_processes = [intent for intent in to_run if intent.job.nodes is None]
+    on_ranks = [intent for intent in to_run if intent.job.nodes is not None]
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=workers or num_cores()) as pool:
+        futures = {pool.submit(_in_process, intent, progress, stop): intent for intent in in_processes}
+        try:
+            for future in as_completed(futures):
+                ended.append(_ended(futures[future], future.result(), progress))
+        except BaseException:
+            stop.set()  # those that run are ended; those that have not begun never do
+            raise
+    for intent in on_ranks:
+        status = _on_ranks(intent, progress, backends[intent.job.part.backend])
+        ended.append(_ended(intent, status, progress))
+    return ended
+
+
+def prepare(intent: Intent) -> None:
+    """A job's folder with its configuration, and nothing of an earlier run."""
+    if intent.folder.exists():
+        shutil.rmtree(intent.folder)
+    Status().write(intent.folder)
+    config = {"experiment_part": intent.job.part.name, **intent.job.config}
+    write_whole(intent.folder / "job.json", json.dumps(config, indent=1) + "\n")
+
+
+def _ended(intent: Intent, status: Status, progress: Progress) -> Status:
+    """The status with what its figures say, on the disk and told."""
+    if status.state is State.DONE:
+        status = _judged(intent.folder, status)
+    status.write(intent.folder)
+    progress.ended(intent.job.name, status)
+    return status
+
+
+def _judged(folder: Path, status: Status) -> Status:
+    try:
+        figures = read_figures(folder / "figures.jsonl")
+    except ValueError as error:
+        return replace(status, state=State.FAILED, reason=str(error))
+    return status if figures else replace(status, state=State.FAILED, reason="it gave no figures")
+
+
+def _begun(intent: Intent, progress: Progress) -> Status:
+    machine = f"{platform.node()}: {processor()}, {num_cores()} cores"
+    status = Status(state=State.RUNNING, code=code_version(), machine=machine, started=time.time())
+    status.write(intent.folder)
+    progress.began(intent.job.name)
+    return status
+
+
+def _finished(begun: Status, state: State, reason: str = "", commands: tuple[str, ...] = ()) -> Status:
+    assert begun.started is not None
+    seconds = round(time.time() - begun.started, 2)
+    return replace(begun, state=state, seconds=seconds, reason=reason, commands=commands)
+
+
+def _on_ranks(intent: Intent, progress: Progress, backend: Backend) -> Status:
+    assert intent.job.nodes is not None
+    begun = _begun(intent, progress)
+    work = Work(
+        module=_WORKER,
+        arguments=(str(intent.folder.resolve()), "--ranks"),
+        folder=intent.folder.resolve(),
+        environment={"OMP_NUM_THREADS": "1"},
+        timeout=intent.job.part.timeout,
+    )
+    try:
+        outcome = backend.run(work, intent.job.nodes)
+    except ValueError as error:  # what only shows when nodes are made
+        return _finished(begun, State.FAILED, str(error))
+    if outcome.timed_out:
+        return _finished(begun, State.TIMED_OUT, outcome.report or _limit(intent), outcome.commands)
+    if outcome.status != 0:
+        reason = outcome.report or f"exit status {outcome.status}"
+        return _finished(begun, State.FAILED, reason, outcome.commands)
+    return _finished(begun, State.DONE, "", outcome.commands)
+
+
+def _in_process(intent: Intent, progress: Progress, stop: threading.Event) -> Status:
+    if stop.is_set():
+        return Status()
+    begun = _begun(intent, progress)
+    command = [sys.executable, "-P", "-m", _WORKER, str(intent.folder), "--watch"]
+    limit = time.monotonic() + intent.job.part.timeout
+    with (intent.folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.PIPE,  # never written: its end says that this process has died
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone
+        )
+        try:
+            while (code := _poll(process)) is None and time.monotonic() < limit and not stop.is_set():
+                pass
+        finally:
+            _end(process)
+    if code is None:
+        return Status() if stop.is_set() else _finished(begun, State.TIMED_OUT, _limit(intent))
+    if code != 0:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return _finished(begun, State.FAILED, f"{how}; the log's last lines:\n{_tail(intent.folder / 'log.txt')}")
+    return _finished(begun, State.DONE)
+
+
+def _poll(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit status, waited for a little."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(0.1)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and what it started are gone."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_GRACE)
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _limit(intent: Intent) -> str:
+    return f"not done after {intent.job.part.timeout:g} s"
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL_LINES:]) or "(nothing)"

@@ -1,0 +1,74 @@
+"""A job's own processes: `python -m stagewright.experiments.jobs.worker FOLDER [--ranks]`.
+
+Alone, or with --ranks as one of all ranks under torchrun, which then meet in a gloo group before the first case. The
+figures of rank 0 count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+from ..user_code import check_call, load
+from .case import Case
+from .figure import Figure
+from .job import Assignment
+
+WorkFunction = Callable[[Case, int], Iterable[Figure]]
+_TIMEOUT = timedelta(seconds=300)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all cases of the job and leave its figures."""
+    parser = argparse.ArgumentParser(prog="stagewright.experiments.jobs.worker")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", action="store_true", help="one of all ranks under torchrun")
+    parser.add_argument("--watch", action="store_true", help="end when the standard input does")
+    options = parser.parse_args(argv)
+    if options.watch:
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+    assignment = Assignment.read(options.folder)
+    if not options.ranks:
+        with (options.folder / "figures.jsonl").open("w", encoding="utf-8") as file:
+            run_cases(assignment, file)
+        return
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    path = options.folder / "figures.jsonl" if dist.get_rank() == 0 else Path(os.devnull)
+    with path.open("w", encoding="utf-8") as file:
+        run_cases(assignment, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_cases(assignment: Assignment, file: TextIO) -> None:
+    """All figures of all cases into the file, a line each."""
+    work: WorkFunction = load("work", assignment.work)
+    check_call("work", assignment.work, work, num_arguments=2)
+    for case in assignment.cases:
+        began = time.perf_counter()
+        for figure in work(case, assignment.repetitions):
+            if not isinstance(figure, Figure):
+                raise TypeError(f"{assignment.work} gave {figure!r}: expected a Figure")
+            file.write(f"{figure.to_json()}\n")
+        file.flush()
+        print(f"{case}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

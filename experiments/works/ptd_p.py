@@ -1,0 +1,48 @@
+"""Megatron-LM's Table 1: each training predicted by what the others say of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from ...partition.formulas.device_model import DeviceModel
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from .megatron import fitted, simulated, table
+
+
+def simulate_run(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Step and rate of one line of the table, simulated and published.
+
+    The device's one constant is fitted to lines that this one is not among: of ten runs, five predict the other five.
+    """
+    del repetitions
+    runs = table()
+    at = next((at for at, run in enumerate(runs) if run.billion_parameters == case.number("billion_parameters")), None)
+    if at is None:
+        known = ", ".join(str(run.billion_parameters) for run in runs)
+        raise ValueError(f"case {case}: expected billion_parameters of {known}")
+    run = runs[at]
+    case = case.also(gpus=run.num_devices, pipeline=run.pipeline, chunks=run.chunks)
+    seconds = simulated(run, _fitted_on(1 - at % 2))
+    rates = {How.PUBLISHED: float(run.teraflops_published), How.SIMULATED: run.teraflops(seconds)}
+    for how, step in ((How.PUBLISHED, run.seconds), (How.SIMULATED, seconds)):
+        yield Figure(case=case, name="step", value=step, unit="s", how=how)
+        yield Figure(case=case, name="rate of a GPU", value=rates[how], unit="TFLOP/s", how=how)
+    ratio = seconds / run.seconds
+    yield Figure(case=case, name="predicted / published", value=ratio, unit="ratio", how=How.SIMULATED)
+
+
+@cache
+def _fitted_on(parity: int) -> DeviceModel:
+    return fitted(table()[parity::2])
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """How far the predictions are off."""
+    off = [abs(figure.value - 1) for figure in figures if figure.name == "predicted / published"]
+    root_mean_square = (sum(each**2 for each in off) / len(off)) ** 0.5
+    return [
+        f"Off by {max(off):.1%} at most, {root_mean_square:.1%} root mean square over {len(off)} trainings (simulated "
+        "beside published), each predicted by a device whose one constant was fitted to five others."
+    ]
