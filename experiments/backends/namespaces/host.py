@@ -1,0 +1,159 @@
+"""One node on this host: network, processes, host name and mounts of its own.
+
+    launcher --- stdin ---> unshare ---> sh: sets up, says its process id, then `cat`   (process 1 of the node)
+       |
+       +------------------> nsenter ---> what runs on the node
+
+When process 1 ends, Linux kills everything else on the node and takes its interfaces away. It ends when its stdin
+does, and that ends with the launcher, however the launcher ends.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+# The shell finds its process id, as the launcher sees it, in the launcher's /proc, before it mounts the node's own.
+# Interfaces are listed under /sys; segments of shared memory belong to the node, and vanish with it.
+_SET_UP = """
+set -e
+read -r pid rest < /proc/self/stat
+echo "$1" > /proc/sys/kernel/hostname
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+if [ -d /dev/shm ]; then mount -t tmpfs tmpfs /dev/shm; fi
+if [ -n "$2" ]; then mount --bind "$2" /etc/hosts; fi
+ip link set lo up
+echo "$pid"
+exec cat > /dev/null
+"""
+_UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+_PATIENCE = 20.0  # [s] for a node to come up or to end: both take some 10 ms
+
+
+class Host:
+    """A node that is up; a context that takes it away with all that runs there.
+
+    Arguments:
+        name: its host name.
+        hosts_file: what /etc/hosts is there; None: as on this machine.
+        prefix: words in front of everything that runs there, such as those of a share of the processor.
+
+    Raises OSError, with what Linux said, if this process may not make namespaces.
+    """
+
+    def __init__(self, name: str, *, hosts_file: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        self.name = name
+        self._prefix = tuple(prefix)
+        self._holder = subprocess.Popen(
+            [*_UNSHARE, "sh", "-c", _SET_UP, "sh", name, str(hosts_file or "")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher
+        )
+        try:
+            self.pid = self._await_pid()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything on the node, and the node."""
+        holder = self._holder
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        with suppress(BrokenPipeError):
+            holder.stdin.close()
+        try:
+            holder.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            holder.kill()  # --kill-child: process 1 goes with it
+            holder.wait()
+        holder.stdout.close()
+        holder.stderr.close()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether process 1 still runs."""
+        return self._holder.poll() is None
+
+    def words(self, command: Sequence[str]) -> tuple[str, ...]:
+        """The command line that runs `command` on this node, in this process's working folder."""
+        enter = ("nsenter", "--target", str(self.pid), "--net", "--uts", "--ipc", "--mount", "--pid")
+        return (*self._prefix, *enter, f"--wdns={Path.cwd()}", *command)
+
+    def start(
+        self, command: Sequence[str], *, output: int | IO[bytes] | None, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on this node.
+
+        Arguments:
+            command: program and arguments, run without a shell.
+            output: where stdout and stderr go.
+            environment: variables on top of this process's own.
+        """
+        return subprocess.Popen(
+            self.words(command),
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def set_up(self, script: str) -> None:
+        """Run a shell script in this node's network alone: it sees this machine's files, and its processes.
+
+        Raises OSError with what it said if it fails.
+        """
+        enter = ("nsenter", "--target", str(self.pid), "--net", "sh", "-e", "-c", script)
+        done = subprocess.run(enter, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{self.name}: {(done.stderr + done.stdout).strip()} (status {done.returncode} of: {script})")
+
+    def crash(self) -> None:
+        """End the node as a power failure does: nothing on it is asked first."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _await_pid(self) -> int:
+        assert self._holder.stdout is not None
+        assert self._holder.stderr is not None
+        line = read_line(self._holder.stdout, _PATIENCE)
+        if not line.strip().isdigit():
+            self._holder.kill()
+            said = self._holder.stderr.read().decode(errors="replace").strip()
+            raise OSError(f"no namespaces for {self.name}: {said or f'no answer within {_PATIENCE:g} s'}")
+        return int(line)
+
+
+def read_line(stream: IO[bytes], timeout: float) -> bytes:
+    """The first line that a process says, read without a buffer; what came until then if it ends or says no more.
+
+    Arguments:
+        timeout: [s] for the whole line.
+    """
+    line, until = b"", time.monotonic() + timeout
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and selector.select(max(0.0, until - time.monotonic())):
+            byte = os.read(stream.fileno(), 1)
+            if not byte:
+                break
+            line += byte
+    return line

@@ -1,0 +1,138 @@
+"""Nodes and what joins them, as one context: all up, or nothing left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import TracebackType
+
+from ..records import Nodes, Shape
+from . import links
+from .host import Host, read_line
+from .wire import WireRecord, WireSpec
+
+_PATIENCE = 20.0  # [s] for the wire to come up or to end, which takes some 100 ms
+
+
+class Wire:
+    """The process that carries packets between nodes that are up; a context that ends it.
+
+    Raises OSError, with what it said, if it does not start.
+    """
+
+    def __init__(self, hosts: Sequence[Host], shape: Shape) -> None:
+        nodes = range(len(hosts))
+        spec = WireSpec(
+            processes=tuple(host.pid for host in hosts),
+            addresses=tuple(links.address(node, shape) for node in nodes),
+            sites=tuple(links.site(node, shape) for node in nodes),
+            near=links.near_link(shape),
+            far=links.far_link(shape),
+            room=links.wire_room(shape, len(hosts)),
+        )
+        self.record: WireRecord | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"{__package__}.wire", spec.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        if read_line(self._process.stdout, _PATIENCE) != b"ready\n":
+            self._process.kill()
+            self._process.wait()
+            why = self.broken()
+            self.close()
+            raise OSError(why)
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def broken(self) -> str:
+        """Why it carries nothing any more; empty while it does."""
+        if self._process.poll() is None:
+            return ""
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode(errors="replace").strip()
+        return f"the wire between the nodes ended (status {self._process.returncode}): {said or 'it said nothing'}"
+
+    def close(self) -> None:
+        """End it, and keep what it says that it has carried."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        said = read_line(process.stdout, _PATIENCE)
+        if said.endswith(b"}\n"):
+            self.record = WireRecord(**json.loads(said))
+        else:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Nodes that are up and joined.
+
+    Arguments:
+        hosts: the nodes.
+        addresses: of the nodes.
+        wire: what carries packets between them; None: the kernel does.
+    """
+
+    hosts: tuple[Host, ...]
+    addresses: tuple[str, ...]
+    wire: Wire | None
+
+
+@contextmanager
+def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Network]:
+    """Bring nodes up and join them; at the end of the context nothing is left of them.
+
+    Arguments:
+        has_netem: whether the kernel can delay packets.
+        prefixes: words in front of everything that runs on a node, by node.
+
+    Raises OSError with what Linux said if it lacks something.
+    """
+    shape = nodes.shape
+    addresses = tuple(links.address(node, shape) for node in range(nodes.num_nodes))
+    with ExitStack() as stack:
+        names = stack.enter_context(_hosts_file(addresses))
+        hosts = tuple(
+            stack.enter_context(Host(f"node{node}", hosts_file=names, prefix=prefixes[node] if prefixes else ()))
+            for node in range(nodes.num_nodes)
+        )
+        wire = None
+        if links.needs_wire(shape, has_netem=has_netem):
+            wire = stack.enter_context(Wire(hosts, shape))
+        else:
+            switch = stack.enter_context(Host("switch"))
+            switch.set_up(links.switch_script([host.pid for host in hosts], shape))
+        for node, host in enumerate(hosts):
+            host.set_up(links.node_script(node, shape, on_wire=wire is not None))
+        yield Network(hosts=hosts, addresses=addresses, wire=wire)
+
+
+@contextmanager
+def _hosts_file(addresses: Sequence[str]) -> Iterator[Path]:
+    """What /etc/hosts is on the nodes: names of all, so that none is looked for outside."""
+    with NamedTemporaryFile("w", prefix="stagewright-hosts-") as file:
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        file.write("\n".join([*lines, *(f"{at} node{node}" for node, at in enumerate(addresses))]) + "\n")
+        file.flush()
+        yield Path(file.name)

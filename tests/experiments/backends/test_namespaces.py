@@ -1,0 +1,194 @@
+"""Nodes in namespaces as they really are: round trips and rates measured by plain sockets, and what is left of them."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.backends.namespaces.host import Host
+from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
+from stagewright.experiments.backends.namespaces.network import network
+from stagewright.experiments.backends.records import Nodes, Shape
+
+WHY_NOT = what_is_missing() or why_no_wire()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+MEGABIT = 1e6 / 8  # [bytes/s]
+
+SERVER = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("ready", flush=True)
+    while True:
+        peer, _ = server.accept()
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while (word := peer.recv(8, socket.MSG_WAITALL)):
+            left = int.from_bytes(word, "big")
+            while left:
+                left -= len(peer.recv(min(left, 1 << 20)))
+            peer.sendall(b"k")
+"""
+# Prints the least round trip, then the best of four rates [bytes/s] at which so many bytes came through.
+CLIENT = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 5000), timeout=10)
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def exchange(size):
+    start = time.perf_counter()
+    peer.sendall(size.to_bytes(8, "big") + bytes(size))
+    assert peer.recv(1) == b"k"
+    return time.perf_counter() - start
+trip = min(exchange(0) for _ in range(10))
+size = int(sys.argv[2])
+exchange(size)
+print(trip, max(size / (exchange(size) - trip) for _ in range(4)))
+"""
+
+
+def python(script, *words):
+    return (sys.executable, "-I", "-S", "-c", script, *map(str, words))
+
+
+@contextmanager
+def serving(*hosts):
+    """Servers on nodes that end with them."""
+    servers = [host.start(python(SERVER), output=subprocess.PIPE) for host in hosts]
+    for server in servers:
+        assert server.stdout.readline() == b"ready\n"
+    yield
+    for host, server in zip(hosts, servers, strict=True):
+        host.crash()
+        server.communicate()
+
+
+def measure(source, address, size):
+    """Round trip [s] and rate [bytes/s] from a node to an address."""
+    client = source.start(python(CLIENT, address, size), output=subprocess.PIPE)
+    said, _ = client.communicate(timeout=30)
+    assert client.returncode == 0, said.decode()
+    trip, rate = map(float, said.split())
+    return trip, rate
+
+
+def is_close(trip, one_way):
+    """Within a tenth and 0.3 ms."""
+    return 2 * one_way <= trip <= 2.2 * one_way + 0.0003
+
+
+def test_the_kernel_carries_at_the_rate_of_the_cards():
+    with network(Nodes(num_nodes=2, shape=Shape(bandwidth=400 * MEGABIT)), has_netem=False) as net:
+        assert net.wire is None
+        with serving(net.hosts[1]):
+            trip, rate = measure(net.hosts[0], net.addresses[1], 4_000_000)
+    assert trip < 0.001
+    assert 0.93 < rate / (400 * MEGABIT) < 1.02
+
+
+def test_the_wire_holds_packets_back_and_tells_sites_apart():
+    shape = Shape(
+        bandwidth=400 * MEGABIT,
+        latency=0.001,
+        sites=(0, 0, 1),
+        site_latency=0.008,
+        site_bandwidth=100 * MEGABIT,
+    )
+    with network(Nodes(num_nodes=3, shape=shape), has_netem=False) as net, serving(net.hosts[1], net.hosts[2]):
+        near = measure(net.hosts[0], net.addresses[1], 4_000_000)
+        far = measure(net.hosts[0], net.addresses[2], 1_000_000)
+        back = measure(net.hosts[2], net.addresses[1], 1_000_000)
+    assert is_close(near[0], 0.001)
+    assert is_close(far[0], 0.008)
+    assert is_close(back[0], 0.008)
+    assert 0.93 < near[1] / (400 * MEGABIT) < 1.02
+    assert 0.93 < far[1] / (100 * MEGABIT) < 1.02
+    assert 0.93 < back[1] / (100 * MEGABIT) < 1.02
+    assert net.wire.record.nbytes > 24_000_000
+    assert net.wire.record.dropped == 0
+
+
+def test_a_node_has_a_name_interfaces_and_processes_of_its_own():
+    look = "import os, socket; print(socket.gethostname(), socket.gethostbyname('node1'), os.listdir('/sys/class/net'))"
+    with network(Nodes(num_nodes=2), has_netem=False) as net:
+        process = net.hosts[1].start(
+            ("sh", "-c", f'{sys.executable} -c "{look}"; pwd; ls /proc'), output=subprocess.PIPE
+        )
+        said = process.communicate(timeout=20)[0].decode().splitlines()
+    assert said[0].startswith("node1 10.66.1.2 ")
+    assert "eth0" in said[0]
+    assert said[1] == os.getcwd()
+    assert str(os.getpid()) not in said[2:]
+
+
+def test_a_node_that_crashes_takes_all_its_processes_along():
+    with Host("node0") as host:
+        # One that has left its session and its parent.
+        stray = host.start(("sh", "-c", "setsid sleep 1000 & exec sleep 1000"), output=subprocess.DEVNULL)
+        wait_for(lambda: len(processes_in(host.pid)) >= 3)
+        network_of_it = os.stat(f"/proc/{host.pid}/ns/net").st_ino
+        host.crash()
+        assert stray.wait(5) == -9
+        wait_for(lambda: not host.is_up)
+        assert not processes_of(network_of_it)
+
+
+OWNER = """
+import sys, time
+from stagewright.experiments.backends.namespaces.network import network
+from stagewright.experiments.backends.records import Nodes, Shape
+with network(Nodes(num_nodes=2, shape=Shape(latency=0.001)), has_netem=False) as net:
+    net.hosts[0].start(("sleep", "1000"), output=None)
+    print(*(host.pid for host in net.hosts), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed():
+    foreign = f"other-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", foreign], check=True)
+    try:
+        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+        nodes = [int(word) for word in owner.stdout.readline().split()]
+        networks = [os.stat(f"/proc/{node}/ns/net").st_ino for node in nodes]
+        assert all(processes_of(inode) for inode in networks)
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+        wait_for(lambda: not any(processes_of(inode) for inode in networks))
+        assert foreign in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    finally:
+        subprocess.run(["ip", "netns", "delete", foreign], check=True)
+
+
+def test_a_node_that_cannot_be_set_up_says_what_was_tried():
+    with (
+        Host("node0") as host,
+        pytest.raises(OSError, match=r'node0: .*"nowhere".*status 1 of: ip link set nowhere up'),
+    ):
+        host.set_up("ip link set nowhere up")
+
+
+def processes_in(pid):
+    return processes_of(os.stat(f"/proc/{pid}/ns/net").st_ino)
+
+
+def processes_of(inode):
+    """Processes in a network namespace."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.stat(process / "ns" / "net").st_ino == inode:
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, timeout=5.0):
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
