@@ -26,7 +26,7 @@ COMMANDS: dict[str, Command] = {
     "schedule": Command("commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
     "simulate": Command("commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
     "timeline": Command(
-        "commands.timeline", "draw a run's timeline, predicted above measured, and export it for Perfetto"
+        "commands.timeline", "draw runs, plans and schedules over time, as a page, a picture or for Perfetto"
     ),
     "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
     "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),

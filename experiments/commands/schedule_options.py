@@ -53,11 +53,7 @@ class BuildOptions:
     def make(self, name: str, *, command: str) -> Schedule:
         """The checked schedule of this name or file; ValueError where that says too little, or clashes with options."""
         if is_file(name):
-            surplus = [f"--{option.removeprefix('num_').replace('_', '-')}" for option in self.given()]
-            if surplus:
-                raise ValueError(f"{', '.join(surplus)} beside {name}: expected the file alone, which says it all")
-            sizes = {"num_ranks": self.ranks, "num_microbatches": self.microbatches, "num_chunks": self.chunks}
-            return read(name, sizes)
+            return self.read_file(name)
         if self.ranks is None or self.microbatches is None:
             raise ValueError(
                 f"{name} needs --ranks and --microbatches: expected `stagewright {command} {name} --ranks 4 "
@@ -72,6 +68,14 @@ class BuildOptions:
         )
         check(schedule)
         return schedule
+
+    def read_file(self, name: str) -> Schedule:
+        """The checked schedule of a file, whatever its name ends in; ValueError where options clash with it."""
+        surplus = [f"--{option.removeprefix('num_').replace('_', '-')}" for option in self.given()]
+        if surplus:
+            raise ValueError(f"{', '.join(surplus)} beside {name}: expected the file alone, which says it all")
+        sizes = {"num_ranks": self.ranks, "num_microbatches": self.microbatches, "num_chunks": self.chunks}
+        return read(name, sizes)
 
 
 @plain_help

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..alive import messages_held
 from ..ir import BACKWARD_OPS, LAST_USES, Action, Op
@@ -27,6 +26,9 @@ from ..messages import Message
 from ..needs import Needs
 from ..program import RankProgram
 from .timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class MemoryPart(StrEnum):
@@ -157,6 +159,8 @@ class _Rank:
 
     def curve(self) -> MemoryCurve:
         """The step curve."""
+        import numpy as np  # simulating and printing schedules need none
+
         self._begin()
         self._run()
         self._sum()
@@ -252,6 +256,8 @@ class _Rank:
 def _corners(times: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Indices of the points that a step curve needs: at each time the last one, and before it the highest where that
     is higher than what it stands between."""
+    import numpy as np
+
     total = values.sum(axis=1)
     kept: list[int] = []
     starts = np.flatnonzero(np.r_[True, times[1:] != times[:-1]])

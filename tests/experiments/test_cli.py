@@ -246,7 +246,10 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
             ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
             "--png nowhere/a.png: cannot write: expected a file in a folder that exists",
         ),
-        (("timeline", "nowhere"), "no run folder nowhere"),
+        (
+            ("timeline", "nowhere"),
+            "nowhere: no such file, run folder or schedule: expected a run (folder or name), a plan",
+        ),
     ],
 )
 def test_mistakes_are_answered_in_one_line(

@@ -275,8 +275,10 @@ def test_a_timeline_is_drawn_again_from_its_file(command: Callable[..., Done], t
     for name in ("timeline.png", "timeline.perfetto.json"):
         (folder / name).unlink()
     answer = json.loads(command("timeline", str(folder), "--json").stdout)
-    assert Path(answer["picture"]).read_bytes().startswith(b"\x89PNG")
-    assert "traceEvents" in Path(answer["perfetto"]).read_text()
+    picture, trace = map(Path, answer["written"][:2])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "traceEvents" in trace.read_text()
+    assert {"predicted", "measured"} <= answer["exhibits"][0].keys()
     (folder / "timeline.json").write_text('{"measured": 3}')
     done = command("timeline", str(folder))
     assert done.status == 2

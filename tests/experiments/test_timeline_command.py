@@ -1,0 +1,154 @@
+"""`stagewright timeline`: what it reads, what it writes by a file's end, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.commands.exhibits import read_exhibit, read_exhibits
+from stagewright.experiments.commands.schedule_options import CostOptions
+from stagewright.experiments.commands.timeline import shape_notes
+from stagewright.experiments.training.traces import Traces
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.schedules import Costs, Timeline, build, simulate
+from stagewright.viz import Exhibit
+from stagewright.viz.exhibit import MeasuredStep
+
+SIZES = CostOptions(ranks=2, microbatches=4, forward=(1.0,), latency=0.25)
+
+
+def step(*, num_ranks: int = 2, measured: bool = False, latency: float = 0.25) -> Timeline:
+    schedule = build("1f1b", num_ranks=num_ranks, num_microbatches=4)
+    return replace(simulate(schedule, Costs(latency=latency)), measured=measured)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of each kind, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    Path("table.txt").write_text(schedule.to_csv())
+    Path("schedule.json").write_text(schedule.to_json())
+    Path("predicted.json").write_text(step().to_json())
+    Path("measured.json").write_text(step(measured=True).to_json())
+    run = Path("runs/gpt")
+    run.mkdir(parents=True)
+    Traces(predicted=step(), measured=step(measured=True, latency=0.5)).write(run)
+    nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
+    found = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2:net=1GB/s"), global_batch=4, runnable=True)
+    Path("plan.json").write_text(found.to_json())
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["table.txt", "schedule.json", "1f1b"])
+def test_schedules_are_simulated_with_the_options(files: Path, source: str) -> None:
+    sizes = SIZES if source == "1f1b" else replace(SIZES, ranks=None, microbatches=None)
+    exhibit = read_exhibit(source, sizes)
+    assert exhibit.costs == SIZES.costs()
+    assert exhibit.predicted is not None
+    assert exhibit.predicted.ranks == step().ranks
+
+
+@pytest.mark.parametrize("source", ["gpt", "runs/gpt", "runs/gpt/timeline.json"])
+def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
+    exhibit = read_exhibit(source)
+    assert exhibit.name == "gpt"
+    assert exhibit.predicted == step()
+    assert [each.timeline for each in exhibit.measured] == [step(measured=True, latency=0.5)]
+
+
+def test_timelines_as_they_are(files: Path) -> None:
+    assert read_exhibit("predicted.json") == Exhibit(name="predicted", predicted=step())
+    assert read_exhibit("measured.json").measured == (MeasuredStep(0, step(measured=True)),)
+
+
+def test_a_plan_is_simulated_as_planned(files: Path) -> None:
+    exhibit = read_exhibit("plan.json")
+    planned = Plan.load("plan.json")
+    assert exhibit.predicted is not None
+    assert exhibit.predicted.schedule == planned.build_schedule()
+    assert planned.simulated_step_time is not None
+    assert exhibit.predicted.batch_seconds == pytest.approx(planned.simulated_step_time, rel=1e-6)
+
+
+def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
+    """Its folder stands first, unless sizes say that the schedule is meant."""
+    Path("runs/gpt").rename("runs/1f1b")
+    assert read_exhibit("1f1b").measured
+    assert not read_exhibit("1f1b", SIZES).measured
+
+
+def test_exhibits_of_one_name_are_told_apart(files: Path) -> None:
+    names = [each.name for each in read_exhibits(["gpt", "predicted.json", "runs/gpt", "gpt"])]
+    assert names == ["gpt", "predicted", "runs/gpt", "gpt (4)"]
+
+
+def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ["a.png", "b.svg", "c.json", "d.html"]
+    words = [word for name in outputs for word in ("-o", name)]
+    assert main(["timeline", "gpt", "plan.json", "1f1b", "--ranks", "2", "--microbatches", "2", *words]) == 0
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+    assert ">gpt, predicted:" in Path("b.svg").read_text()
+    names = json.loads(Path("c.json").read_text())["otherData"]
+    assert list(names) == ["gpt predicted", "gpt measured, step 0", "plan predicted", "1f1b predicted"]
+    assert "<html" in Path("d.html").read_text()
+    assert capsys.readouterr().out.startswith("gpt, predicted: ")
+
+
+def test_a_run_alone_is_drawn_beside_itself(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", "gpt", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["written"] == [f"runs/gpt/timeline{end}" for end in (".png", ".perfetto.json", ".html")]
+    assert all(Path(path).stat().st_size for path in answer["written"])
+    assert answer["exhibits"][0]["measured"]["makespan"] == step(latency=0.5).makespan
+
+
+def test_other_inputs_are_drawn_here(files: Path) -> None:
+    assert main(["timeline", "gpt", "plan.json"]) == 0
+    assert {path.name for path in files.glob("timeline*")} == {"timeline.html"}
+
+
+def test_shapes_that_differ_are_said() -> None:
+    plan_of_4 = Exhibit(name="x", predicted=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
+    assert shape_notes([plan_of_4]) == [
+        "x: predicted has 4 ranks, 4 stages, 4 microbatches and measured, step 3 has 2 ranks, 2 stages, 4 "
+        "microbatches: both are drawn, and are not to be compared row by row"
+    ]
+    assert shape_notes([Exhibit(name="x", predicted=step(), measured=plan_of_4.measured)]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "nothing to show: expected a run (folder or name)"),
+        (("gpipee",), "gpipee: no such file, run folder or schedule: expected a run"),
+        (("gpipee",), "did you mean gpipe"),
+        (("gtp",), "did you mean gpt"),
+        (("1f1b",), "1f1b needs --ranks and --microbatches: expected `stagewright timeline 1f1b"),
+        (("empty",), "empty has no readable timeline.json"),
+        (("cut.json",), "cut.json, line 1, column 101: "),
+        (("cut.json",), "the file ends too early"),
+        (("profile.json",), "profile.json: an object with nodes, version: expected a run"),
+        (("binary.bin",), "binary.bin: no UTF-8 text at byte 0"),
+        (("table.txt", "--ranks", "3"), "--ranks 3 but table.txt has 2"),
+        (("bad.csv",), "bad.csv: row 1, column 2: cannot read the action '0X0'"),
+        (("gpt", "--forward", "2", "--latency", "1"), "--forward, --latency beside gpt: expected options for a sched"),
+        (("gpt", "-o", "a.pdf"), "-o a.pdf: expected a name that ends in .html, .png, .svg, .json"),
+        (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
+        (("gpt", "--width", "1"), "width=1.0: expected 3 to 200 inches"),
+    ],
+)
+def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    Path("empty").mkdir()
+    Path("cut.json").write_text(step().to_json()[:100])
+    Path("profile.json").write_text('{"version": 1, "nodes": []}')
+    Path("binary.bin").write_bytes(b"\xff\xfe")
+    Path("bad.csv").write_text("0F0,0X0\n")
+    assert main(["timeline", *words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("stagewright: error: ")
