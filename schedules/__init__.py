@@ -16,17 +16,22 @@ from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
 from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_path
+from .timing.difference import Change, Departure, Difference, compare
 from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.simulate import ideal_makespan, simulate
+from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 
 __all__ = [
     "FAMILIES",
     "Action",
+    "Change",
     "Collective",
     "Costs",
     "CriticalPath",
+    "Departure",
+    "Difference",
     "Edge",
     "Family",
     "Idle",
@@ -46,6 +51,7 @@ __all__ = [
     "ScheduleError",
     "Span",
     "StageBytes",
+    "Straggler",
     "Sum",
     "Timeline",
     "Way",
@@ -54,8 +60,10 @@ __all__ = [
     "canonical_name",
     "check",
     "check_lowered",
+    "compare",
     "critical_path",
     "family",
+    "find_stragglers",
     "ideal_makespan",
     "lower",
     "lower_bound",

@@ -1,0 +1,194 @@
+"""Two timelines side by side: what changed, and what that cost.
+
+    makespan = compute + warm-up + late peers + ... + update      of each rank, and so of their mean:
+    change   = change of compute + changes of each cause          adds up exactly
+
+The actions of both are compared one by one where the same rank runs them in both; else ranks and totals are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..ir import Action, Schedule
+from ..wording import count
+from .attribution import attribute_idle
+from .critical_path import CriticalPath, critical_path
+from .stragglers import Straggler, find_stragglers
+from .timeline import Idle, Timeline
+
+COMPUTE = "compute"
+
+
+class Change(NamedTuple):
+    """Seconds of one kind in both; `name` is "compute", a cause of `Idle`, or a kind of a critical path's steps."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def seconds(self) -> float:
+        """How many more there are after [s]."""
+        return self.after - self.before
+
+
+class Departure(NamedTuple):
+    """One action that took `before` seconds and then `after`."""
+
+    rank: int
+    action: Action
+    before: float
+    after: float
+
+    @property
+    def seconds(self) -> float:
+        """How many more it took after [s]."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Changes from one timeline to another.
+
+    Arguments:
+        makespan: of both.
+        batch_seconds: from batch to batch, in both; under a flush the makespan.
+        bubble: of both (`Change.seconds` is a fraction).
+        causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
+            they add up to the makespans, and their changes to its change.
+        path: seconds of the critical path by kind, the largest change first; they add up likewise.
+        ranks: [P] the causes of each rank; empty where the numbers of ranks differ, () for a rank missing in one.
+        departures: actions of both, those that depart most first.
+        stragglers: of the later one, against the earlier one and against their peers.
+        notes: what cannot be compared, and why.
+    """
+
+    makespan: Change
+    batch_seconds: Change
+    bubble: Change
+    causes: tuple[Change, ...]
+    path: tuple[Change, ...]
+    ranks: tuple[tuple[Change, ...], ...]
+    departures: tuple[Departure, ...]
+    stragglers: tuple[Straggler, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def largest_cause(self) -> Change:
+        """The cause whose change is the largest part of the makespan's, in its direction."""
+        sign = 1.0 if self.makespan.seconds >= 0 else -1.0
+        return max(self.causes, key=lambda change: sign * change.seconds)
+
+
+def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> Difference:
+    """What changed from one timeline to another, be they simulated or measured, of one schedule or of two.
+
+    O(actions log actions).
+    """
+    notes = _what_differs(before, after)
+    causes = [_causes_by_rank(each) for each in (before, after)]
+    num_ranks = len(before.ranks)
+    ranks: tuple[tuple[Change, ...], ...] = ()
+    if len(after.ranks) == num_ranks:
+        lacking = {*before.missing, *after.missing}
+        ranks = tuple(
+            () if rank in lacking else _changes(causes[0][rank], causes[1][rank]) for rank in range(num_ranks)
+        )
+    path = _changes(_path_seconds(critical_path(before)), _path_seconds(critical_path(after)))
+    same_places = before.schedule.placement == after.schedule.placement
+    departures = _departures(before, after) if same_places else []
+    against = find_stragglers(after, expected=before) if same_places else ()
+    known = {each.who for each in against}
+    peers = tuple(each for each in find_stragglers(after) if each.who not in known) if after.measured else ()
+    return Difference(
+        makespan=Change("makespan", before.makespan, after.makespan),
+        batch_seconds=Change("batch seconds", before.batch_seconds, after.batch_seconds),
+        bubble=Change("bubble", before.bubble, after.bubble),
+        causes=_changes(_mean(causes[0], before.missing), _mean(causes[1], after.missing)),
+        path=tuple(sorted(path, key=lambda change: -abs(change.seconds))),
+        ranks=ranks,
+        departures=tuple(departures[:num_departures]),
+        stragglers=(*against, *peers),
+        notes=tuple(notes),
+    )
+
+
+def _causes_by_rank(timeline: Timeline) -> list[dict[str, float]]:
+    """[P] seconds of compute and of each cause of idling; of each rank they add up to the makespan."""
+    return [
+        {COMPUTE: trace.busy, **idle._asdict()}
+        for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True)
+    ]
+
+
+def _mean(ranks: Sequence[Mapping[str, float]], missing: Sequence[int]) -> dict[str, float]:
+    known = [rank for number, rank in enumerate(ranks) if number not in missing]
+    names = (COMPUTE, *Idle._fields)
+    return {name: sum(rank[name] for rank in known) / max(1, len(known)) for name in names}
+
+
+def _path_seconds(path: CriticalPath) -> dict[str, float]:
+    return {kind.value: seconds for kind, seconds in path.by_kind.items()}
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Change, ...]:
+    names = dict.fromkeys([*before, *after])
+    return tuple(Change(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names)
+
+
+def _departures(before: Timeline, after: Timeline) -> list[Departure]:
+    """Actions that the same rank runs in both, the largest difference first."""
+    found = []
+    for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+        took = {span.what: span.end - span.start for span in old.compute}
+        found += [
+            Departure(rank, span.what, took[span.what], span.end - span.start)
+            for span in new.compute
+            if span.what in took
+        ]
+    return sorted(found, key=lambda each: (-abs(each.seconds), each.rank, each.action))
+
+
+def _what_differs(before: Timeline, after: Timeline) -> list[str]:
+    """What cannot be compared, a sentence each."""
+    old, new = before.schedule, after.schedule
+    notes = []
+    if old.num_ranks != new.num_ranks:
+        notes.append(
+            f"{count(old.num_ranks, 'rank')} before and {new.num_ranks} after: figures are of the mean rank, and no "
+            f"rank is compared with another"
+        )
+    if old.placement != new.placement:
+        notes.append(
+            f"stages stand on other ranks ({_stages(old)} before, {_stages(new)} after): no action is compared"
+        )
+    else:
+        notes += _other_actions(before, after)
+    if old.num_microbatches != new.num_microbatches:
+        notes.append(
+            f"{count(old.num_microbatches, 'microbatch')} a batch before and {new.num_microbatches} after: an action "
+            f"may work on another number of samples"
+        )
+    if old.num_batches != new.num_batches:
+        notes.append(
+            f"{count(old.num_batches, 'batch')} before and {new.num_batches} after: compare the seconds from batch to "
+            f"batch, not the makespans"
+        )
+    for name, timeline in (("before", before), ("after", after)):
+        if timeline.missing:
+            ranks = ", ".join(map(str, timeline.missing))
+            notes.append(f"nothing was recorded of rank {ranks} {name}: figures are of the others")
+    return notes
+
+
+def _stages(schedule: Schedule) -> str:
+    return f"{count(schedule.num_stages, 'stage')} on {count(schedule.num_ranks, 'rank')}"
+
+
+def _other_actions(before: Timeline, after: Timeline) -> list[str]:
+    old, new = ({(r, a) for r, rank in enumerate(each.ranks) for a in rank.actions} for each in (before, after))
+    alone = [f"{len(some)} only {name}" for some, name in ((old - new, "before"), (new - old, "after")) if some]
+    return [f"{count(len(old & new), 'action')} in both, {', '.join(alone)}: the former are compared"] if alone else []
