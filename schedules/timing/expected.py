@@ -1,0 +1,72 @@
+"""Seconds of a step to hold a timeline against: of the family's closed form, and the least of any order."""
+
+from __future__ import annotations
+
+from statistics import fmean, median
+
+from ..families import EqualStages
+from ..ir import COMPUTE_OPS, Op, Schedule
+from ..registry import FAMILIES, build
+from .bounds import lower_bound
+from .costs import Costs
+from .links import Links
+from .simulate import ideal_makespan
+from .timeline import Timeline
+
+
+def median_costs(timeline: Timeline) -> Costs:
+    """Costs of a timeline's own actions: the median of each stage and op. Messages and norms cost nothing in it."""
+    found: dict[tuple[Op, int], list[float]] = {}
+    for trace in timeline.ranks:
+        for (stage, op, _), start, end in trace.compute:
+            found.setdefault((op, stage), []).append(end - start)
+    stages = range(timeline.schedule.num_stages)
+    present = {op for op, _ in found}
+
+    def column(op: Op) -> list[float]:
+        return [median(found.get((op, stage), (0.0,))) for stage in stages]
+
+    split = bool(present & {Op.I, Op.W})
+    return Costs(
+        forward=column(Op.F),
+        backward=column(Op.B) if Op.B in present or not split else None,
+        input_grad=column(Op.I) if split else None,
+        weight_grad=column(Op.W) if split else None,
+        update=column(Op.U),
+    )
+
+
+def busy_seconds(schedule: Schedule, costs: Costs) -> float:
+    """Seconds of F, B, I and W of all ranks together, a batch."""
+    table = costs.table(num_stages=schedule.num_stages)
+    own = sum(table.of(a.op, a.stage) for program in schedule.programs for a in program if a.op in COMPUTE_OPS)
+    return own / schedule.num_batches
+
+
+def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
+    """Seconds from batch to batch by the closed form of the schedule's family, for stages of the mean cost, and free
+    links; None where it has none: another order, replicas, or sizes for which the form does not hold."""
+    family = FAMILIES.get(schedule.name)
+    chunks = {len(stages) for stages in schedule.placement}
+    if family is None or family.batch_seconds is None or len(chunks) > 1 or any(len(o) > 1 for o in schedule.owners):
+        return None
+    (num_chunks,) = chunks
+    sizes = {"num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches, "num_chunks": num_chunks}
+    if num_chunks > 1 and not family.takes_chunks:
+        return None
+    if not schedule.is_asynchronous and build(schedule.name, **sizes).programs != schedule.programs:
+        return None
+    table = costs.table(num_stages=schedule.num_stages)
+    whole = fmean(table.backward)
+    input_grad = fmean(table.input_grad) if family.splits_backward else whole / 2
+    weight_grad = fmean(table.weight_grad) if family.splits_backward else whole / 2
+    equal = EqualStages(forward=fmean(table.forward), input_grad=input_grad, weight_grad=weight_grad, **sizes)
+    return family.batch_seconds(equal)
+
+
+def least_seconds(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
+    """Seconds that no order of this work on this placement can beat: of a flush batch `lower_bound`, in a stream
+    the largest own work of any rank, a batch."""
+    if schedule.is_asynchronous or schedule.num_batches > 1:
+        return ideal_makespan(schedule, costs) / schedule.num_batches
+    return lower_bound(schedule, costs, links)

@@ -1,0 +1,89 @@
+"""The figures over a timeline, against the formulas of papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stagewright.schedules import FAMILIES, Costs, Links, Timeline, Way, build, lower_bound, simulate
+from stagewright.schedules.timing.expected import busy_seconds, closed_form_seconds, least_seconds, median_costs
+from stagewright.viz.exhibit import Exhibit, MeasuredStep, Row, Slice
+from stagewright.viz.headline import HeadFigure, headline
+
+COSTS = Costs(forward=1.0, backward=2.0)
+
+
+def by_label(exhibit: Exhibit) -> dict[str, HeadFigure]:
+    return {figure.label: figure for figure in headline(exhibit)}
+
+
+def slowed(timeline: Timeline, factor: float) -> Timeline:
+    ranks = tuple(
+        replace(rank, compute=tuple(s._replace(start=s.start * factor, end=s.end * factor) for s in rank.compute))
+        for rank in timeline.ranks
+    )
+    return replace(timeline, ranks=ranks, measured=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_stages_and_free_links_are_as_the_closed_form_says(name: str) -> None:
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    timeline = simulate(schedule, COSTS)
+    found = by_label(Exhibit(name=name, predicted=timeline, costs=COSTS))
+    assert found["closed form"].seconds == timeline.batch_seconds
+    assert found["closed form"].bubble == pytest.approx(timeline.bubble)
+    assert found["predicted"][1:3] == (timeline.batch_seconds, timeline.bubble)
+    assert found["lower bound"].seconds <= timeline.batch_seconds + 1e-9
+    assert found["lower bound"].bubble <= timeline.bubble + 1e-9
+    assert "measured" not in found
+
+
+def test_figures_of_a_run() -> None:
+    """Three steps: their median; the bound takes links and the optimizer into account."""
+    schedule = build("1f1b", num_ranks=4, num_microbatches=8)
+    costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=2.0, update=0.5)
+    links = Links(network=Way(latency=0.5))
+    predicted = simulate(schedule, costs, links)
+    steps = tuple(MeasuredStep(n, slowed(predicted, factor)) for n, factor in ((3, 1.5), (23, 2.0), (43, 1.25)))
+    found = by_label(Exhibit(name="run", predicted=predicted, measured=steps, costs=costs, links=links))
+    assert [*found] == ["closed form", "predicted", "measured", "lower bound"]
+    assert found["closed form"].seconds == pytest.approx((8 + 3) * (1.25 + 2))
+    assert "stages of the mean cost" in found["closed form"].how
+    assert found["measured"].seconds == pytest.approx(1.5 * predicted.makespan)
+    assert found["measured"].how == "median of 3 steps"
+    assert found["lower bound"].seconds == lower_bound(schedule, costs, links)
+
+
+def test_where_costs_are_not_known_a_timeline_s_own_medians_stand_for_them() -> None:
+    schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
+    costs = Costs(forward=1.0, input_grad=1.5, weight_grad=0.5, update=0.25)
+    timeline = simulate(schedule, costs)
+    assert median_costs(timeline).table(num_stages=4) == costs.table(num_stages=4)
+    found = by_label(Exhibit(name="trace", measured=(MeasuredStep(7, replace(timeline, measured=True)),)))
+    assert found["lower bound"].seconds == lower_bound(schedule, costs)
+    assert found["measured"].how == "step 7"
+    assert "its own actions" in found["lower bound"].how
+
+
+def test_no_closed_form_where_it_does_not_hold() -> None:
+    replicas = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    assert closed_form_seconds(replicas, COSTS) is None
+    plain = build("1f1b", num_ranks=2, num_microbatches=4)
+    first, second = plain.programs
+    other = replace(plain, programs=((first[1], first[0], *first[2:]), second))
+    assert closed_form_seconds(plain, COSTS) == 15.0
+    assert closed_form_seconds(other, COSTS) is None
+    assert closed_form_seconds(replace(plain, name="mine"), COSTS) is None
+    assert "closed form" not in by_label(Exhibit(name="x", predicted=simulate(replicas, COSTS), costs=COSTS))
+
+
+def test_streams_are_counted_by_the_batch() -> None:
+    schedule = build("2bw", num_ranks=4, num_microbatches=8)
+    costs = Costs(forward=1.0, update=0.5)
+    assert busy_seconds(schedule, costs) == 4 * 8 * 3
+    assert least_seconds(schedule, costs) == 8 * 3 + 0.5
+
+
+def test_rows_of_others_have_none() -> None:
+    assert headline(Exhibit(name="x", foreign=(Row(name="gpu", slices=(Slice("k", 0.0, 1.0),)),))) == ()
