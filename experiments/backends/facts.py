@@ -10,7 +10,6 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,6 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     return {name: tuple(addresses) for name, addresses in found.items()}
 
 
-@cache
 def code_digest() -> str:
     """Digest of stagewright's source files, 12 hexadecimal digits."""
     root = Path(__file__).parents[2]

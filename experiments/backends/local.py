@@ -32,7 +32,7 @@ class LocalBackend:
         starts = [
             NodeStart(name=f"node {rank}", command=STARTER, interface=_loopback()) for rank in range(nodes.num_nodes)
         ]
-        return run_nodes(starts, work, nodes, address=_ADDRESS, port=free_port(_ADDRESS), say=self._say)
+        return run_nodes(starts, work, nodes, address=_ADDRESS, say=self._say)
 
 
 def refuse_shape(name: str, nodes: Nodes) -> None:
@@ -44,13 +44,6 @@ def refuse_shape(name: str, nodes: Nodes) -> None:
             f"--backend {name} cannot shape links or share out cores ({nodes.shape}): expected none of --bandwidth, "
             f"--latency, --sites, --cpu-share, or type --backend netns"
         )
-
-
-def free_port(address: str) -> int:
-    """A port of this host that is free now."""
-    with socket.create_server((address, 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def _loopback() -> str:

@@ -1,7 +1,8 @@
 """The starter of a node, `python -P -m stagewright.experiments.backends.node`: meets the others, then runs torchrun.
 
-    stdin    one line with the order; then nothing, and its end says that whoever gave the order is gone
-    stdout   events, a JSON object a line: up, met, line, failed
+    stdin    one line with the order; then empty lines as signs of life: when it ends, or over a network falls silent,
+             whoever gave the order is gone
+    stdout   events, a JSON object a line: up (with this node's facts), met, line, failed
     stderr   what agents and ranks say, one stream
 
 torchrun's agent puts each rank into a session of its own, so that killing the agent, or its group, leaves ranks
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from .preflight import Meeting, PreflightError, meet
 from .records import Nodes, Work
 from .torchrun import torchrun_words
 
+TOKEN = ".token"  # a file in the work's folder, by which a node sees that it is the same one
 UNAVAILABLE = 69  # exit status where the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -44,6 +47,7 @@ class Order:
     Arguments:
         folder: the one that the work runs in.
         interface: for gloo; empty: the one through which this node reaches node 0.
+        silence: without a sign of life after which whoever gave the order is gone [s]; 0: none is expected.
     """
 
     work: Work
@@ -51,12 +55,13 @@ class Order:
     meeting: Meeting
     folder: str
     interface: str = ""
+    silence: float = 0.0
 
     def to_json(self) -> str:
         """One line."""
         work = asdict(replace(self.work, environment=dict(self.work.environment))) | {"folder": str(self.work.folder)}
         nodes = [self.nodes.num_nodes, self.nodes.ranks_per_node]
-        rest = {"folder": self.folder, "interface": self.interface}
+        rest = {"folder": self.folder, "interface": self.interface, "silence": self.silence}
         return json.dumps({"work": work, "nodes": nodes, "meeting": asdict(self.meeting), **rest})
 
     @classmethod
@@ -70,16 +75,21 @@ class Order:
             meeting=Meeting(**meeting | {"names": tuple(meeting["names"])}),
             folder=read["folder"],
             interface=read["interface"],
+            silence=read["silence"],
         )
 
 
 def main() -> int:
     """Carry out the order on stdin."""
-    _say("up")
-    order = Order.from_json(sys.stdin.buffer.readline().decode())
-    threading.Thread(target=_hang_up_with_stdin, daemon=True).start()
+    facts = NodeFacts.here()
+    _say("up", facts=facts.to_json())
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 128 + signal.SIGHUP
+    order = Order.from_json(line.decode())
+    threading.Thread(target=_hang_up_with_stdin, args=(order.silence,), daemon=True).start()
     try:
-        words = _prepared(order)
+        words = _prepared(order, facts)
     except PreflightError as error:
         _say("failed", report=str(error))
         return UNAVAILABLE
@@ -91,15 +101,14 @@ def main() -> int:
         _end_descendants()
 
 
-def _hang_up_with_stdin() -> None:
-    while os.read(0, 4096):
+def _hang_up_with_stdin(silence: float) -> None:
+    while select.select([0], [], [], silence or None)[0] and os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-def _prepared(order: Order) -> tuple[str, ...]:
+def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
     """Meet the others; the torchrun line that follows from it."""
-    facts = NodeFacts.here()
     met = meet(order.meeting, facts, _own_problem(order, facts))
     if met.nodes:
         _say("met", nodes=[asdict(node) for node in met.nodes])
@@ -120,10 +129,12 @@ def _own_problem(order: Order, facts: NodeFacts) -> str:
         found.append(f"no network interface {order.interface!r}: expected one of {', '.join(sorted(facts.interfaces))}")
     if not os.path.isdir(order.folder):
         found.append(f"no folder {order.folder!r} to work in")
+    folder = order.work.folder
     with suppress(OSError):
-        os.makedirs(order.work.folder, exist_ok=True)
-    if not os.access(order.work.folder, os.W_OK):
-        found.append(f"cannot write to the folder {str(order.work.folder)!r}")
+        if (folder / TOKEN).read_text() != order.meeting.token or not os.access(folder, os.W_OK):
+            raise FileNotFoundError
+        return "; ".join(found)
+    found.append(f"the folder {str(folder)!r} is not here, or not to be written: expected one that all nodes share")
     return "; ".join(found)
 
 

@@ -1,7 +1,7 @@
 """Starts the starters of all nodes and sees them through, in every ending: what each back end does once it has nodes.
 
-run_nodes --- stdin: the order, then held open -----> starter of node i (here, in a namespace, behind ssh)
-          <-- stdout: events: up, met, line, failed
+run_nodes <-- stdout: events: up, met, line, failed   starter of node i (here, in a namespace, behind ssh)
+          --- stdin: the order once all are up, then held open -->
           <-- stderr: what agents and ranks say ----> folder/nodeI.log, and `say` line by line
 """
 
@@ -20,12 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from ... import __version__
 from ..launcher import sigterm_as_interrupt
-from .node import UNAVAILABLE, Order
+from .facts import NodeFacts, code_digest, differences
+from .node import TOKEN, UNAVAILABLE, Order
 from .preflight import Meeting
 from .records import Nodes, Outcome, Work
 
@@ -35,7 +37,9 @@ Say = Callable[[str], None]
 
 _POLL = 0.02  # [s]
 _GRACE = 10.0  # [s] from the first failure to the end of the other nodes: they say what they saw
-_SLACK = 15.0  # [s] that a node may take beyond `join_timeout` to say how its preflight went
+_SAME = 0.5  # [s] likewise where no ranks run yet: what one node was told all are
+_SLACK = 15.0  # [s] for a node to say how its preflight went
+_SIGNS = 5  # of life from here in the time after which a node believes us gone
 _LET_GO = 10.0  # [s] for a starter to end its ranks once its stdin has ended
 _TAIL = 200  # lines of a node's output that are remembered
 _SHOWN = 15  # of them in the report of a failed node
@@ -59,74 +63,110 @@ class NodeStart:
         command: what runs the starter there, such as `STARTER` with a prefix.
         interface: for gloo; empty: the one through which the node reaches node 0.
         environment: variables of the command here; None: this process's own.
+        silence: without a sign of life from here after which the node ends its ranks [s]; 0: it needs none, since the
+            end of its stdin tells it. A network that is gone does not.
+        hint: what to type where it could not be started.
     """
 
     name: str
     command: tuple[str, ...]
     interface: str = ""
     environment: Mapping[str, str] | None = None
+    silence: float = 0.0
+    hint: str = ""
 
 
 def run_nodes(
-    starts: Sequence[NodeStart], work: Work, nodes: Nodes, *, address: str, port: int, say: Say = to_stderr
+    starts: Sequence[NodeStart], work: Work, nodes: Nodes, *, address: str, port: int = 0, say: Say = to_stderr
 ) -> Outcome:
     """Run the work on all nodes; returns when all have ended and nothing of them is left.
 
     Arguments:
         starts: by node rank.
-        address, port: of node 0, where all nodes meet.
+        address, port: of node 0, where all nodes meet; port 0: one that is free there.
         say: takes lines for people: the torchrun line of each node, and what the nodes say.
 
     Ctrl-C and SIGTERM end all nodes and raise KeyboardInterrupt.
     """
+    work = replace(work, folder=work.folder.absolute())
     work.folder.mkdir(parents=True, exist_ok=True)
-    token, names = secrets.token_hex(16), tuple(start.name for start in starts)
+    token = secrets.token_hex(16)
+    (work.folder / TOKEN).write_text(token)
     running: list[_Running] = []
     with sigterm_as_interrupt():
         try:
             for rank, start in enumerate(starts):
+                running.append(_Running.begin(start, work.folder / f"node{rank}.log", say))
+            if failure := _gather(running, work):
+                return failure
+            names = tuple(start.name for start in starts)
+            port = port or running[0].free_port
+            for rank, (start, node) in enumerate(zip(starts, running, strict=True)):
                 meeting = Meeting(
                     node_rank=rank, names=names, address=address, port=port, limit=work.join_timeout, token=token
                 )
-                order = Order(work=work, nodes=nodes, meeting=meeting, folder=os.getcwd(), interface=start.interface)
-                running.append(_Running.start(start, order, work.folder / f"node{rank}.log", say))
+                order = Order(
+                    work=work,
+                    nodes=nodes,
+                    meeting=meeting,
+                    folder=os.getcwd(),
+                    interface=start.interface,
+                    silence=start.silence,
+                )
+                node.tell(order.to_json())
             return _see_through(running, work)
         finally:
             _end(running)
+            (work.folder / TOKEN).unlink(missing_ok=True)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
     """One started node, what it told, and its last lines."""
 
-    name: str
+    start: NodeStart
     process: subprocess.Popen[bytes]
     say: Say
     log: Path
     words: tuple[str, ...] = ()
-    is_up: bool = False
+    facts: NodeFacts | None = None
     problem: str = ""
     ended_at: float = 0.0
+    told_at: float = 0.0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
     threads: list[threading.Thread] = field(default_factory=list)
 
     @classmethod
-    def start(cls, start: NodeStart, order: Order, log: Path, say: Say) -> _Running:
+    def begin(cls, start: NodeStart, log: Path, say: Say) -> _Running:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             start.command, stdin=pipe, stdout=pipe, stderr=pipe, env=start.environment, start_new_session=True
         )
-        node = cls(name=start.name, process=process, say=say, log=log)
-        assert process.stdin is not None
+        node = cls(start=start, process=process, say=say, log=log)
         assert process.stdout is not None
         assert process.stderr is not None
         for target, stream in ((node._events, process.stdout), (node._lines, process.stderr)):
             node.threads.append(threading.Thread(target=target, args=(stream,), daemon=True))
             node.threads[-1].start()
-        with suppress(BrokenPipeError):  # it has ended: its exit status tells
-            process.stdin.write(order.to_json().encode() + b"\n")
-            process.stdin.flush()
         return node
+
+    def tell(self, line: str = "") -> None:
+        """A line to the starter: the order, or that this side lives."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: its exit status tells
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+        self.told_at = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return self.start.name
+
+    @property
+    def free_port(self) -> int:
+        """A port that was free there a moment ago."""
+        assert self.facts is not None
+        return self.facts.free_port
 
     @property
     def has_started(self) -> bool:
@@ -153,12 +193,15 @@ class _Running:
         """How it failed."""
         if self.problem:
             return self.problem
-        if not self.is_up:
-            lines = list(self.tail)
-            said = "; ".join(lines[-_FEW:]) or "without a word"
-            return f"{self.name}: could not be started (exit status {self.status}): {said}"
+        if self.facts is None:
+            return f"{self.name}: could not be started (exit status {self.status}): {self.last_words}{self.start.hint}"
         shown = "".join(f"\n  {line}" for line in self._last_lines()) or " none"
         return f"{self.name}: failed (exit status {self.status}); all it said is in {self.log}, its last lines:{shown}"
+
+    @property
+    def last_words(self) -> str:
+        """What a node that never came up said."""
+        return "; ".join(list(self.tail)[-_FEW:]) or "without a word"
 
     def _last_lines(self) -> list[str]:
         """Those of the ranks, and what the agent says of them without its own stack."""
@@ -179,7 +222,7 @@ class _Running:
                 self._keep(line)
                 continue
             if kind == "up":
-                self.is_up = True
+                self.facts = NodeFacts.from_json(event["facts"])
             elif kind == "met":
                 (self.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
             elif kind == "failed":
@@ -200,16 +243,35 @@ class _Running:
         self.tail.append(line.decode(errors="replace").rstrip())
 
 
+def _gather(running: list[_Running], work: Work) -> Outcome | None:
+    """Wait until all starters are up; an outcome where one is not, or is of another version than this side."""
+    until = time.monotonic() + work.join_timeout
+    while any(node.facts is None for node in running):
+        if any(node.poll() for node in running):
+            return _judge(running)
+        if time.monotonic() > until:
+            absent = [node for node in running if node.facts is None]
+            report = [f"{node.name}: not up after {work.join_timeout:g} s ({node.last_words})" for node in absent]
+            return _outcome(running, status=UNAVAILABLE, report="\n".join(report))
+        time.sleep(_POLL)
+    wrong = []
+    for node in running:
+        assert node.facts is not None
+        if (node.facts.stagewright, node.facts.code) != (__version__, code_digest()):
+            wrong += [f"{node.name}: {told} as here" for told in differences(node.facts, NodeFacts.here())]
+    return _outcome(running, status=UNAVAILABLE, report="\n".join(wrong)) if wrong else None
+
+
 def _see_through(running: list[_Running], work: Work) -> Outcome:
     """Poll until all have ended, or until time is up, or the grace after the first failure is over."""
     started = time.monotonic()
-    join_until = started + work.join_timeout + _SLACK
+    met_until = started + 2 * work.join_timeout + _SLACK  # for all to come, and for node 0 to say that they have not
     grace_until: float | None = None
     while not _all_ended(running):
         now = time.monotonic()
         failed = [node for node in running if node.poll() and node.status != 0]
         if grace_until is None and failed:
-            grace_until = now + (_GRACE if any(node.has_started for node in running) else 0.5)
+            grace_until = now + (_GRACE if any(node.has_started for node in running) else _SAME)
         if grace_until is not None and now > grace_until:
             break
         if now > started + work.timeout and grace_until is None:
@@ -217,8 +279,12 @@ def _see_through(running: list[_Running], work: Work) -> Outcome:
             report = f"{late}: not done after {work.timeout:g} s; stopped"
             return _outcome(running, status=TIMED_OUT, timed_out=True, report=report)
         absent = [node for node in running if not node.has_started and not node.poll()]
-        if now > join_until and absent and grace_until is None:
-            return _outcome(running, status=UNAVAILABLE, report="\n".join(map(_absent, absent)))
+        if now > met_until and absent and grace_until is None:
+            report = "\n".join(f"{node.name}: does not say after {now - started:.0f} s whom it met" for node in absent)
+            return _outcome(running, status=UNAVAILABLE, report=report)
+        for node in running:
+            if node.start.silence and now > node.told_at + node.start.silence / _SIGNS:
+                node.tell()
         time.sleep(_POLL)
     return _judge(running)
 
@@ -226,14 +292,6 @@ def _see_through(running: list[_Running], work: Work) -> Outcome:
 def _all_ended(running: list[_Running]) -> bool:
     ended = [node.poll() for node in running]  # each one, so that the first to end is noted first
     return all(ended)
-
-
-def _absent(node: _Running) -> str:
-    said = "; ".join(list(node.tail)[-_FEW:])
-    what = "does not say whether it met the others" if node.is_up else "has not come up"
-    return f"{node.name}: {what}; waited for it {_SLACK:g} s longer than nodes may take to join" + (
-        f" (it said: {said})" if said else ""
-    )
 
 
 def _judge(running: list[_Running]) -> Outcome:
@@ -263,7 +321,7 @@ def _end(running: list[_Running]) -> None:
         with suppress(OSError):
             assert node.process.stdin is not None
             node.process.stdin.close()
-        if not node.is_up:  # nothing of ours reads there
+        if node.facts is None:  # nothing of ours reads there
             _kill(node, signal.SIGTERM)
     until = time.monotonic() + _LET_GO
     while not _all_ended(running) and time.monotonic() < until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def work(folder: Path, program: str, *arguments: str, torch: bool = False, **oth
     path = str(folder) if torch else f"{STAND_IN}{os.pathsep}{folder}"
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **other.pop("environment", {})}
     return Work(module="program", arguments=(str(folder), *arguments), folder=folder, environment=environment, **other)
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
 
 
 def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:

@@ -12,8 +12,9 @@ import pytest
 
 from stagewright.experiments.backends import preflight
 from stagewright.experiments.backends.facts import NodeFacts, code_digest, differences
-from stagewright.experiments.backends.local import free_port
 from stagewright.experiments.backends.preflight import Meeting, Met, PreflightError, meet
+
+from .nodes import free_port
 
 HOST = "127.0.0.1"
 FACTS = NodeFacts(
@@ -42,7 +43,7 @@ def come(*nodes: tuple[Meeting, NodeFacts, str]) -> list[Met | str]:
 
 def test_three_nodes_meet_and_node_0_knows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order; clocks are compared by the round trip; a second meeting finds the port free again."""
-    port = free_port(HOST)
+    port = free_port()
     for _ in range(2):
         first, *others = come(*((meeting(rank, port=port), replace(FACTS, host=f"h{rank}"), "") for rank in (0, 2, 1)))
         assert isinstance(first, Met)
@@ -56,7 +57,7 @@ def test_three_nodes_meet_and_node_0_knows_all(monkeypatch: pytest.MonkeyPatch) 
 def test_the_clock_of_a_node_is_ahead_by_what_it_shows_more(monkeypatch: pytest.MonkeyPatch) -> None:
     real, name = time.time, "late"
     monkeypatch.setattr(preflight.time, "time", lambda: real() + (threading.current_thread().name == name) * 100)
-    port = free_port(HOST)
+    port = free_port()
 
     def ahead() -> None:
         meet(meeting(1, names="ab", port=port), FACTS)
@@ -69,7 +70,7 @@ def test_the_clock_of_a_node_is_ahead_by_what_it_shows_more(monkeypatch: pytest.
 
 
 def test_whatever_differs_is_told_to_all_by_name() -> None:
-    port = free_port(HOST)
+    port = free_port()
     told = come(
         (meeting(0, port=port), FACTS, ""),
         (meeting(1, port=port), replace(FACTS, torch="2.9.0", code="other"), ""),
@@ -85,7 +86,7 @@ def test_whatever_differs_is_told_to_all_by_name() -> None:
 
 
 def test_a_silent_node_is_named_on_those_that_came() -> None:
-    port = free_port(HOST)
+    port = free_port()
     told = come(*((meeting(rank, port=port, limit=0.3), FACTS, "") for rank in (0, 1)))
     assert (
         told
@@ -95,7 +96,7 @@ def test_a_silent_node_is_named_on_those_that_came() -> None:
 
 
 def test_a_node_that_cannot_reach_node_0_says_so() -> None:
-    port = free_port(HOST)
+    port = free_port()
     assert come((meeting(1, port=port, limit=0.2), FACTS, "")) == [
         f"node 1 (host b): cannot reach node 0 (host a) at {HOST}:{port}, tried for 0.2 s (Connection refused): "
         "is there a route, and does a firewall let it through?"
@@ -116,7 +117,7 @@ def test_a_port_that_is_taken_is_told_by_node_0() -> None:
 
 def test_strangers_at_the_port_are_left_standing() -> None:
     """One of another run, one that speaks another language, one that says nothing."""
-    port = free_port(HOST)
+    port = free_port()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(meet, meeting(0, names="ab", port=port), FACTS)
         other_run = pool.submit(come, (meeting(1, names="ab", port=port, token="other", limit=0.2), FACTS, ""))
@@ -130,7 +131,7 @@ def test_strangers_at_the_port_are_left_standing() -> None:
 
 
 def test_two_nodes_of_one_rank_are_told() -> None:
-    port = free_port(HOST)
+    port = free_port()
     told = come(
         (meeting(0, port=port, limit=0.5), FACTS, ""),
         (meeting(1, port=port, limit=0.5), FACTS, ""),
