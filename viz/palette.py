@@ -6,7 +6,7 @@ Hues are those of Okabe and Ito ("Color Universal Design", 2008) and, for idle c
 
 from __future__ import annotations
 
-from ..schedules import MessageKind, Op
+from ..schedules import MemoryPart, MessageKind, Op
 
 RGB = tuple[float, float, float]
 
@@ -59,6 +59,15 @@ CAUSE_HUES = {  # by field of `Idle`
     "unexplained": "#1A1A1A",
 }
 SERIES_HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#5C5C5C")  # lines of plots
+MEMORY_HUES = {  # Tol's bright scheme
+    MemoryPart.WEIGHTS: "#4477AA",
+    MemoryPart.GRADIENTS: "#EE6677",
+    MemoryPart.OPTIMIZER: "#CCBB44",
+    MemoryPart.BUFFERS: "#BBBBBB",
+    MemoryPart.ACTIVATIONS: "#66CCEE",
+    MemoryPart.WORKSPACE: "#AA3377",
+    MemoryPart.MESSAGES: "#228833",
+}
 IDLE_FILL, IDLE_HATCH = "#FAFAFA", "#CDCDCD"
 _PALEST = 0.58  # how far the last chunk's shade is mixed with white
 _ODD_BATCH = 0.36  # likewise, every other batch

@@ -39,9 +39,10 @@ class Looked:
             self.evaluate(
                 """([panel, row, i]) => {
                     const view = stagewright.view, place = view.panels[panel].rows[row], track = place.row.tracks[0];
+                    const [top, height] = view.lineOf(place, track);
                     const box = document.getElementById("base").getBoundingClientRect();
                     const x = (view.x(track.start[i]) + view.x(track.end[i])) / 2;
-                    return [box.left + x, box.top + place.box + place.boxHeight / 2 - view.scroll];
+                    return [box.left + x, box.top + top + height / 2 - view.scroll];
                 }""",
                 [panel, row, i],
             )

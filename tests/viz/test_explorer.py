@@ -4,26 +4,38 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.schedules import Costs, Links, Op, Way, build, simulate
+from stagewright.schedules import Costs, Links, Op, RankTrace, StageBytes, Timeline, Way, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep, Row, Slice, explorer_html
-from stagewright.viz.palette import OP_HUES
+from stagewright.viz.palette import CAUSE_HUES, OP_HUES
+
+COSTS = Costs(forward=1.0, backward=2.0)
 
 
-def example(name="1f1b", *, num_ranks=2, num_microbatches=4, slower=0.0, steps=(), **options):
+def example(name="1f1b", *, num_ranks=2, num_microbatches=4, steps=(), known=False, **options):
+    """A prediction, steps of a run whose backwards take ever longer, and memory where it is `known`."""
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
     links = Links(network=Way(latency=0.25), activation_bytes=3e6)
-    predicted = simulate(schedule, Costs(forward=1.0, backward=2.0), links)
     measured = tuple(
         MeasuredStep(
-            step, replace(simulate(schedule, Costs(forward=1.0, backward=2.0 + step / 10, latency=0.5)), measured=True)
+            step, replace(simulate(schedule, Costs(forward=1.0, backward=2.0 + step, latency=0.5)), measured=True)
         )
         for step in steps
     )
-    return Exhibit(name="run", predicted=predicted, measured=measured, links=links)
+    stage = StageBytes(weights=4e9, gradients=1e9, optimizer=2e9, activations=1.5e9)
+    return Exhibit(
+        name="run",
+        predicted=simulate(schedule, COSTS, links),
+        measured=measured,
+        costs=COSTS,
+        links=links,
+        memory=(stage,) * schedule.num_stages if known else (),
+        memory_limit=(12e9,) * num_ranks if known else None,
+    )
 
 
-def find(timeline, rank, name):
-    return [str(span.what) for span in timeline.ranks[rank].compute].index(name)
+def view(looked):
+    """Start and end of what is seen [s]."""
+    return looked.evaluate("[stagewright.view.start, stagewright.view.end]")
 
 
 def test_boxes_stand_where_the_timeline_says_in_the_colours_of_their_ops(browser):
@@ -42,27 +54,165 @@ def test_boxes_stand_where_the_timeline_says_in_the_colours_of_their_ops(browser
     assert len(looked.requests) == 1
 
 
+def test_idle_time_is_drawn_in_the_hue_of_its_cause(browser):
+    looked = browser.show(example("gpipe"))
+    first, (last, y) = looked.place(0, 0, 3), looked.place(0, 0, 4)  # F3, then waiting for B0
+    line = looked.evaluate("stagewright.view.panels[0].rows[0].boxHeight") / 2 - 2
+    assert looked.colours([((first[0] + last) / 2, y + line)]) == [CAUSE_HUES["late_peer"]]
+
+
 def test_hover_tells_what_is_known_of_an_action(browser):
     looked = browser.show(example())
     looked.page.mouse.move(*looked.place(0, 1, 0))
     looked.settle()
     told = looked.page.inner_text("#tooltip")
-    for words in ("Forward of microbatch 0", "1F0 on rank 1", "1.25 s warm up", "0F0 on rank 0", "3 MB"):
+    for words in ("Forward of microbatch 0", "1F0 on rank 1", "1.25 s warm up", "0F0 on rank 0", "3 MB", "250 ms"):
         assert words in told
 
 
-def test_names_are_text_whatever_they_hold(browser):
-    hostile = "</script><script>document.title = 'broken'</script>\"'&<b>\u2028\u20ac @@DATA@@"
-    foreign = Exhibit(
-        name=hostile, foreign=(Row(name=hostile, slices=(Slice(hostile, 0.0, 1.0, hostile),)),), notes=(hostile,)
-    )
-    looked = browser.show(foreign, example())
+def test_versions_of_weights_are_told_under_asynchronous_schedules(browser):
+    exhibit = example("2bw", num_batches=4)
+    looked = browser.show(exhibit)
+    at = exhibit.predicted.ranks[0].actions.index
+    forward = next(a for a in exhibit.predicted.ranks[0].actions if a.op is Op.F and a.index == 12)
+    looked.page.mouse.click(*looked.place(0, 0, at(forward)))
+    assert "version 2" in looked.page.inner_text("#chosen")  # 2bw: the batch before the last
+    assert "a batch every" in looked.evaluate("stagewright.panels.summary(stagewright.page.panels[0])")
+
+
+def test_wheel_zooms_about_the_pointer_and_keys_move(browser):
+    looked = browser.show(example())
+    x, y = looked.place(0, 0, 4)
+    middle = looked.evaluate("x => stagewright.view.seconds(x)", x)
+    looked.page.mouse.move(x, y)
+    looked.page.mouse.wheel(0, -400)
+    looked.settle()
+    start, end = view(looked)
+    assert end - start < 0.6 * looked.evaluate("stagewright.view.length")
+    assert looked.evaluate("x => stagewright.view.seconds(x)", x) == pytest.approx(middle, abs=0.02)
+    looked.page.keyboard.press("ArrowLeft")
+    assert view(looked)[0] < start
+    looked.page.keyboard.press("0")
+    assert view(looked) == [0, looked.evaluate("stagewright.view.length")]
+    looked.page.mouse.move(100, 300)
+    looked.page.keyboard.press("+")
+    assert view(looked)[1] - view(looked)[0] == pytest.approx(looked.evaluate("stagewright.view.length") / 1.5)
+    before = view(looked)[0]
+    looked.page.mouse.move(400, 300)
+    looked.page.mouse.down()
+    looked.page.mouse.move(300, 300)
+    looked.page.mouse.up()
+    assert view(looked)[0] > before
+    assert looked.evaluate("stagewright.state.chosen") is None  # a drag is no click
+
+
+def test_keyboard_goes_through_programs_and_ranks(browser):
+    exhibit = example()
+    looked = browser.show(exhibit)
+    looked.page.focus("#base")
+    looked.page.keyboard.press("Tab")
+    assert "0F0 on rank 0" in looked.page.inner_text("#chosen")
+    for key in ("Tab", "ArrowRight"):
+        looked.page.keyboard.press(key)
+    assert f"{exhibit.predicted.ranks[0].actions[2]} on rank 0" in looked.page.inner_text("#chosen")
+    looked.page.keyboard.press("ArrowDown")
+    assert "on rank 1" in looked.page.inner_text("#chosen")
+    assert "on rank 1" in looked.page.inner_text("#spoken")
+    looked.page.keyboard.press("Escape")
+    assert "Click a box" in looked.page.inner_text("#chosen")
+    looked.page.keyboard.press("Tab")  # and then Tab leaves
+    assert looked.evaluate("document.activeElement.id") != "base"
+    looked.page.keyboard.press("?")
+    assert looked.page.is_visible("#help-dialog")
+
+
+def test_slider_shows_another_measured_step(browser):
+    exhibit = example(steps=(0, 1, 2))
+    looked = browser.show(exhibit)
+    summary = "stagewright.panels.summary(stagewright.page.panels[1])"
+    assert [step.timeline.makespan for step in exhibit.measured] == [17.0, 22.0, 27.0]
+    assert "makespan 27 s" in looked.evaluate(summary)
+    looked.page.mouse.click(*looked.place(1, 0, 3))
+    name = str(exhibit.measured[2].timeline.ranks[0].actions[3])
+    looked.page.focus("input[type=range]")
+    looked.page.keyboard.press("ArrowLeft")
+    assert "makespan 22 s" in looked.evaluate(summary)
+    assert name in looked.page.inner_text("#chosen")  # the choice stays on the action
+    assert view(looked) == [0, exhibit.measured[2].timeline.makespan]  # and the scale on the longest step
     assert looked.said == []
-    assert looked.page.title() == f"{hostile} / run"
-    assert hostile in looked.page.inner_text("#title")
-    assert hostile in looked.page.inner_text("#notes")
+
+
+def test_figures_stand_in_the_header(browser):
+    looked = browser.show(example(steps=(1,)))
+    told = looked.page.inner_text("#figures")
+    for words in ("closed form", "15 s", "lower bound", "15.5 s", "20.0%", "predicted", "measured", "22 s"):
+        assert words in told
+
+
+def test_critical_path_stays_while_the_rest_grows_pale(browser):
+    exhibit = example("gpipe")
+    looked = browser.show(exhibit)
+    on_path, beside = looked.place(0, 0, 0), looked.place(0, 1, 3 + 4)  # 0F0; the last backward of rank 1 is on it, too
+    beside = looked.place(0, 0, 2)
+    spots = [(x - 6, y - 8) for x, y in (on_path, beside)]
+    assert looked.colours(spots) == [OP_HUES[Op.F]] * 2
+    looked.page.keyboard.press("c")
+    looked.settle()
+    assert looked.colours(spots[:1]) == [OP_HUES[Op.F]]
+    assert looked.colours(spots[1:]) != [OP_HUES[Op.F]]
+    assert "message" in looked.page.inner_text("#path")
+
+
+def test_memory_is_drawn_and_told(browser):
+    looked = browser.show(example(known=True))
+    x, _ = looked.place(0, 0, 3)
+    y = looked.evaluate(
+        """() => {
+            const place = stagewright.view.panels[0].rows[0];
+            return document.getElementById("base").getBoundingClientRect().top + place.memory + place.memoryHeight - 4;
+        }"""
+    )
+    looked.page.mouse.move(x, y)
+    told = looked.page.inner_text("#tooltip")
+    for words in ("rank 0 holds", "weights", "4 GB", "limit", "12 GB", "activations"):
+        assert words in told
+    assert looked.colours([(x - 3, y)]) == ["#4477AA"]
+
+
+def test_names_are_text_whatever_they_hold(browser):
+    hostile = "</script><script>document.title = 'broken'</script><!-- \"'&<b>\u20ac @@DATA@@ \u2028"
+    rows = (Row(name=hostile, slices=(Slice(hostile, 0.0, 1.0, hostile), Slice("inner", 0.2, 0.4, hostile))),)
+    looked = browser.show(Exhibit(name=hostile, foreign=rows, notes=(hostile,)), example())
+    looked.page.mouse.move(*looked.place(0, 0, 0))
+    assert looked.said == []
+    assert looked.page.title().startswith("</script><script>")
+    for place in ("#title", "#notes", "#tooltip"):
+        assert "</script><script>document.title" in looked.page.inner_text(place)
+
+
+def test_a_rank_that_left_nothing_is_told(browser):
+    exhibit = example(steps=(1,))
+    whole = exhibit.measured[0].timeline
+    part = replace(whole, ranks=(whole.ranks[0], RankTrace(compute=())), missing=(1,))
+    looked = browser.show(replace(exhibit, measured=(MeasuredStep(1, part),), notes=("rank 1 left no trace.",)))
+    assert looked.evaluate("stagewright.page.panels[1].rows.map(row => row.missing)") == [False, True]
+    assert "rank 1 left no trace." in looked.page.inner_text("#notes")
+    assert looked.said == []
+
+
+def test_the_same_exhibits_give_the_same_page():
+    assert explorer_html([example()]) == explorer_html([example()])
 
 
 def test_nothing_to_show_is_refused():
     with pytest.raises(ValueError, match=r"exhibits=\[\]: expected at least one"):
         explorer_html([])
+
+
+def test_timelines_without_any_action_are_shown(browser):
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    empty = Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2)
+    looked = browser.show(Exhibit(name="nothing ran", predicted=empty))
+    looked.page.mouse.move(400, 300)
+    looked.page.keyboard.press("c")
+    assert looked.said == []

@@ -9,24 +9,27 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...schedules import Idle, MessageKind, Op
+from ...schedules import Idle, MemoryPart, MessageKind, Op
+from ...schedules.timing.critical_path import PathKind
 from ..exhibit import Exhibit
 from ..palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
     COLLECTIVE_WORDS,
+    MEMORY_HUES,
     MESSAGE_HUES,
     MESSAGE_WORDS,
     OP_HUES,
     OP_WORDS,
     OTHER_HUE,
+    SERIES_HUES,
     ink,
     shade,
 )
+from .figures_data import figures
 from .foreign_data import foreign_panel
 from .panel_data import Programs, timeline_panel
 
-_MORE_HUES = ("#D55E00", "#56B4E9", "#882255", "#999933", "#44AA99")  # of foreign slices, from the same two schemes
 _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
 
 
@@ -43,6 +46,7 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
     return {
         "name": exhibit.name,
         "notes": list(exhibit.notes),
+        "figures": figures(exhibit),
         "predicted": None if predicted is None else timeline_panel(exhibit, predicted, tick, programs),
         "measured": [
             {"step": step.number, **timeline_panel(exhibit, step.timeline, tick, programs)} for step in exhibit.measured
@@ -70,11 +74,13 @@ def _palette() -> dict[str, Any]:
     return {
         "ops": {op.value: [OP_HUES[op], OP_WORDS[op]] for op in OP_HUES},
         "other": OTHER_HUE,
-        "foreign": [[hue, ink(shade(hue, chunk=0, num_chunks=1))] for hue in (*OP_HUES.values(), *_MORE_HUES)],
+        "foreign": [[hue, ink(shade(hue, chunk=0, num_chunks=1))] for hue in SERIES_HUES],
         "messages": [[kind.value, MESSAGE_HUES[kind], MESSAGE_WORDS[kind]] for kind in MessageKind],
         "collectives": {
             op.value: [COLLECTIVE_HUES.get(op, OTHER_HUE), COLLECTIVE_WORDS.get(op, op.value)]
             for op in (Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD)
         },
+        "memory": [[MEMORY_HUES[part], part.value] for part in MemoryPart],
+        "path_kinds": [kind.value for kind in PathKind],
         "causes": [[CAUSE_HUES[cause], cause.replace("_", " ")] for cause in Idle._fields],
     }

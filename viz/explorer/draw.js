@@ -89,6 +89,7 @@
           if (view.hasSide && row.row.shares) this.side(row, limit);
         }
         this.ends(place);
+        if (view.shows.path && place.panel.path) app.layers.pathLinks(this, place);
       }
       context.restore();
       this.head();
@@ -113,8 +114,22 @@
           this.boxes(panel, row, track);
         }
       }
-      for (const paint of app.painters) paint(this, place, row);
+      if (row.memoryHeight) app.layers.memory(this, panel, row);
+      if (view.shows.path && panel.path) app.layers.path(this, panel, row);
+      if (row.row.missing) this.missing(row);
       context.restore();
+    }
+
+    // A rank of which nothing was recorded.
+    missing(row) {
+      const { context, view, theme } = this;
+      context.fillStyle = this.hatch(theme.row, theme.rule);
+      context.fillRect(view.gutter, row.box, view.plotWidth, row.boxHeight);
+      this.font(12);
+      context.fillStyle = theme.muted;
+      context.textAlign = "left";
+      context.textBaseline = "middle";
+      context.fillText("nothing recorded", view.gutter + 10, row.box + row.boxHeight / 2);
     }
 
     name(row) {
@@ -129,6 +144,11 @@
       while (text.length > 4 && this.measure(text) > view.gutter - 22) text = text.slice(0, -2).replace(/…?$/, "…");
       const middle = row.row.foreign ? row.box + 7.5 : row.box + row.boxHeight / 2;
       context.fillText(text, view.gutter - 12, middle + 0.5);
+      if (row.memoryHeight) {
+        this.font(10);
+        context.fillStyle = theme.muted;
+        context.fillText(app.words.bytes(row.row.memory.peak), view.gutter - 12, row.memory + row.memoryHeight / 2);
+      }
     }
 
     boxes(panel, row, track) {
@@ -139,7 +159,9 @@
       const crowded = to - from > CROWDED * view.plotWidth && track.groups;
       const idle = track.kind === "compute" && view.shows.idle ? row.row.idle : null;
       if (crowded) {
-        this.columns(panel, track, idle, from, to, top, height);
+        const hues = [...app.model.OPS].map((op) => (app.page.palette.ops[op] || [app.page.palette.other])[0]);
+        const causes = app.page.palette.causes.map(([hue]) => hue);
+        this.columns(idle ? [[track, hues, 1], [idle, causes, 0.45]] : [[track, hues, 1]], top, height);
         return;
       }
       if (idle) this.idle(idle, top, height);
@@ -251,26 +273,22 @@
       context.fillText(shown, begin + 3, middle + 0.5);
     }
 
-    // Shares of time in each column of pixels: work from the bottom up, then idle time by cause.
-    columns(panel, track, idle, from, to, top, height) {
+    // Shares of time in each column of pixels, from the bottom up.
+    // layers: [track, hues of its groups, alpha], one on top of the other.
+    columns(layers, top, height) {
       const { view, context } = this;
-      const hues = [...app.model.OPS].map((op) => (app.page.palette.ops[op] || [app.page.palette.other])[0]);
-      const causes = app.page.palette.causes.map(([hue]) => hue);
-      const tracks = idle ? [[track, hues, 1], [idle, causes, 0.45]] : [[track, hues, 1]];
       const filled = new Float64Array(Math.ceil(view.plotWidth));
-      for (const [each, colours, alpha] of tracks) {
-        const rects = colours.map(() => []);
-        const sums = new Float64Array(colours.length);
-        let i = each.from(view.start);
-        for (let column = 0; column < filled.length; column++) {
+      for (const [track, hues, alpha] of layers) {
+        const rects = hues.map(() => []);
+        const sums = new Float64Array(hues.length);
+        let i = track.from(view.start);
+        for (let column = 0; column < filled.length && i < track.count; column++) {
           const begin = view.start + column * view.pixel, end = begin + view.pixel;
           sums.fill(0);
-          while (i < each.count && each.end[i] <= begin) i++;
-          each.sumBefore(begin, i, sums, -1);
-          let j = i;
-          while (j < each.count && each.end[j] <= end) j++;
-          each.sumBefore(end, j, sums, 1);
-          i = j;
+          track.sumBefore(begin, i, sums, -1);
+          const last = view.end + view.pixel;
+          while (i < track.count && track.end[i] <= end && track.start[i] < last) i++;
+          track.sumBefore(end, i, sums, 1);
           for (let g = 0; g < sums.length; g++) {
             const part = (sums[g] / view.pixel) * height;
             if (part < 0.02) continue;
@@ -280,7 +298,7 @@
         }
         context.globalAlpha = alpha;
         rects.forEach((list, g) => {
-          context.fillStyle = colours[g];
+          context.fillStyle = hues[g];
           for (let at = 0; at < list.length; at += 3) context.fillRect(list[at], list[at + 1], 1, list[at + 2]);
         });
         context.globalAlpha = 1;
@@ -309,14 +327,16 @@
       const [top, height] = view.laneOf(row, track);
       const from = track.from(view.start);
       const to = app.model.firstAbove(track.start, view.end, from, track.count);
-      let edge = -Infinity, last = -1;
+      if (to - from > CROWDED * view.plotWidth) {
+        this.columns([[track, track.hues, 1]], top, height);
+        return;
+      }
+      let last = -1;
       for (let i = from; i < to; i++) {
-        const x = view.x(track.start[i]);
-        const width = Math.max(view.x(track.end[i]) - x, 1);
-        if (x + width <= edge + 0.5) continue; // a pixel that is painted already
-        edge = x + width;
+        const x = Math.max(view.x(track.start[i]), view.gutter - 2);
+        const width = Math.min(Math.max(view.x(track.end[i]) - x, 1), view.plotWidth + 4);
         if (track.style[i] !== last) context.fillStyle = panel.styles[(last = track.style[i])].colour;
-        context.fillRect(Math.max(x, view.gutter - 2), top, Math.min(width, view.plotWidth + 4), height);
+        context.fillRect(x, top, width, height);
       }
     }
 
@@ -450,6 +470,5 @@
     }
   }
 
-  app.painters = []; // functions (painter, place, row) that draw more into a row, in the order of the scripts
   app.Painter = Painter;
 })(stagewright);

@@ -72,6 +72,7 @@
       this.rows = [];
       this.styles = [];
       this.styleNumbers = new Map();
+      this.path = null;
     }
 
     styleNumber(key, make) {
@@ -96,6 +97,8 @@
       this.first = [0]; // number of the first action of each rank
       data.rows.forEach((row, rank) => this.addRow(page, row, rank));
       this.addMessages(page, data.messages);
+      this.addMemory(page, data.memory);
+      this.addPath(page, data.path);
       this.arrowsOf = null;
       this.numbers = null;
     }
@@ -128,7 +131,8 @@
       this.first.push(this.first[rank] + count);
       this.rows.push({
         name: "rank " + rank, rank, stages: row.stages, program, compute: track, idle, lines: row.lanes, lanes: [],
-        together: row.together, shares: this.data.idle_shares[rank], seconds: this.data.idle[rank], foreign: false, tracks: [track],
+        together: row.together, shares: this.data.idle_shares && !(this.data.missing || []).includes(rank) ? this.data.idle_shares[rank] : null, foreign: false, tracks: [track],
+        memory: null, missing: this.data.missing ? this.data.missing.includes(rank) : false,
       });
     }
 
@@ -156,11 +160,42 @@
             track.end[i] = end * page.tick;
             track.style[i] = this.styleNumber(key, () => ({ colour: page.laneHue(key) }));
           });
+          const groups = [...new Set(track.style)];
+          track.hues = groups.map((number) => this.styles[number].colour);
+          track.addUp(groups.length, (i) => groups.indexOf(track.style[i]));
           row.lanes.push(track);
           row.tracks.push(track);
         }
       });
       this.bytes = new Map(columns.bytes.map(([kind, src, dst, size]) => [kind + "/" + src + "/" + dst, size]));
+    }
+
+    // Step curves of bytes by part, with the lines that belong to them.
+    addMemory(page, columns) {
+      if (!columns) return;
+      columns.rows.forEach((curve, rank) => {
+        if (!curve) return;
+        let at = 0;
+        const times = Float64Array.from(curve.steps, (step) => (at += step) * page.tick);
+        const parts = curve.parts.map(([part, units]) => {
+          const values = new Float64Array(times.length);
+          for (let i = 0; i < times.length; i++) values[i] = (typeof units === "number" ? units : units[i]) * columns.unit;
+          return { part, values };
+        });
+        const line = (name) => (columns[name] ? columns[name][rank] : null);
+        this.rows[rank].memory = {
+          times, parts, peak: curve.peak, limit: line("limit"), predicted: line("predicted_peak"), measured: line("measured_peak"),
+        };
+      });
+    }
+
+    // The critical path: its steps, and by row those that ran there.
+    addPath(page, columns) {
+      if (!columns || !columns.kind.length) return;
+      this.path = { ...columns, rows: this.rows.map(() => []) };
+      columns.kind.forEach((_, step) => {
+        if (columns.sender[step] < 0) this.path.rows[columns.rank[step]].push(step);
+      });
     }
 
     batch(op, index) {

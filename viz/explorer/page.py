@@ -21,7 +21,7 @@ from typing import Any
 from ..exhibit import Exhibit
 from .data import page_data
 
-_SCRIPTS = ("model.js", "words.js", "view.js", "draw.js", "marks.js", "panels.js", "input.js")
+_SCRIPTS = ("model.js", "words.js", "view.js", "draw.js", "layers.js", "marks.js", "panels.js", "input.js")
 # name -> its script, and the function that gives the data of an exhibit
 _EXTENSIONS: dict[str, tuple[str, Callable[[Exhibit], Any]]] = {}
 _LAST_SCRIPT = "start.js"

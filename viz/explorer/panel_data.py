@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
-from ...schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline, attribute_idle
+from ...schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline
 from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.needs import Needs
-from ...schedules.timing.attribution import Gap, find_gaps
 from ...schedules.timing.links import wire_bytes
 from ...schedules.versions import derive_versions
 from ..arrows import find_arrows
 from ..exhibit import Exhibit
 from ..gantt import num_chunks
-from ..idle import idle_shares, is_window
+from ..idle import IdleStretch, idle_shares, idle_stretches, is_window
 from ..lanes import assign_lanes
 from ..palette import OP_HUES, OTHER_HUE, RGB, batch_shade, ink, shade
+from .memory_data import memory_columns
+from .path_data import path_columns
 
 _KINDS = list(MessageKind)
 _CAUSES = list(Idle._fields)
-_IN_TIME = ("warm_up", "drain", "late_peer", "transfer", "update", "unexplained")  # the order inside a gap
 _NONE = -1
 
 Columns = dict[str, Any]
@@ -63,13 +63,8 @@ class _Panel:
         self.exhibit, self.timeline, self.tick, self.programs = exhibit, timeline, tick, programs
         self.schedule = timeline.schedule
         self.window = is_window(timeline)
-        sizes = [len(trace.compute) for trace in timeline.ranks]
-        firsts = list(accumulate(sizes, initial=0))
-        self.number_of = {
-            action: first + at
-            for first, trace in zip(firsts, timeline.ranks, strict=False)
-            for at, action in enumerate(trace.actions)
-        }
+        places = [(rank, action) for rank, trace in enumerate(timeline.ranks) for action in trace.actions]
+        self.number_of = {place: number for number, place in enumerate(places)}  # replicas make equal updates
         self.versions = derive_versions(self.schedule).used if self.schedule.is_asynchronous else {}
 
     def columns(self) -> Columns:
@@ -93,18 +88,19 @@ class _Panel:
             "span_bubble": timeline.span_bubble,
             "window": self.window,
             "shades": self._shades(),
-            "rows": [
-                self._row(rank, *found) for rank, found in enumerate(zip(lanes, find_gaps(timeline), strict=True))
-            ],
-            "idle": [[round(seconds, 12) for seconds in idle] for idle in attribute_idle(timeline)],
+            "rows": [self._row(rank, *at) for rank, at in enumerate(zip(lanes, idle_stretches(timeline), strict=True))],
             "idle_shares": [[round(share, 6) for share in idle] for idle in idle_shares(timeline)],
+            "missing": list(timeline.missing),
+            "clock_error": max(timeline.clock_error, default=0.0),
             "messages": self._messages(lanes),
+            "path": path_columns(timeline, self.number_of, self._ticks),
+            "memory": memory_columns(self.exhibit, timeline, self._ticks),
         }
 
     def _ticks(self, seconds: float) -> int:
         return round((seconds - self.timeline.start) / self.tick)
 
-    def _row(self, rank: int, lanes: _Lanes, gaps: dict[Action, Gap]) -> Columns:
+    def _row(self, rank: int, lanes: _Lanes, idle: Sequence[IdleStretch]) -> Columns:
         trace = self.timeline.ranks[rank]
         times: list[int] = []
         at = 0
@@ -116,7 +112,7 @@ class _Panel:
             "stages": list(self.schedule.placement[rank]),
             "program": self.programs.number(trace.actions, self._used(trace)),
             "times": times,
-            "idle": self._idle(trace, gaps),
+            "idle": [] if rank in self.timeline.missing else self._idle(idle),
             "together": [
                 [str(what), what.op.value, self._ticks(start), self._ticks(end), lane]
                 for (what, start, end), lane in zip(trace.collectives, lanes.collectives, strict=True)
@@ -145,25 +141,13 @@ class _Panel:
             index + 1 if op is Op.U else self.versions.get((stage, index), _NONE) for stage, op, index in trace.actions
         )
 
-    def _idle(self, trace: RankTrace, gaps: dict[Action, Gap]) -> list[int]:
+    def _idle(self, stretches: Sequence[IdleStretch]) -> list[int]:
         """Idle time by cause: start, length, cause, start, length, cause, ... [ticks]."""
         found: list[int] = []
-
-        def add(start: float, end: float, cause: str) -> None:
+        for cause, start, end in stretches:
             begin, stop = self._ticks(start), self._ticks(end)
             if stop > begin:
-                found.extend((begin, stop - begin, _CAUSES.index(cause)))
-
-        for action, start, _ in trace.compute:
-            gap = gaps.get(action)
-            at = start - gap.seconds if gap is not None else start
-            for cause in _IN_TIME if gap is not None else ():
-                seconds = getattr(gap, cause)
-                if not (self.window and cause == "warm_up"):
-                    add(at, at + seconds, cause)
-                at += seconds
-        if not self.window:
-            add(trace.compute[-1].end if trace.compute else self.timeline.start, self.timeline.end, "drain")
+                found += (begin, stop - begin, _CAUSES.index(cause))
         return found
 
     def _messages(self, lanes: list[_Lanes]) -> Columns:
@@ -176,8 +160,8 @@ class _Panel:
 
         def add(message: Message, receiver: int, start: float, end: float, lane: int) -> None:
             arrow = arrows.get(message)
-            maker = _NONE if arrow is None else self.number_of.get(arrow.maker, _NONE)
-            user = _NONE if arrow is None else self.number_of.get(arrow.user, _NONE)
+            maker = _NONE if arrow is None else self.number_of.get((arrow.sender, arrow.maker), _NONE)
+            user = _NONE if arrow is None else self.number_of.get((arrow.receiver, arrow.user), _NONE)
             rows.append(
                 (
                     _KINDS.index(message.kind),

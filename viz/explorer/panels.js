@@ -30,27 +30,66 @@
     return "makespan " + time(data.makespan) + ratio(data.makespan, before && before.data.makespan) + ", bubble " + percent(data.bubble);
   }
 
+  // Name and schedule of an exhibit, and its sizes.
   function headline(exhibit) {
     const panel = exhibit.predicted || exhibit.measured;
-    if (!panel) return exhibit.name;
+    if (!panel) return [exhibit.name, ""];
     const { name, ranks, chunks, microbatches, batches, asynchronous } = panel.schedule;
     const sizes = "P=" + ranks + " V=" + chunks + " M=" + microbatches + (batches > 1 && !asynchronous ? ", " + batches + " batches" : "");
-    return (exhibit.name === name ? "" : exhibit.name + ": ") + name + ", " + sizes;
+    return [(exhibit.name === name ? "" : exhibit.name + ": ") + name, sizes];
   }
 
   function title(page) {
-    document.getElementById("title").textContent = page.exhibits.map(headline).join(" / ");
+    const lines = page.exhibits.map(headline);
+    const alike = lines.every(([, sizes]) => sizes === lines[0][1]);
+    const own = lines.map(([name, sizes]) => name + (alike || !sizes ? "" : ", " + sizes));
+    document.getElementById("title").textContent = own.join(" / ") + (alike && lines[0][1] ? ", " + lines[0][1] : "");
     const notes = page.exhibits.flatMap((each) => each.notes.map((note) => (page.exhibits.length > 1 ? each.name + ": " : "") + note));
     const list = document.getElementById("notes");
     list.hidden = !notes.length;
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
   }
 
-  // A table of what is known of each panel: a row a panel.
+  // A row an exhibit: closed form, bound, prediction and measurement of the step and of its bubble.
   function figures(page) {
-    const rows = page.exhibits.flatMap((exhibit) => exhibit.data.figures || []);
+    const { time, percent, digits } = app.words;
+    const shown = page.exhibits.filter((each) => each.predicted || each.measured);
+    const rows = shown.map((exhibit) => {
+      const { predicted, measured, data: { figures: given } } = exhibit;
+      const seconds = (panel) => panel && panel.data.batch_seconds;
+      const beside = (own, other, of) => (own && other ? make("small", {}, " " + digits(own / other, 4) + " \u00d7 " + of) : null);
+      return {
+        exhibit,
+        step: [
+          given.closed_seconds && [time(given.closed_seconds)],
+          given.lower_bound && [time(given.lower_bound)],
+          predicted && [time(seconds(predicted)), beside(seconds(predicted), given.lower_bound, "bound")],
+          measured && [time(seconds(measured)), beside(seconds(measured), seconds(predicted), "predicted")],
+        ],
+        bubble: [
+          Number.isFinite(given.closed_bubble) && given.closed_bubble !== null && [percent(given.closed_bubble)],
+          predicted && [percent(predicted.data.bubble)],
+          measured && [percent(measured.data.bubble)],
+        ],
+      };
+    });
+    const heads = { step: ["closed form", "lower bound", "predicted", "measured"], bubble: ["closed form", "predicted", "measured"] };
+    const hints = {
+      "closed form": "of the family, for equal stages of these mean times and free links",
+      "lower bound": "no order of the same actions can be quicker",
+    };
     const place = document.getElementById("figures");
     place.hidden = !rows.length;
+    if (!rows.length) return;
+    const used = Object.fromEntries(Object.keys(heads).map((group) => [group, heads[group].map((_, i) => rows.some((row) => row[group][i]))]));
+    const several = page.exhibits.length > 1;
+    const top = make("tr", {}, several ? make("th", {}) : null, ...Object.keys(heads).map((group) =>
+      make("th", { class: "columns", scope: "colgroup", colspan: used[group].filter(Boolean).length }, group === "step" && shown.some((each) => each.panels[0].schedule && each.panels[0].schedule.asynchronous) ? "batch to batch" : group)));
+    const second = make("tr", {}, several ? make("th", {}) : null, ...Object.keys(heads).flatMap((group) =>
+      heads[group].filter((_, i) => used[group][i]).map((name, i) => make("th", { scope: "col", class: i ? "" : "first", ...(hints[name] ? { title: hints[name] } : {}) }, name))));
+    const body = rows.map((row) => make("tr", {}, several ? make("th", { scope: "row" }, row.exhibit.name) : null, ...Object.keys(heads).flatMap((group) =>
+      row[group].filter((_, i) => used[group][i]).map((cell, i) => make("td", { class: i ? "" : "first" }, ...(cell ? cell : [make("small", {}, "\u2013")]))))));
+    place.replaceChildren(make("table", {}, make("thead", {}, top, second), make("tbody", {}, ...body)));
   }
 
   // A slider for each exhibit with several measured steps.
@@ -107,6 +146,16 @@
     if (panels.some((panel) => panel.kind === "measured" && panel.exhibit.predicted && !panel.schedule.asynchronous)) {
       keys.push(make("span", { class: "key" }, make("span", { class: "swatch line" }), "predicted end"));
     }
+    const memories = panels.flatMap((panel) => panel.rows.map((row) => row.memory).filter(Boolean));
+    if (memories.length) {
+      keys.push(make("span", { class: "break" }), make("span", {}, "Memory:"));
+      page.palette.memory.forEach(([hue, text], part) => {
+        if (memories.some((memory) => memory.parts.some((each) => each.part === part))) keys.push(make("span", { class: "key" }, swatch(hue), text));
+      });
+      for (const [name, text] of app.layers.LINES) {
+        if (memories.some((memory) => memory[name])) keys.push(make("span", { class: "key" }, make("span", { class: "swatch line " + name }), text));
+      }
+    }
     const causes = page.palette.causes.filter((_, cause) => panels.some((panel) => panel.rows.some((row) => row.shares && row.shares[cause] > 1e-3)));
     if (causes.length) {
       keys.push(make("span", { class: "break" }), make("span", {}, "Idle by cause:"));
@@ -150,16 +199,38 @@
       const sums = page.palette.causes.map((_, cause) => panel.rows.reduce((sum, row) => sum + (row.shares ? row.shares[cause] : 0), 0) / panel.rows.length);
       const total = sums.reduce((a, b) => a + b, 0);
       if (!total) continue;
-      const name = (page.exhibits.length > 1 ? panel.exhibit.name + ", " : "") + panel.caption;
       const shown = sums.map((share, cause) => [share, ...page.palette.causes[cause]]).filter(([share]) => share > 5e-4).sort((a, b) => b[0] - a[0]);
       parts.push(
-        make("p", {}, name + ": " + app.words.percent(total) + " of all ranks' time"),
+        make("h3", {}, panelName(page, panel)),
+        make("p", {}, app.words.percent(total) + " of all ranks' time"),
         make("div", { class: "bar", "aria-hidden": "true" }, ...shown.map(([share, hue]) => make("span", { style: { background: hue, flex: String(share) } }))),
         make("ul", { class: "plain" }, ...shown.map(([share, hue, text]) => make("li", {}, make("span", { class: "swatch", style: { background: hue } }), make("span", {}, text), make("span", {}, app.words.percent(share))))),
       );
     }
     place.hidden = parts.length < 2;
     place.replaceChildren(...parts);
+  }
+
+  // Shares of the critical path of each panel.
+  function path(page) {
+    const place = document.getElementById("path");
+    const parts = [place.firstChild];
+    for (const panel of page.panels) {
+      if (!panel.path) continue;
+      const { kinds, links, ranks } = panel.path.shares;
+      parts.push(make("h3", {}, panelName(page, panel)));
+      for (const [heading, group] of [["by kind", kinds], ["by link", links], ["by rank", ranks]]) {
+        const shown = group.filter(([, share]) => share > 5e-4).slice(0, 5);
+        if (!shown.length) continue;
+        parts.push(make("p", {}, heading), make("ul", { class: "plain" }, ...shown.map(([text, share]) => make("li", {}, make("span", {}, text), make("span", {}, app.words.percent(share))))));
+      }
+    }
+    place.hidden = parts.length < 2;
+    place.replaceChildren(...parts);
+  }
+
+  function panelName(page, panel) {
+    return (page.exhibits.length > 1 ? panel.exhibit.name + ", " : "") + panel.caption;
   }
 
   // --- help ---
@@ -191,18 +262,20 @@
 
   function start(page) {
     title(page);
-    figures(page);
     steps(page);
     section("chosen", "Actions");
     section("idle", "Idle time");
+    section("path", "Critical path");
     chosen(null);
     refresh(page);
   }
 
   // After another step, or what an extension supposes.
   function refresh(page) {
+    figures(page);
     legend(page);
     idle(page);
+    path(page);
   }
 
   app.panels = { make, summary, section, chosen, facts, help, start, refresh };

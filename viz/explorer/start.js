@@ -73,13 +73,14 @@
     const mark = app.find(x, y);
     app.state.hover = mark;
     byId("base").classList.toggle("over", Boolean(mark));
-    if (mark) showTooltip(mark, x, y);
+    const hit = mark || x === null ? null : view.hit(x, y);
+    if (mark) showTooltip(app.words.describe(page, mark.panel, mark.row, mark.track, mark.i), x, y);
+    else if (hit && hit.memory && x >= view.gutter && x < view.gutter + view.plotWidth) showTooltip(app.layers.memoryAt(hit.row.row, view.seconds(x)), x, y);
     else app.hideTooltip();
     ask(1);
   };
 
-  function showTooltip(mark, x, y) {
-    const described = app.words.describe(page, mark.panel, mark.row, mark.track, mark.i);
+  function showTooltip(described, x, y) {
     tooltip.replaceChildren(app.panels.make("strong", {}, described.title), app.panels.facts(described));
     tooltip.hidden = false;
     const box = byId("stage").getBoundingClientRect();

@@ -7,8 +7,9 @@
 
   const HEAD = 48; // overview and axis, which stay when rows scroll [pixels]
   const PANEL_HEAD = 30, PANEL_GAP = 12;
-  const PAD = 3, LANES = 9, MEMORY = 38, LINE = 15; // below a rank's boxes; LINE: of foreign rows
-  const SMALLEST_BOX = 14, LARGEST_BOX = 34;
+  const PAD = 3, LANES = 8, MEMORY = 30, LINE = 15; // LINE: of foreign rows
+  const GAP = 9; // around memory
+  const SMALLEST_BOX = 14, READABLE_BOX = 22, LARGEST_BOX = 34; // rows scroll rather than few of them being small
   const SIDE = 190, EDGE = 14;
 
   class View {
@@ -32,7 +33,7 @@
       this.hasSide = this.width > 700 && panels.some((panel) => panel.rows.some((row) => row.shares));
       const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
       const fixed = panels.reduce((sum, panel) => sum + PANEL_HEAD + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), HEAD);
-      const box = Math.floor(Math.min(LARGEST_BOX, Math.max(SMALLEST_BOX, (this.height - fixed) / Math.max(rows, 1))));
+      const box = Math.floor(Math.min(LARGEST_BOX, Math.max(rows > 24 ? SMALLEST_BOX : READABLE_BOX, (this.height - fixed) / Math.max(rows, 1))));
       let y = HEAD;
       this.panels = panels.map((panel) => {
         const place = { panel, top: y, first: y + PANEL_HEAD, rows: [] };
@@ -41,10 +42,10 @@
           const boxes = row.foreign ? LINE * Math.max(row.lines, 1) : box;
           const lanes = this.lanes(row) ? LANES : 0;
           const memory = this.shows.memory && row.memory ? MEMORY : 0;
-          const height = PAD + boxes + (lanes && lanes + 2) + (memory && memory + 4) + PAD;
+          const height = PAD + boxes + (lanes && lanes + 2) + (memory && memory + GAP) + PAD;
           place.rows.push({
             row, top: y, height, box: y + PAD, boxHeight: boxes, lanes: y + PAD + boxes + 2, lanesHeight: lanes,
-            memory: y + height - PAD - memory, memoryHeight: memory,
+            memory: y + height - PAD - memory - GAP + 2, memoryHeight: memory,
           });
           y += height;
         }
@@ -61,7 +62,7 @@
 
     extra(row) {
       const foreign = row.foreign ? LINE * row.lines - SMALLEST_BOX : 0;
-      return 2 * PAD + foreign + (this.lanes(row) ? LANES + 2 : 0) + (this.shows.memory && row.memory ? MEMORY + 4 : 0);
+      return 2 * PAD + foreign + (this.lanes(row) ? LANES + 2 : 0) + (this.shows.memory && row.memory ? MEMORY + GAP : 0);
     }
 
     get head() {
@@ -114,7 +115,7 @@
         if (at < place.first || at >= place.bottom) continue;
         const row = place.rows.find((each) => at >= each.top && at < each.top + each.height);
         if (!row) return null;
-        const found = { place, row };
+        const found = { place, row, memory: row.memoryHeight > 0 && at >= row.memory - 2 };
         if (x < this.gutter || x > this.gutter + this.plotWidth) return found;
         for (const track of row.row.tracks) {
           if (track.kind === "lane" && !row.lanesHeight) continue;
