@@ -14,13 +14,13 @@ STAND_IN = Path(__file__).parent / "stand_in"  # torchrun without torch
 
 HOSTILE = ("a b", "it's", '"', "$HOME", "$$", "${local_rank}", ";", "`id`", "--", "-x", "", "*", "\\", "\n", "ü", "~")
 
-TELL = """
+TELL = r"""
 import json, os, sys
 from pathlib import Path
 names = ("WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SECRET")
 told = {name: os.environ.get(name) for name in names} | {"words": sys.argv[2:], "folder": os.getcwd()}
 Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
-print("rank", os.environ["RANK"], "was here")
+sys.stdout.write(f"rank {os.environ['RANK']} was here\n")  # at once: torchrun lets ranks write without buffers
 """
 
 SLEEP = """
@@ -46,10 +46,10 @@ def free_port() -> int:
 
 
 def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:
-    """Process ids that ranks of SLEEP wrote down, once there are `count`."""
+    """Process ids that ranks of SLEEP wrote down, by rank, once there are `count`."""
     until = time.monotonic() + within
     while time.monotonic() < until:
-        texts = [path.read_text() for path in folder.glob("pid*")]
+        texts = [path.read_text() for path in sorted(folder.glob("pid*"))]
         if len(texts) == count and all(texts):
             return [int(text) for text in texts]
         time.sleep(0.02)

@@ -1,0 +1,122 @@
+"""Back end `ssh`: every node is a host that ssh reaches without asking, with stagewright and one folder for all.
+
+Only a fixed command travels as text that the host's shell reads. Words and variables of the work go over ssh's stdin,
+so that nothing in them needs quoting and no list of processes shows them. That stream also keeps the ranks alive: when
+this side ends, however it does, or the network between is gone, the starter there ends them.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from .hosts import RemoteHost
+from .local import refuse_shape
+from .records import Nodes, Outcome, Work
+from .supervise import NodeStart, Say, run_nodes, to_stderr
+
+_SILENCE = 30.0  # [s] without a sign of life from here after which a node ends its ranks
+_ALIVE = 5  # [s] between questions of ssh whether the host still lives
+_CONNECT = 10  # [s] for a connection
+_LOOKUP = 10.0  # [s] for `ssh -G`, which connects to nobody
+
+
+class SshBackend:
+    """Nodes that are hosts of a hosts file, the first ones of it.
+
+    Arguments:
+        hosts: in the order of their node ranks.
+        interface: for gloo, on each host; empty: the one through which it reaches node 0.
+        port: of node 0, where the nodes meet; 0: one that is free there.
+        options: of ssh, such as ("-i", "key").
+        say: takes the lines for people.
+    """
+
+    name = "ssh"
+
+    def __init__(
+        self,
+        hosts: Sequence[RemoteHost],
+        *,
+        interface: str = "",
+        port: int = 0,
+        options: Sequence[str] = (),
+        say: Say = to_stderr,
+    ) -> None:
+        self._hosts = tuple(hosts)
+        self._interface = interface
+        self._port = port
+        self._options = tuple(options)
+        self._say = say
+
+    def check(self, nodes: Nodes) -> None:
+        """ValueError without ssh, for shaped links, for more nodes than hosts or more ranks than slots."""
+        refuse_shape(self.name, nodes)
+        if shutil.which("ssh") is None:
+            raise ValueError("--backend ssh: no `ssh` on the PATH: install OpenSSH's client, or type --backend local")
+        if nodes.num_nodes > len(self._hosts):
+            raise ValueError(
+                f"{nodes.num_nodes} nodes, but the hosts file names {len(self._hosts)}: add hosts, or type --nodes "
+                f"{len(self._hosts)}"
+            )
+        for host in self._hosts[: nodes.num_nodes]:
+            if host.slots is not None and host.slots < nodes.ranks_per_node:
+                raise ValueError(
+                    f"host {host.host}: slots={host.slots}, but {nodes.ranks_per_node} ranks are to run there: type "
+                    f"slots={nodes.ranks_per_node} in the hosts file, or fewer ranks per node"
+                )
+
+    def run(self, work: Work, nodes: Nodes) -> Outcome:
+        """Run the work on all hosts; when it ends, none of its processes is left on any that can be reached."""
+        self.check(nodes)
+        hosts = self._hosts[: nodes.num_nodes]
+        starts = [
+            NodeStart(
+                name=f"node {rank} (host {host.host})",
+                command=self.command(host),
+                interface=self._interface,
+                silence=_SILENCE,
+                hint=(
+                    f"; `ssh {host.host}` must work without a question, and {host.python} there have stagewright "
+                    f"(python=PATH in the hosts file)"
+                ),
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        address = hosts[0].address or self._address(hosts[0])
+        return run_nodes(starts, work, nodes, address=address, port=self._port, say=self._say)
+
+    def command(self, host: RemoteHost) -> tuple[str, ...]:
+        """What runs the starter on a host."""
+        starter = f"exec {shlex.quote(host.python)} -P -m stagewright.experiments.backends.node"
+        return (*self._ssh(host), starter)
+
+    def _ssh(self, host: RemoteHost, *more: str) -> tuple[str, ...]:
+        """ssh to a host that asks nobody anything: no password, no key that is not known."""
+        return (
+            *("ssh", "-T", "-a", "-x", *more),
+            *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}"),
+            *("-o", f"ServerAliveInterval={_ALIVE}", "-o", "ServerAliveCountMax=3"),
+            *self._options,
+            *(("-p", str(host.port)) if host.port is not None else ()),
+            *(("-l", host.user) if host.user else ()),
+            *("--", host.host.strip("[]")),
+        )
+
+    def _address(self, host: RemoteHost) -> str:
+        """The name behind an alias of the user's ssh configuration."""
+        asked = subprocess.run(
+            self._ssh(host, "-G"),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LOOKUP,
+            stdin=subprocess.DEVNULL,
+        )
+        for line in asked.stdout.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hostname":
+                return value
+        return host.host.strip("[]")

@@ -1,0 +1,221 @@
+"""Hosts files, and nodes behind a real sshd of loopback, with keys that the test makes."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.backends import ssh
+from stagewright.experiments.backends.hosts import RemoteHost, read_hosts
+from stagewright.experiments.backends.node import descendants
+from stagewright.experiments.backends.records import Nodes, Shape
+from stagewright.experiments.backends.ssh import SshBackend
+
+from .nodes import HOSTILE, TELL, free_port, gone, processes, work
+
+TWO = Nodes(num_nodes=2)
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+def parsed(tmp_path: Path, text: str) -> tuple[RemoteHost, ...]:
+    (tmp_path / "hosts").write_text(text)
+    return read_hosts(tmp_path / "hosts")
+
+
+def test_a_hosts_file_names_hosts_and_what_runs_there(tmp_path: Path) -> None:
+    text = """# a comment, then nothing
+
+    node-1.example.org
+    ada@10.0.0.2:2222 slots=4 python='/opt/a b/python' address=192.168.0.2  # the second
+    [fe80::1]:22
+    """
+    assert parsed(tmp_path, text) == (
+        RemoteHost(host="node-1.example.org"),
+        RemoteHost(host="10.0.0.2", user="ada", port=2222, slots=4, python="/opt/a b/python", address="192.168.0.2"),
+        RemoteHost(host="[fe80::1]", port=22),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("-oProxyCommand=touch${IFS}x", r"host '-oProxyCommand=touch\$\{IFS\}x': expected a name of letters"),
+        ("a;b", "host 'a;b': expected a name"),
+        ("$(reboot)", "expected a name"),
+        ("-l@host", "user '-l': expected a name"),
+        ("@host", "'@host': expected a user's name before '@'"),
+        ("host:", "port '': expected a whole number"),
+        ("host:99999", "port 99999: expected 1 to 65535"),
+        ("host slots=many", "slots 'many': expected a whole number"),
+        ("host slots=0", "slots=0: expected at least 1"),
+        ("host slot=2", "'slot=2': expected slots=N, python=PATH or address=ADDRESS"),
+        ("host 'a", "No closing quotation"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(tmp_path: Path, line: str, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"hosts:2: .*{told}"):
+        parsed(tmp_path, f"good\n{line}\n")
+
+
+def test_a_hosts_file_without_hosts_or_none_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="names no host: expected one a line"):
+        parsed(tmp_path, "# nobody\n")
+    with pytest.raises(ValueError, match=r"hosts file '/nowhere/hosts' cannot be read: .*No such file"):
+        read_hosts(Path("/nowhere/hosts"))
+
+
+def test_what_ssh_cannot_give_is_refused_before_any_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh.shutil, "which", lambda _: "/usr/bin/ssh")
+    backend = SshBackend((RemoteHost(host="a", slots=2),))
+    with pytest.raises(ValueError, match="2 nodes, but the hosts file names 1: add hosts, or type --nodes 1"):
+        backend.check(TWO)
+    with pytest.raises(ValueError, match="host a: slots=2, but 3 ranks are to run there: type slots=3"):
+        backend.check(Nodes(ranks_per_node=3))
+    with pytest.raises(ValueError, match="--backend ssh cannot shape links"):
+        backend.check(Nodes(shape=Shape(bandwidth=1e9)))
+    monkeypatch.setattr(ssh.shutil, "which", lambda _: None)
+    with pytest.raises(ValueError, match="no `ssh` on the PATH"):
+        backend.check(Nodes())
+
+
+class Server:
+    """An sshd of loopback, its one user this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        (folder / "authorized").write_text((folder / "user.pub").read_text())
+        key = (folder / "host.pub").read_text().split()[:2]
+        (folder / "known").write_text(f"[127.0.0.1]:{self.port} {' '.join(key)}\n")
+        config = {
+            "Port": self.port,
+            "ListenAddress": "127.0.0.1",
+            "HostKey": folder / "host",
+            "PidFile": "none",
+            "AuthorizedKeysFile": folder / "authorized",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PasswordAuthentication": "no",
+        }
+        (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in config.items()))
+        self.log = (folder / "sshd.log").open("wb")
+        self.process = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=self.log)
+        self.options = ("-F", "none", "-i", str(folder / "user"), "-o", f"UserKnownHostsFile={folder / 'known'}")
+
+    def host(self, **values) -> RemoteHost:
+        return RemoteHost(**{"host": "127.0.0.1", "port": self.port, "user": getpass.getuser(), **values})
+
+    def answers(self) -> bool:
+        command = SshBackend((), options=self.options)._ssh(self.host())
+        until = time.monotonic() + 10
+        while time.monotonic() < until and self.process.poll() is None:
+            if subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if SSHD is None or shutil.which("ssh") is None:
+        pytest.skip("no sshd or ssh here")
+    privileges = Path("/run/sshd")  # sshd wants it, as an empty folder
+    made = not privileges.exists() and os.getuid() == 0
+    if made:
+        privileges.mkdir(mode=0o755)
+    server = Server(tmp_path_factory.mktemp("sshd"))
+    try:
+        if not server.answers():
+            pytest.skip("this sshd lets its own user not in")
+        yield server
+    finally:
+        server.close()
+        if made:
+            privileges.rmdir()
+
+
+def test_words_variables_and_folders_reach_ranks_behind_ssh_unharmed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder; $(with) 'quotes'"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    said: list[str] = []
+    given = work(folder, TELL, *HOSTILE, environment={"SECRET": "a'b\n$c"})
+    outcome = SshBackend([server.host(slots=1)] * 2, options=server.options, say=said.append).run(given, TWO)
+    assert (outcome.status, outcome.report) == (0, "")
+    for rank in range(2):
+        told = json.loads((folder / f"rank{rank}.json").read_text())
+        assert (told["words"], told["SECRET"], told["folder"]) == (list(HOSTILE), "a'b\n$c", str(folder))
+        assert told["GLOO_SOCKET_IFNAME"] == "lo"  # found by the way to node 0
+        assert f"node {rank} (host 127.0.0.1): rank {rank} was here" in said
+    assert len(outcome.commands) == 2
+
+
+def test_hosts_that_cannot_be_reached_or_lack_something_are_named(server: Server, tmp_path: Path) -> None:
+    def report(*hosts: RemoteHost) -> str:
+        backend = SshBackend(hosts, options=server.options, say=lambda _: None)
+        return backend.run(work(tmp_path, TELL), Nodes(num_nodes=len(hosts))).report
+
+    closed = free_port()
+    assert report(server.host(), server.host(port=closed)).startswith(
+        "node 1 (host 127.0.0.1): could not be started (exit status 255): ssh: connect to host 127.0.0.1 port "
+        f"{closed}: Connection refused; `ssh 127.0.0.1` must work without a question"
+    )
+    assert "Permission denied" in report(server.host(user="nobody-of-that-name"))  # and no prompt
+    assert "/no/such/python: " in report(server.host(python="/no/such/python"))
+    assert "Host key verification failed" in report(server.host(host="localhost"))
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill", "connection", "silence"])
+def test_ranks_behind_ssh_end_with_this_side_and_with_the_connection(server: Server, tmp_path: Path, how: str) -> None:
+    """Ctrl-C, kill -9 of the command, an ssh that dies, and one that says nothing any more, as over a dead network."""
+    program = tmp_path / "program_here.py"
+    program.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from nodes import SLEEP, work\n"
+        "from stagewright.experiments.backends import ssh, supervise\n"
+        "from stagewright.experiments.backends.hosts import RemoteHost\n"
+        "from stagewright.experiments.backends.records import Nodes\n"
+        "ssh._SILENCE, supervise._GRACE = 1.0, 0.3\n"
+        f"host = RemoteHost(host='127.0.0.1', port={server.port}, user={getpass.getuser()!r})\n"
+        f"backend = ssh.SshBackend([host, host], options={server.options!r})\n"
+        "outcome = backend.run(work(Path(sys.argv[1]), SLEEP), Nodes(num_nodes=2))\n"
+        "print(outcome.report)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        ranks = processes(tmp_path, 2)
+        _, client = sorted(descendants(process.pid))
+        if how == "interrupt":
+            process.send_signal(signal.SIGINT)
+        elif how == "kill":
+            process.kill()
+        elif how == "silence":
+            os.kill(client, signal.SIGSTOP)
+            assert gone(ranks[1:])  # by itself, since nobody here knows
+        if how in ("silence", "connection"):
+            os.kill(client, signal.SIGKILL)
+        assert gone(ranks)
+        out, _ = process.communicate(timeout=20)
+    if how in ("silence", "connection"):
+        assert "node 1 (host 127.0.0.1): failed (exit status 137)" in out
