@@ -55,11 +55,11 @@ class Case:
 
 
 def cases(count: int, *, seed: int = 0) -> Iterator[Case]:
-    """As many cases; every family in turn, and every fourth a random order."""
+    """As many cases; every family in turn, and every fifth a random order."""
     random = Random(seed)
     names = [*FAMILIES]
     for number in range(count):
-        schedule = _random_order(random) if number % 4 == 3 else _of_family(random, names[number % len(names)])
+        schedule = _random_order(random) if number % 5 == 4 else _of_family(random, names[number % len(names)])
         links = _links(random, schedule) if random.random() < 0.7 else None
         changed = {knob: random.choice([1.0, random.uniform(0.25, 4.0)]) for knob in KNOBS}
         changed["more_latency"] = random.choice([0.0, random.uniform(0.0, 2.0)])

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from typing import Any
 
 import pytest
 
 from stagewright.schedules import Op, Timeline, simulate
 from stagewright.viz import Exhibit
+from stagewright.viz.explorer.panel_data import Programs, timeline_panel
 from stagewright.viz.explorer.replay_data import replay_data
 
 from .replay_cases import Case, cases
 
-SCRIPT = files("stagewright.viz.explorer").joinpath("replay.js").read_text(encoding="utf-8")
+TICK = 1e-6  # [s]
 REPLAY = """
-(text) => JSON.stringify(JSON.parse(text).map(([data, changed]) => {
+(text) => JSON.stringify(JSON.parse(text).map(([data, changed, like]) => {
   const wiring = new stagewright.replay.Wiring(data);
   const run = new stagewright.replay.Replay(wiring, changed);
   const messages = [];
@@ -38,6 +38,7 @@ REPLAY = """
     starts: run.starts.map((own) => [...own]), ends: run.ends.map((own) => [...own]), updates: run.updates,
     messages: run.hasMessages ? messages : [], meetings,
     figures: [run.makespan, run.batchSeconds, run.bubble],
+    panel: like && stagewright.replay.panelOf({ ...stagewright.page, tick: 1e-6 }, wiring, run, like),
   };
 }))
 """
@@ -45,13 +46,22 @@ REPLAY = """
 
 @pytest.fixture(scope="module")
 def replayed(browser: Any) -> list[tuple[Case, dict[str, Any]]]:
-    """200 cases, and what the page makes of them."""
+    """200 cases, and what the page makes of them; of every fourth, its panel too."""
     drawn = list(cases(200))
     looked = browser.show(Exhibit(name="any", predicted=simulate(drawn[0].schedule, drawn[0].costs)))
-    looked.page.add_script_tag(content=SCRIPT)
-    given = [[replay_data(each.schedule, each.costs, each.links), each.changed] for each in drawn]
+    given = [
+        [replay_data(each.schedule, each.costs, each.links), each.changed, None if at % 4 else panel(each)]
+        for at, each in enumerate(drawn)
+    ]
     found = json.loads(looked.evaluate(REPLAY, json.dumps(given)))  # as text: many times faster than as objects
     return list(zip(drawn, found, strict=True))
+
+
+def panel(case: Case, *, varied: bool = False) -> dict[str, Any]:
+    """Python's panel of a case, in a page whose tick is that of the fixture's."""
+    costs, links = case.varied if varied else (case.costs, case.links)
+    timeline = simulate(case.schedule, costs, links)
+    return timeline_panel(Exhibit(name="any", predicted=timeline, links=links), timeline, TICK, Programs())
 
 
 def expected(timeline: Timeline) -> dict[str, Any]:
@@ -83,24 +93,52 @@ def test_the_page_plays_200_schedules_as_the_simulator_does(replayed: list[tuple
         timeline = simulate(case.schedule, *case.varied)
         found["messages"].sort()
         found["meetings"].sort()
-        figures = found.pop("figures")
-        assert found == expected(timeline), case
+        figures = found["figures"]
+        wanted = expected(timeline)
+        assert {name: found[name] for name in wanted} == wanted, case
         assert figures == pytest.approx([timeline.makespan, timeline.batch_seconds, timeline.bubble], rel=1e-12), case
 
 
-def test_the_cases_meet_everything_that_can_be_varied(replayed: list[tuple[Case, dict[str, Any]]]) -> None:
+def test_idle_time_lanes_and_messages_of_the_panel_are_those_of_python(
+    replayed: list[tuple[Case, dict[str, Any]]],
+) -> None:
+    for case, found in replayed[::4]:
+        own, other = found["panel"], panel(case, varied=True)
+        assert numbers(own["idle_shares"]) == pytest.approx(numbers(other["idle_shares"]), abs=1e-6), case
+        for row, wanted in zip(own["rows"], other["rows"], strict=True):
+            assert (row["stages"], row["lanes"]) == (wanted["stages"], wanted["lanes"]), case
+            assert numbers([row["times"]]) == pytest.approx(numbers([wanted["times"]]), abs=2), case  # ticks
+            assert stretches(row["idle"]) == pytest.approx(stretches(wanted["idle"]), abs=3), case
+            assert sorted(row["together"]) == sorted(wanted["together"]), case
+        assert sorted(messages(own)) == sorted(messages(other)), case
+
+
+def numbers(rows: list[list[float]]) -> list[float]:
+    return [number for row in rows for number in row]
+
+
+def stretches(idle: list[int]) -> dict[int, int]:
+    """Ticks by cause."""
+    found: dict[int, int] = {}
+    for _, length, cause in zip(idle[::3], idle[1::3], idle[2::3], strict=True):
+        found[cause] = found.get(cause, 0) + length
+    return found
+
+
+def messages(columns: dict[str, Any]) -> list[tuple[int, ...]]:
+    """All columns; of lanes, in which messages of equal times may change places, whether there is one."""
+    own = columns["messages"]
+    names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end")
+    return list(zip(*(own[name] for name in names), (lane >= 0 for lane in own["lane"]), strict=True))
+
+
+def test_the_cases_hold_everything_that_a_schedule_may_have(replayed: list[tuple[Case, dict[str, Any]]]) -> None:
     drawn = [case for case, _ in replayed]
-    met = {
-        "replicas": any(len(ranks) > 1 for case in drawn for ranks in case.schedule.owners),
-        "several batches": any(case.schedule.is_asynchronous for case in drawn),
-        "an idle rank": any(not program for case in drawn for program in case.schedule.programs),
-        "sums of gradients from several stages": any(
-            wire["last"] is not None
-            for case in drawn
-            for wire in replay_data(case.schedule, case.costs, case.links)["wires"]
-        ),
-    }
-    met |= {
-        op.value: any(a.op is op for c in drawn for p in c.schedule.programs for a in p) for op in Op if len(op) == 1
-    }
-    assert all(met.values()), met
+    wires = [wire for case in drawn for wire in replay_data(case.schedule, case.costs, case.links)["wires"]]
+    actions = {action.op for case in drawn for program in case.schedule.programs for action in program}
+    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U}
+    assert any(len(ranks) > 1 for case in drawn for ranks in case.schedule.owners)
+    assert any(case.schedule.is_asynchronous for case in drawn)
+    assert any(not program for case in drawn for program in case.schedule.programs)
+    assert any(wire["last"] is not None for wire in wires)  # gradients that several stages of a rank add up
+    assert any(each.unshards for case in drawn if case.links for each in case.links.sums)

@@ -149,7 +149,7 @@
     });
 
     document.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=range]), select, textarea")) return;
       if (document.getElementById("help-dialog").open) return;
       switch (event.key) {
         case "+": case "=": app.zoom(1.5); break;

@@ -20,10 +20,13 @@ from typing import Any
 
 from ..exhibit import Exhibit
 from .data import page_data
+from .whatif_data import whatif_data
 
 _SCRIPTS = ("model.js", "words.js", "view.js", "draw.js", "layers.js", "marks.js", "panels.js", "input.js")
-# name -> its script, and the function that gives the data of an exhibit
-_EXTENSIONS: dict[str, tuple[str, Callable[[Exhibit], Any]]] = {}
+# name -> its scripts, the last of which extends the page, and the function that gives the data of an exhibit
+_EXTENSIONS: dict[str, tuple[tuple[str, ...], Callable[[Exhibit], Any]]] = {
+    "whatif": (("replay.js", "replay_panel.js", "whatif.js"), whatif_data),
+}
 _LAST_SCRIPT = "start.js"
 
 
@@ -48,7 +51,7 @@ def explorer_html(exhibits: Sequence[Exhibit]) -> str:
     data = page_data(exhibits)
     for shown, exhibit in zip(data["exhibits"], exhibits, strict=True):
         shown["extras"] = {name: give(exhibit) for name, (_, give) in _EXTENSIONS.items()}
-    scripts = [*_SCRIPTS, *(script for script, _ in _EXTENSIONS.values()), _LAST_SCRIPT]
+    scripts = [*_SCRIPTS, *(script for own, _ in _EXTENSIONS.values() for script in own), _LAST_SCRIPT]
     parts = {
         "TITLE": html.escape(" / ".join(exhibit.name for exhibit in exhibits)),
         "STYLE": _read("style.css"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...schedules import Costs, Links, Schedule
+from ...schedules import Costs, Links, Op, Schedule
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.wiring import OPS, Output, Wiring
+from ...schedules.versions import derive_versions
 
 Columns = dict[str, Any]
 _STAYS = -1
@@ -81,9 +82,18 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         ],
         "behind": list(wiring.behind.items()),
         "filled": wiring.filled,
+        "versions": _versions(schedule),
         "slots": wiring.num_slots,
         "channels": wiring.num_channels,
     }
+
+
+def _versions(schedule: Schedule) -> list[list[int]]:
+    """By rank and action, the weight version that it uses (an update: makes); empty where there is one alone."""
+    if not schedule.is_asynchronous:
+        return []
+    used = derive_versions(schedule).used
+    return [[k + 1 if op is Op.U else used[stage, k] for stage, op, k in program] for program in schedule.programs]
 
 
 def _costs(table: CostTable) -> Columns:

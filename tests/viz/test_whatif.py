@@ -1,0 +1,169 @@
+"""The "what if" panel in the page: sliders, what they show, and the numbers of microbatches that it knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stagewright.schedules import FAMILIES, Costs, Edge, Links, Schedule, Sum, Way, build, simulate
+from stagewright.schedules.builders.late_updates import defer_updates
+from stagewright.schedules.builders.replicas import replicate
+from stagewright.viz import Exhibit
+from stagewright.viz.explorer.other_sizes import builder_of
+from stagewright.viz.explorer.whatif_data import whatif_data
+
+LINKS = Links(network=Way(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
+
+
+def exhibit(schedule: Schedule, costs: Costs, links: Links | None = None) -> Exhibit:
+    return Exhibit(name=schedule.name, predicted=simulate(schedule, costs, links), costs=costs, links=links)
+
+
+def move(looked: Any, label: str, value: float) -> None:
+    """Write into the box of a knob, or put the slider of M at a position."""
+    looked.evaluate(
+        """([label, value]) => {
+            const box = [...document.querySelectorAll(".knob input")].find((each) =>
+                each.getAttribute("aria-label").startsWith(label) && (each.type === "number" || label.endsWith("M")));
+            box.value = value;
+            box.dispatchEvent(new Event(box.type === "number" ? "change" : "input"));
+        }""",
+        [label, value],
+    )
+    looked.settle()
+
+
+def told(looked: Any) -> str:
+    return str(looked.page.inner_text(".whatif .told"))
+
+
+def panels(looked: Any) -> list[list[Any]]:
+    found: list[list[Any]] = looked.evaluate("stagewright.page.panels.map((panel) => [panel.caption, panel.makespan])")
+    return found
+
+
+def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> None:
+    schedule, costs = build("zb-h1", num_ranks=3, num_microbatches=6), Costs(forward=1.0, backward=2.5)
+    looked = browser.show(exhibit(schedule, costs, LINKS))
+    assert [caption for caption, _ in panels(looked)] == ["predicted"]
+    labels = looked.evaluate(
+        "[...document.querySelectorAll('.knob > span:first-child')].map((each) => each.textContent)"
+    )
+    assert labels == [
+        "Forward F",
+        "Input grad. I",
+        "Weight grad. W",
+        "Latency",
+        "Bandwidth",
+        "Update",
+        "Microbatches M",
+    ]
+    move(looked, "Forward F", 2)
+    move(looked, "Bandwidth", 0.5)
+    slower = replace(LINKS, network=Way(latency=0.25, seconds_per_byte=2e-7))
+    timeline = simulate(schedule, Costs(forward=2.0, input_grad=1.25, weight_grad=1.25), slower)
+    before = simulate(schedule, costs, LINKS)
+    caption = "what if: Forward F \u00d7 2, Bandwidth \u00d7 0.5"
+    assert panels(looked) == [["predicted", before.makespan], [caption, pytest.approx(timeline.makespan)]]
+    assert told(looked) == (
+        f"makespan {before.makespan:.4g} s → {timeline.makespan:.4g} s ({timeline.makespan / before.makespan:.4g} "
+        f"times), bubble {before.bubble:.1%} → {timeline.bubble:.1%}"
+    )
+    move(looked, "Forward F", 99)  # as far as factors go
+    assert panels(looked)[1][0] == "what if: Forward F \u00d7 4, Bandwidth \u00d7 0.5"
+    looked.page.click("text=Reset all")
+    looked.settle()
+    assert [caption for caption, _ in panels(looked)] == ["predicted"]
+    assert looked.said == []
+
+
+def test_seconds_are_added_where_nothing_is_and_updates_come_behind(browser: Any) -> None:
+    schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
+    looked = browser.show(exhibit(schedule, costs))
+    move(looked, "Latency", 0.5)
+    move(looked, "Update", 1.5)
+    timeline = simulate(schedule, replace(costs, latency=0.5, update=1.5))
+    assert panels(looked)[1] == ["what if: Latency + 500 ms, Update + 1.5 s", pytest.approx(timeline.makespan)]
+    last = looked.evaluate("stagewright.page.panels[1].rows[0].program.ops.at(-1)")
+    assert last == "U"
+    x, y = looked.place(1, 1, 2)
+    looked.page.mouse.move(x, y)
+    looked.settle()
+    assert "0F1 on rank 0 (500 ms under way" in looked.page.inner_text("#tooltip")
+
+
+def test_more_microbatches_of_a_stream_move_the_slider(browser: Any) -> None:
+    schedule, costs = build("2bw", num_ranks=3, num_microbatches=4), Costs(forward=1.0, backward=2.0, update=0.5)
+    looked = browser.show(exhibit(schedule, costs))
+    known = [each["microbatches"] for each in (whatif_data(exhibit(schedule, costs)) or {})["wirings"]]
+    assert known == [2, 3, 4, 6, 8, 12, 16, 24, 32]
+    move(looked, "Microbatches M", known.index(12))
+    timeline = simulate(build("2bw", num_ranks=3, num_microbatches=12), costs)
+    assert panels(looked)[1][0] == "what if: M = 12"
+    assert told(looked).startswith(
+        f"a batch every {simulate(schedule, costs).batch_seconds:.4g} s → {timeline.batch_seconds:.4g}"
+    )
+    assert looked.evaluate("stagewright.page.panels[1].rows[2].program.versions[0]") == 0
+
+
+def test_what_cannot_be_varied_says_why(browser: Any) -> None:
+    schedule = replace(build("1f1b", num_ranks=2, num_microbatches=4), name="my own")
+    looked = browser.show(exhibit(schedule, Costs(forward=1.0)))
+    assert "M is fixed: this order is not one that a built-in schedule has" in looked.page.inner_text(".whatif")
+    assert whatif_data(Exhibit(name="no costs", predicted=simulate(schedule, Costs()))) is None
+    huge = build("gpipe", num_ranks=2, num_microbatches=50_001)
+    predicted = exhibit(schedule, Costs()).predicted
+    assert predicted is not None
+    data = whatif_data(Exhibit(name="huge", predicted=replace(predicted, schedule=huge), costs=Costs()))
+    assert data == {"refused": "200,004 actions: costs can be varied up to 200,000."}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_found_again_from_its_schedule(name: str) -> None:
+    options: list[dict[str, Any]] = [{}]
+    family = FAMILIES[name]
+    options += [{"num_chunks": 3}] if family.takes_chunks else []
+    options += [{"replicas": (2, 1, 1)}, {"replicas": (2, 2)}] if family.takes_replicas else []
+    options += [{"num_batches": 3}] if "num_batches" in family.options else []
+    options += [{"vertical_sync": True}, {"update_every": 4}] if "update_every" in family.options else []
+    options += [{"warmup": "eager"}] if "warmup" in family.options else []
+    for given in options:
+        first, other = (build(name, num_ranks=4, num_microbatches=number, **given) for number in (8, 16))
+        found = builder_of(first)
+        assert found is not None, given
+        assert found(16) == other, given
+    plain = build(name, num_ranks=4, num_microbatches=8)
+    copies = builder_of(replicate(plain, 2))
+    assert copies is not None
+    assert copies(32) == replicate(build(name, num_ranks=4, num_microbatches=16), 2)
+    skip = plain.with_edges([*plain.stage_edges, Edge(0, 2)])
+    with_skip = builder_of(skip)
+    assert with_skip is not None
+    assert with_skip(16).stage_edges == skip.stage_edges
+    if plain.rule.updates_may_wait and plain.is_asynchronous:
+        late = builder_of(defer_updates(plain))
+        assert late is not None
+        assert late(16) == defer_updates(build(name, num_ranks=4, num_microbatches=16))
+    swapped = replace(plain, programs=(*plain.programs[:-1], plain.programs[-1][::-1]))
+    assert builder_of(swapped) is None
+
+
+@pytest.mark.nightly
+def test_a_hundred_thousand_actions_are_played_in_less_than_a_second(browser: Any) -> None:
+    schedule = build("1f1b", num_ranks=16, num_microbatches=3125)
+    costs = Costs(forward=1.0, latency=0.1)
+    shown = exhibit(schedule, costs, replace(LINKS, sums=(Sum(stage=0, seconds=1.0),)))
+    looked = browser.show(shown)
+    seconds = looked.evaluate(
+        """() => {
+            const wiring = new stagewright.replay.Wiring(stagewright.page.exhibits[0].extras.whatif.wirings[0]);
+            const begin = performance.now();
+            const run = new stagewright.replay.Replay(wiring, { F: 1.5 });
+            return [(performance.now() - begin) / 1000, run.makespan];
+        }"""
+    )
+    print(f"{seconds[0]:.3f} s")
+    assert seconds[0] < 1.0
+    assert seconds[1] == simulate(schedule, Costs(forward=1.5, backward=2.0, latency=0.1), shown.links).makespan
