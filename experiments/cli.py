@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "timeline": Command(
         "commands.timeline", "draw runs, plans and schedules over time, as a page, a picture or for Perfetto"
     ),
+    "compare": Command("commands.compare", "what changed between two runs, plans or schedules, and where it came from"),
     "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
     "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
     "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),

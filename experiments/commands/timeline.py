@@ -59,13 +59,13 @@ def run(argv: Sequence[str]) -> int:
         width=options.width, dpi=options.dpi, font=options.font, title=not options.no_title, idle=options.idle
     )
     for path in options.out:
-        _writer(path)
+        writer_of(path)
         check_out("-o", path)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
     written = list(options.out) or _usual_outputs(options.inputs)
     for path in written:
-        _writer(path)(exhibits, path, style)
+        writer_of(path)(exhibits, path, style)
     if options.json:
         print(json.dumps({"written": list(map(str, written)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
         return 0
@@ -96,7 +96,7 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
 _Writer = Callable[[Sequence[Exhibit], Path, FigureStyle], None]
 
 
-def _writer(path: Path) -> _Writer:
+def writer_of(path: Path) -> _Writer:
     """The function that writes a file of this name; ValueError where there is none."""
     writers: dict[str, _Writer] = {
         ".html": _write_page,

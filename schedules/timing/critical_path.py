@@ -88,7 +88,7 @@ class CriticalPath:
 
     @property
     def by_kind(self) -> dict[PathKind, float]:
-        """Seconds of each kind that occurs, the most first; they add up to the makespan."""
+        """Seconds of each kind that takes any, the most first; they add up to the makespan."""
         return _added((step.kind, step.seconds) for step in self.steps)
 
     @property
@@ -298,5 +298,6 @@ def _is_update(what: Action | Message | Collective) -> bool:
 def _added(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for key, seconds in pairs:
-        found[key] = found.get(key, 0.0) + seconds
+        if seconds > 0:
+            found[key] = found.get(key, 0.0) + seconds
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))

@@ -60,6 +60,7 @@ class Difference:
         causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
             they add up to the makespans, and their changes to its change.
         path: seconds of the critical path by kind, the largest change first; they add up likewise.
+        links: seconds of messages on the critical path by link, "link 0 -> 1"; they add up to its "message".
         ranks: [P] the causes of each rank; empty where the numbers of ranks differ, () for a rank missing in one.
         departures: actions of both, those that depart most first.
         stragglers: of the later one, against the earlier one and against their peers.
@@ -71,6 +72,7 @@ class Difference:
     bubble: Change
     causes: tuple[Change, ...]
     path: tuple[Change, ...]
+    links: tuple[Change, ...]
     ranks: tuple[tuple[Change, ...], ...]
     departures: tuple[Departure, ...]
     stragglers: tuple[Straggler, ...]
@@ -97,7 +99,8 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
         ranks = tuple(
             () if rank in lacking else _changes(causes[0][rank], causes[1][rank]) for rank in range(num_ranks)
         )
-    path = _changes(_path_seconds(critical_path(before)), _path_seconds(critical_path(after)))
+    paths = critical_path(before), critical_path(after)
+    path, links = _changes(*map(_by_kind, paths)), _changes(*map(_by_link, paths))
     same_places = before.schedule.placement == after.schedule.placement
     departures = _departures(before, after) if same_places else []
     against = find_stragglers(after, expected=before) if same_places else ()
@@ -108,7 +111,8 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
         batch_seconds=Change("batch seconds", before.batch_seconds, after.batch_seconds),
         bubble=Change("bubble", before.bubble, after.bubble),
         causes=_changes(_mean(causes[0], before.missing), _mean(causes[1], after.missing)),
-        path=tuple(sorted(path, key=lambda change: -abs(change.seconds))),
+        path=_largest_first(path),
+        links=_largest_first(links),
         ranks=ranks,
         departures=tuple(departures[:num_departures]),
         stragglers=(*against, *peers),
@@ -130,8 +134,16 @@ def _mean(ranks: Sequence[Mapping[str, float]], missing: Sequence[int]) -> dict[
     return {name: sum(rank[name] for rank in known) / max(1, len(known)) for name in names}
 
 
-def _path_seconds(path: CriticalPath) -> dict[str, float]:
+def _by_kind(path: CriticalPath) -> dict[str, float]:
     return {kind.value: seconds for kind, seconds in path.by_kind.items()}
+
+
+def _by_link(path: CriticalPath) -> dict[str, float]:
+    return {f"link {src} -> {dst}": seconds for (src, dst), seconds in path.by_link.items()}
+
+
+def _largest_first(changes: Sequence[Change]) -> tuple[Change, ...]:
+    return tuple(sorted(changes, key=lambda change: -abs(change.seconds)))
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Change, ...]:

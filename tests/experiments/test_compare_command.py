@@ -1,0 +1,159 @@
+"""`stagewright compare`: what it tells of two runs, plans or schedules, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.commands.comparison import compare_exhibits
+from stagewright.experiments.training.traces import Traces
+from stagewright.partition import Cluster, Node, Profile, plan
+from stagewright.schedules import Costs, RankTrace, StageBytes, Timeline, build, simulate
+from stagewright.viz import Exhibit
+from stagewright.viz.exhibit import MeasuredStep, Row, Slice
+
+
+def timeline(name: str = "1f1b", *, latency: float = 0.25, update: float = 0.0, measured: bool = False) -> Timeline:
+    schedule = build(name, num_ranks=2, num_microbatches=8)
+    return replace(simulate(schedule, Costs(latency=latency, update=update)), measured=measured)
+
+
+def slowed(timeline: Timeline, rank: int) -> Timeline:
+    """A rank that takes twice as long for each action, while others do not wait for it (rows are as they are)."""
+    now, spans = 0.0, []
+    for span in timeline.ranks[rank].compute:
+        now = max(now, span.start)
+        spans.append(span._replace(start=now, end=now + 2 * (span.end - span.start)))
+        now = spans[-1].end
+    ranks = tuple(RankTrace(compute=tuple(spans)) if r == rank else t for r, t in enumerate(timeline.ranks))
+    return replace(timeline, ranks=ranks, measured=True)
+
+
+def write_run(name: str, traces: Traces, **config: object) -> None:
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    traces.write(folder)
+    manifest = {"name": name, "config": {"name": name, **config}, "versions": {"torch": "2.13"}, "host": {"name": "a"}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    fast = timeline(measured=True)
+    write_run("fast", Traces(predicted=timeline(), measured=fast), layers=4, schedule="1f1b")
+    write_run("slow", Traces(predicted=timeline(), measured=slowed(fast, 1)), layers=8, schedule="1f1b")
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:  # type: ignore[type-arg]
+    assert main(["compare", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_two_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "fast", "runs/slow")
+    assert (found["before"]["name"], found["after"]["name"]) == ("fast", "slow")
+    assert found["before"]["caption"].startswith("measured, step")
+    assert found["step_seconds"]["change"] == found["makespan"]["after"] - found["makespan"]["before"] > 0
+    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["makespan"]["change"])
+    assert sum(each["change"] for each in found["critical_path"]) == pytest.approx(found["makespan"]["change"])
+    assert found["largest_cause"] == "compute"
+    assert [each["name"] for each in found["stragglers"]] == ["rank 1"]
+    assert found["stragglers"][0]["ratio"] == pytest.approx(2.0)
+    assert found["configuration"] == {"--layers": ["4", "8"]}
+    assert found["departures"][0]["rank"] == 1
+
+
+def test_the_table_reads_the_same(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "fast", "slow"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("A  fast (measured")
+    assert lines[1].startswith("B  slow (measured")
+    text = "\n".join(lines)
+    assert "most of all for compute (+" in text
+    assert "  rank 1 takes 2.00 times as long" in text
+    assert "  --layers  4  8" in text
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_a_run_alone_is_compared_with_its_prediction(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "slow")
+    assert (found["before"]["caption"], found["after"]["caption"][:8]) == ("predicted", "measured")
+    assert found["configuration"] == {}
+    assert found["stragglers"][0]["name"] == "rank 1"
+
+
+def test_plans_say_their_cut_and_memory(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = tuple(
+        Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0, parameter_bytes=100.0)
+        for n in "abcd"
+    )
+    profile = Profile(nodes=nodes, microbatch_size=1)
+    for size in (2, 4):
+        cluster = Cluster.parse(f"{size}:net=1GB/s")
+        found = plan(profile, cluster, global_batch=8, pipeline_sizes=(size,), schedules=("1f1b",))
+        Path(f"plan{size}.json").write_text(found.to_json())
+    told = answer(capsys, "plan2.json", "plan4.json", "-o", "both.html")
+    assert told["configuration"]["cut"] == ["a .. b | c .. d", "a | b | c | d"]
+    assert told["ranks"] == told["departures"] == []
+    assert any("2 ranks before and 4 after" in note for note in told["notes"])
+    assert max(told["before"]["peak_bytes"]) > max(told["after"]["peak_bytes"]) > 0
+    assert told["written"] == ["both.html"]
+    assert Path("both.html").stat().st_size > 10_000
+    assert main(["compare", "plan2.json", "plan4.json"]) == 0
+    assert "memory, fullest rank" in capsys.readouterr().out
+
+
+def test_a_measured_run_beside_a_schedule(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What both have is compared: here the prediction."""
+    found = answer(capsys, "fast", "zb-h1", "--ranks", "2", "--microbatches", "8")
+    assert [found[side]["caption"] for side in ("before", "after")] == ["predicted", "predicted"]
+    assert any("only fast was measured" in note for note in found["notes"])
+    assert found["configuration"]["schedule"] == ["1f1b", "zb-h1"]
+    assert found["configuration"]["--layers"] == ["4", None]
+
+
+def test_the_step_in_the_middle_speaks_for_a_run() -> None:
+    steps = tuple(
+        MeasuredStep(number, timeline(latency=latency, measured=True))
+        for number, latency in ((3, 5.0), (23, 0.25), (43, 0.5))
+    )
+    run = Exhibit(name="run", predicted=timeline(), measured=steps, memory=(StageBytes(weights=5),) * 2)
+    found = compare_exhibits([run], ["run"])
+    assert found.after.caption == "measured, step 43, the median of 3"
+    assert found.after.peaks == (5.0, 5.0)
+    watched = compare_exhibits([replace(run, measured_peak=(7.0, 9.0), predicted_peak=(6.0, 6.0))], ["run"])
+    assert (watched.before.peaks, watched.after.peaks) == ((6.0, 6.0), (7.0, 9.0))
+    assert (watched.before.peaks_are, watched.after.peaks_are) == ("predicted by the plan", "measured")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fast", "slow", "fast"], "3 inputs: expected two to compare, or a run alone"),
+        (["fast", "gone"], "gone: no such file, run folder or schedule"),
+        (["1f1b", "--ranks", "2", "--microbatches", "4"], "1f1b has no measurement to compare with: expected a second"),
+        (["fast", "slow", "-o", "a.doc"], "-o a.doc: expected a name that ends in .html"),
+        (["fast", "slow", "-o", "none/a.html"], "-o none/a.html: cannot write"),
+        (["fast", "broken"], "broken/manifest.json is unreadable"),
+        (["fast", "slow", "--ranks", "3"], "--ranks beside fast, slow"),
+    ],
+)
+def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    write_run("broken", Traces(predicted=timeline(), measured=timeline(measured=True)))
+    Path("runs/broken/manifest.json").write_text("{")
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slices_of_others_cannot_be_compared() -> None:
+    trace = Exhibit(name="gpu", foreign=(Row(name="gpu", slices=(Slice("k", 0.0, 1.0),)),))
+    with pytest.raises(ValueError, match=r"gpu has no timeline of a schedule.*stagewright timeline t\.json"):
+        compare_exhibits([Exhibit(name="a", predicted=timeline()), trace], ["1f1b", "t.json"])
