@@ -1,0 +1,140 @@
+"""Each node's share of the processor: by a control group where one can be made, else by whole cores.
+
+A group's name says who made it: stagewright-PROCESS-START-NODE. Linux keeps an empty group when its owner is killed, so
+the next run takes away those whose owner is gone (`leftovers`), and no others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+_PERIOD = 10_000  # [us] a share is of each such time: short, so that a pipeline does not stand still for long
+_LEAST = 1_000  # [us] Linux takes no less
+_JOIN = 'echo $$ > "$1" && shift && exec "$@"'
+_NUMBERS = count()
+
+
+@contextmanager
+def shares(share: float | None, num_nodes: int) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Words in front of what runs on each node, so that it has a share of the cores; a context that takes them back.
+
+    Arguments:
+        share: of all cores of this machine, per node; None: not limited.
+
+    Raises ValueError where this machine can give no such share.
+    """
+    if share is None:
+        yield ((),) * num_nodes
+        return
+    root = group_root()
+    if root is None:
+        yield _whole_cores(share, num_nodes)
+        return
+    groups = [root / _name(next(_NUMBERS)) for _ in range(num_nodes)]
+    try:
+        for group in groups:
+            _make(group, share)
+        yield tuple(("sh", "-c", _JOIN, "sh", str(group / "cgroup.procs")) for group in groups)
+    finally:
+        for group in groups:
+            with suppress(OSError):
+                group.rmdir()
+
+
+def why_no_share(share: float, num_nodes: int) -> str:
+    """Why nodes cannot have such a share of the cores here; empty when they can."""
+    if not 0 < share <= 1:
+        return f"cpu_share={share:g}: expected a part of this machine's cores, above 0 and at most 1"
+    cores = len(os.sched_getaffinity(0))
+    if share * cores * _PERIOD < _LEAST:
+        return f"cpu_share={share:g}: expected at least {_LEAST / _PERIOD / cores:g} on {cores} cores"
+    if group_root() is None:
+        try:
+            _whole_cores(share, num_nodes)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def group_root() -> Path | None:
+    """Where groups with a share of the processor can be made; None: nowhere here."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, where, kind, options, *_ = line.split()
+        root = Path(where)
+        if kind == "cgroup" and "cpu" in options.split(",") and os.access(root, os.W_OK):
+            return root
+        if kind == "cgroup2" and _hands_down_shares(root):
+            return root
+    return None
+
+
+def leftovers() -> list[Path]:
+    """Groups of runs whose owner is gone."""
+    root = group_root()
+    return [] if root is None else [group for group in sorted(root.glob("stagewright-*")) if _is_orphan(group.name)]
+
+
+def remove_leftovers() -> list[str]:
+    """Take away groups of runs that were killed; their names."""
+    removed = []
+    for group in leftovers():
+        with suppress(OSError):  # something still runs in it, or another run was quicker
+            group.rmdir()
+            removed.append(group.name)
+    return removed
+
+
+def _hands_down_shares(root: Path) -> bool:
+    with suppress(OSError):
+        if "cpu" not in (root / "cgroup.controllers").read_text().split():
+            return False
+        if "cpu" not in (root / "cgroup.subtree_control").read_text().split():
+            (root / "cgroup.subtree_control").write_text("+cpu")
+        return os.access(root, os.W_OK)
+    return False
+
+
+def _make(group: Path, share: float) -> None:
+    group.mkdir()
+    quota = round(share * len(os.sched_getaffinity(0)) * _PERIOD)
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
+        return
+    (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+    (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
+def _whole_cores(share: float, num_nodes: int) -> tuple[tuple[str, ...], ...]:
+    """Cores of its own for each node. Raises ValueError where shares are not whole cores, or not enough of them."""
+    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+    each = share * len(cores)
+    if each != round(each) or each * num_nodes > len(cores):
+        raise ValueError(
+            f"cpu_share={share:g}: {each:g} of {len(cores)} cores for each of {num_nodes} nodes needs control groups, "
+            f"which cannot be made here (a container needs --privileged); expected whole cores, and enough of them"
+        )
+    own = [cores[node * int(each) : (node + 1) * int(each)] for node in range(num_nodes)]
+    return tuple(("taskset", "--cpu-list", ",".join(map(str, mine))) for mine in own)
+
+
+def _name(number: int) -> str:
+    return f"stagewright-{os.getpid()}-{_start_of(os.getpid())}-{number}"
+
+
+def _is_orphan(name: str) -> bool:
+    with suppress(ValueError):
+        process, start, _ = name.removeprefix("stagewright-").split("-")
+        return _start_of(int(process)) != int(start)
+    return False
+
+
+def _start_of(process: int) -> int | None:
+    """When a process was started, in ticks since the machine was: tells it from a later one of the same number."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None

@@ -1,0 +1,301 @@
+"""Back end of network namespaces: what ranks find there, every ending, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.backends import supervise
+from stagewright.experiments.backends.namespaces import cpu_share, needs
+from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
+from stagewright.experiments.backends.netns import NetnsBackend
+from stagewright.experiments.backends.node import descendants
+from stagewright.experiments.backends.records import Nodes, Shape
+
+from .nodes import SLEEP, work
+
+WHY_NOT = what_is_missing() or why_no_wire()
+needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+needs_groups = pytest.mark.skipif(
+    bool(WHY_NOT) or cpu_share.group_root() is None, reason=WHY_NOT or "control groups cannot be made here"
+)
+TWO = Nodes(num_nodes=2)
+DELAYED = Nodes(num_nodes=2, shape=Shape(latency=0.001))
+
+LOOK = """
+import json, os, socket, sys
+from pathlib import Path
+rank = os.environ["RANK"]
+told = {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "WORLD_SIZE")}
+told |= {"host": socket.gethostname(), "interfaces": sorted(os.listdir("/sys/class/net")), "folder": os.getcwd()}
+Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(told))
+print("rank", rank, "was here")
+"""
+
+
+def backend(capacity: float = 1e9) -> NetnsBackend:
+    return NetnsBackend(say=lambda _: None, measured_capacity=lambda _: capacity)
+
+
+def networks(process: int) -> set[int]:
+    """Network namespaces of what a process has started, other than its own."""
+    own = os.stat("/proc/self/ns/net").st_ino
+    return {inode for below in descendants(process) if (inode := network_of(below)) not in (0, own)}
+
+
+def network_of(process: int) -> int:
+    try:
+        return os.stat(f"/proc/{process}/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def are_gone(inodes: set[int]) -> bool:
+    """Whether no process is left in any of these namespaces."""
+    return not any(network_of(int(path.name)) in inodes for path in Path("/proc").glob("[0-9]*"))
+
+
+@needs_root
+def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path: Path) -> None:
+    nodes = Nodes(num_nodes=2, ranks_per_node=2, shape=Shape(latency=0.001))
+    outcome = backend().run(work(tmp_path, LOOK), nodes)
+    assert (outcome.status, outcome.timed_out) == (0, False), outcome.report
+    for rank in range(4):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert told == {
+            "MASTER_ADDR": "10.66.1.1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "WORLD_SIZE": "4",
+            "host": f"node{rank // 2}",
+            "interfaces": ["eth0", "lo"],
+            "folder": os.getcwd(),
+        }
+        assert f"rank {rank} was here" in (tmp_path / f"node{rank // 2}.log").read_text()
+    assert all("--master-addr 10.66.1.1" in command for command in outcome.commands)
+    assert json.loads((tmp_path / "wire.json").read_text())["packets"] > 0
+    # The nodes' clocks are one clock: the exchange before the start says how long the way is.
+    assert 0.002 <= json.loads((tmp_path / "nodes.json").read_text())[1]["round_trip"] < 0.05
+    assert networks(os.getpid()) == set()
+
+
+@needs_root
+def test_a_failed_node_is_named_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_GRACE", 0.3)
+    program = "import os\nif os.environ['RANK'] == '1':\n    raise SystemExit('no luck')\n" + SLEEP
+    outcome = backend().run(work(tmp_path, program), TWO)
+    assert outcome.status == 1
+    assert outcome.report.startswith("node 1 (10.66.1.2): failed (exit status 1)")
+    assert "no luck" in outcome.report
+
+
+@needs_root
+def test_a_node_that_never_comes_is_named_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
+    # A node so slow that its starter is not even loaded in time.
+    class Late(NetnsBackend):
+        def _network(self, stack, nodes):  # type: ignore[no-untyped-def]
+            net = super()._network(stack, nodes)
+            net.hosts[1]._prefix = ("sh", "-c", 'sleep 60; exec "$@"', "sh")
+            return net
+
+    outcome = Late(say=lambda _: None).run(work(tmp_path, LOOK, join_timeout=0.7), TWO)
+    assert outcome.status != 0
+    assert "node 1 (10.66.1.2): silent for 0.7 s, expected at 10.66.1.1:29500" in outcome.report
+
+
+@needs_root
+def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> None:
+    started = time.monotonic()
+    stray = "import subprocess\nsubprocess.Popen(['sleep', '120'], start_new_session=True)\n"
+    outcome = backend().run(work(tmp_path, stray + SLEEP, timeout=1.0), TWO)
+    assert (outcome.timed_out, outcome.status) == (True, 124)
+    assert "not done after 1 s" in outcome.report
+    assert time.monotonic() - started < 15
+    assert networks(os.getpid()) == set()
+
+
+@needs_root
+def test_a_wire_that_breaks_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_GRACE", 0.3)
+
+    class Cut(NetnsBackend):
+        def _network(self, stack, nodes):  # type: ignore[no-untyped-def]
+            net = super()._network(stack, nodes)
+            net.wire._process.kill()
+            return net
+
+    outcome = Cut(say=lambda _: None).run(work(tmp_path, SLEEP), DELAYED)
+    assert outcome.status != 0
+    assert outcome.report.startswith("the wire between the nodes ended (status -9)")
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from stagewright.experiments.backends.netns import NetnsBackend
+from stagewright.experiments.backends.records import Nodes, Shape, Work
+folder, path, share = sys.argv[1:]
+work = Work(module="program", arguments=(folder,), folder=Path(folder), environment={"PYTHONPATH": path})
+share = float(share) if share else None
+NetnsBackend().run(work, Nodes(num_nodes=2, shape=Shape(latency=0.001, cpu_share=share)))
+"""
+
+
+def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
+    """A process that owns a run of two nodes, once the ranks there have started."""
+    given = work(folder, SLEEP)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), given.environment["PYTHONPATH"], share], stderr=subprocess.DEVNULL
+    )
+    wait_for(lambda: len(list(folder.glob("pid*"))) == 2, 30)
+    return process
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    process = owner(tmp_path)
+    there = networks(process.pid)
+    assert len(there) == 2
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    wait_for(lambda: are_gone(there))
+
+
+@needs_groups
+def test_a_killed_owner_leaves_groups_that_the_next_run_removes_and_no_others(tmp_path: Path) -> None:
+    root = cpu_share.group_root()
+    assert root is not None
+    there = set(root.glob("stagewright-*"))
+    foreign = root / f"stagewright-of-others-{os.getpid()}"
+    foreign.mkdir()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "next").mkdir()
+    try:
+        process = owner(tmp_path / "killed", "0.25")
+        nodes = networks(process.pid)
+        left = set(root.glob("stagewright-*")) - there - {foreign}
+        assert len(left) == 2
+        process.kill()
+        process.wait()
+        wait_for(lambda: are_gone(nodes))
+        said: list[str] = []
+        assert NetnsBackend(say=said.append).run(work(tmp_path / "next", LOOK), TWO).status == 0
+        for group in left:
+            assert not group.exists()
+            assert f"removed what an interrupted run left: control group {group.name}" in said
+        assert foreign.exists()
+    finally:
+        foreign.rmdir()
+
+
+SPIN = """
+import time
+until, before = time.perf_counter() + 0.3, time.process_time()
+while time.perf_counter() < until:
+    pass
+print(time.process_time() - before)
+"""
+
+
+@needs_groups
+def test_a_share_of_the_processor_is_what_it_says() -> None:
+    with cpu_share.shares(0.2 / len(os.sched_getaffinity(0)), 1) as (prefix,):
+        spun = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", SPIN], capture_output=True, check=True)
+    assert 0.01 < float(spun.stdout) < 0.1  # a fifth of 0.3 s, less what others took
+    assert cpu_share.leftovers() == []
+
+
+def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from stagewright import PipelineModule
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.full((1000,), rank + 1.0)
+dist.all_reduce(total)
+assert torch.equal(total, torch.full((1000,), 3.0))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+inputs, targets = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+expected = nn.functional.mse_loss(model(inputs), targets).item()
+pipe = PipelineModule(model, schedule="1f1b", num_microbatches=4, loss_fn=nn.functional.mse_loss)
+result = pipe.forward_backward(inputs, targets)
+assert abs(result.loss - expected) < 1e-12, (result.loss, expected)
+print("loss is right on rank", rank)
+dist.destroy_process_group()
+"""
+
+
+@needs_root
+@pytest.mark.gloo
+def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:
+    nodes = Nodes(num_nodes=2, shape=Shape(bandwidth=125e6, latency=0.001))
+    outcome = backend().run(work(tmp_path, TRAIN, torch=True), nodes)
+    assert outcome.status == 0, outcome.report
+    for rank in (0, 1):
+        assert f"loss is right on rank {rank}" in (tmp_path / f"node{rank}.log").read_text()
+
+
+# What is refused
+
+
+@needs_root
+def test_a_rate_that_this_machine_does_not_carry_is_refused() -> None:
+    fast = Nodes(num_nodes=2, shape=Shape(bandwidth=1.25e9, latency=0.001))
+    with pytest.raises(ValueError, match=r"links of 10 Gbit/s: .* 8 Gbit/s between two nodes here, measured .*latency"):
+        backend(capacity=1e9).check(fast)
+    backend(capacity=2e9).check(fast)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape(sites=(0, 1, 1)), r"sites \(0, 1, 1\): expected a number from 0 to 249 for each of 2 nodes"),
+        (Shape(bandwidth=0.0), r"bandwidth=0: expected at least 1000 bytes/s"),
+        (Shape(latency=-1.0), r"latency=-1: expected 0 to 10 s"),
+        (Shape(cpu_share=1.5), r"cpu_share=1.5: expected a part of this machine's cores"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(shape: Shape, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        backend().check(Nodes(num_nodes=2, shape=shape))
+
+
+def test_without_root_it_says_what_to_type_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match=r"need root, and this is user 1000; type `sudo .*--backend local"):
+        backend().check(TWO)
+
+
+def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("tc", "nsenter") else f"/usr/bin/{name}")
+    assert needs.what_is_missing() == "not found: tc, nsenter (Debian: apt install iproute2 util-linux)"
+
+
+def test_shares_without_control_groups_are_whole_cores_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_share, "group_root", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 6, 7})
+    with cpu_share.shares(0.5, 2) as prefixes:
+        assert prefixes == (("taskset", "--cpu-list", "3,4"), ("taskset", "--cpu-list", "6,7"))
+    assert cpu_share.why_no_share(0.5, 2) == ""
+    assert cpu_share.why_no_share(0.3, 2).startswith("cpu_share=0.3: 1.2 of 4 cores for each of 2 nodes needs control")
+    assert cpu_share.why_no_share(0.5, 3).startswith("cpu_share=0.5: 2 of 4 cores for each of 3 nodes needs control")
