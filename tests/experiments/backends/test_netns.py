@@ -37,7 +37,7 @@ rank = os.environ["RANK"]
 told = {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "WORLD_SIZE")}
 told |= {"host": socket.gethostname(), "interfaces": sorted(os.listdir("/sys/class/net")), "folder": os.getcwd()}
 Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(told))
-print(f"rank {rank} was here\n", end="")  # in one piece: ranks of a node share a pipe
+print(f"rank {rank} was here\\n", end="")  # in one piece: ranks of a node share a pipe
 """
 
 
