@@ -3,8 +3,9 @@
 from .exhibit import Exhibit, MeasuredStep, Row, Slice
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
-from .perfetto import write_perfetto
+from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
+from .traces.exhibit import exhibit_of_traces
 
 __all__ = [
     "Exhibit",
@@ -13,7 +14,9 @@ __all__ = [
     "Row",
     "Slice",
     "comparison_figure",
+    "exhibit_of_traces",
     "explorer_html",
+    "read_perfetto",
     "render_comparison",
     "render_timeline",
     "timeline_figure",

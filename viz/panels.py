@@ -120,7 +120,7 @@ class RowsPanel:
             for each in row.slices:
                 lanes.setdefault(each.lane, []).append(each)
             for number, (lane, slices) in enumerate(lanes.items()):
-                name = row.name if number == 0 else f"{row.name} {lane}"
+                name = lane if number and lane else row.name
                 lines.append((name, sorted(slices, key=lambda each: (each.start, -each.end))))
         return lines
 

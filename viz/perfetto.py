@@ -12,7 +12,7 @@ name without the digits, hence `F 3`; slices of one thread that overlap must nes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ _Event = dict[str, Any]  # as the format has it
 # Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
 # still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
 _TICKS_PER_US = 8
+OWN_KEY = "stagewrightTimelines"  # a key that other readers skip: what the slices were made of, unrounded
 _COMPUTE, _RECEIVE, _TOGETHER = 0, 100, 200  # first thread id of each kind of lane
 _LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together"}
 
@@ -58,8 +59,27 @@ def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: s
         arrow_id += trace.num_arrows
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     facts = json.dumps({name or "timeline": _facts(timeline) for name, timeline in named})
-    text = f'{{"displayTimeUnit":"ms",\n"otherData":{facts},\n"traceEvents":[\n{lines}\n]}}\n'
+    whole = json.dumps([{"name": name, "timeline": json.loads(timeline.to_json())} for name, timeline in named])
+    text = f'{{"displayTimeUnit":"ms",\n"otherData":{facts},\n"{OWN_KEY}":{whole},\n"traceEvents":[\n{lines}\n]}}\n'
     Path(path).write_text(text, encoding="utf-8")
+
+
+def read_perfetto(data: Mapping[str, Any], *, source: str) -> list[tuple[str, Timeline]] | None:
+    """The named timelines of which `write_perfetto` made a file, to the last bit; None for a file of others.
+
+    Arguments:
+        data: the file's JSON.
+        source: its name, for errors.
+
+    Raises ValueError where one is written by this package, and cannot be read.
+    """
+    kept = data.get(OWN_KEY)
+    if kept is None:
+        return None
+    try:
+        return [(str(each["name"]), Timeline.from_json(json.dumps(each["timeline"]))) for each in kept]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: {OWN_KEY}: {error!r}: expected what write_perfetto writes") from None
 
 
 def _facts(timeline: Timeline) -> _Event:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from typing import Any
 from ...partition import Plan
 from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.registry import family
-from ...viz import Exhibit
-from ...viz.exhibit import MeasuredStep
+from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
+from ...viz.perfetto import OWN_KEY
+from ...viz.traces.events import is_trace, rank_in, read_text
 from ..schedule_files import FORMS
 from ..training.run_folder import RUNS, find_run
 from ..training.traces import Traces
@@ -29,6 +32,7 @@ from .schedule_options import CostOptions
 
 EXPECTED = f"a run (folder or name), a plan, a timeline, a schedule ({FORMS}) or its name such as 1f1b"
 _NEAR = 0.6
+_RANK = re.compile(r"[._-]?rank[._-]?\d+")
 
 
 def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *, root: Path = RUNS) -> list[Exhibit]:
@@ -39,20 +43,53 @@ def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *,
     options = CostOptions() if options is None else options
     if not sources:
         raise ValueError(f"nothing to show: expected {EXPECTED}")
-    exhibits = [read_exhibit(source, options, root=root) for source in sources]
-    surplus = given(options)
-    if surplus and not any(takes_options(source, root=root) for source in sources):
+    groups = _groups(sources)
+    exhibits = [
+        _of_group(group, options) if len(group) > 1 else read_exhibit(group[0], options, root=root) for group in groups
+    ]
+    surplus = set(given(options)).difference(*(takes_options(source, root=root) for source in sources))
+    if surplus:
         raise ValueError(
-            f"{', '.join(surplus)} beside {', '.join(sources)}: expected options for a schedule only, since a run and "
-            f"a plan bring their own"
+            f"{', '.join(sorted(surplus))} beside {', '.join(sources)}: expected options for a schedule only, since a "
+            f"run, a plan and a trace bring their own"
         )
-    counts = Counter(each.name for each in exhibits)
+    counts, firsts = Counter(each.name for each in exhibits), [group[0] for group in groups]
     return [
-        replace(each, name=source if source not in sources[:number] else f"{source} ({number + 1})")
+        replace(each, name=first if first not in firsts[:number] else f"{first} ({number + 1})")
         if counts[each.name] > 1
         else each
-        for number, (each, source) in enumerate(zip(exhibits, sources, strict=True))
+        for number, (each, first) in enumerate(zip(exhibits, firsts, strict=True))
     ]
+
+
+def _groups(sources: Sequence[str]) -> list[list[str]]:
+    """Trace files of ranks that differ, next to each other, are of one run."""
+    groups: list[list[str]] = []
+    ranks: set[int] = set()
+    for source in sources:
+        rank = _rank_of_trace(Path(source))
+        if rank is not None and ranks and rank not in ranks:
+            groups[-1].append(source)
+            ranks.add(rank)
+        else:
+            groups.append([source])
+            ranks = set() if rank is None else {rank}
+    return groups
+
+
+def _rank_of_trace(path: Path) -> int | None:
+    """Rank that a trace file says it is of; None for any other file, or none."""
+    if not path.is_file():
+        return None
+    with suppress(ValueError, OSError):
+        return rank_in(read_text(path))
+    return None
+
+
+def _of_group(group: Sequence[str], options: CostOptions) -> Exhibit:
+    paths = [Path(source) for source in group]
+    name = _RANK.sub("", paths[0].name).split(".")[0] or paths[0].resolve().parent.name
+    return exhibit_of_traces(paths, name=name, num_chunks=options.chunks or 1)
 
 
 def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path = RUNS) -> Exhibit:
@@ -70,7 +107,7 @@ def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path 
     if path.is_file():
         return _read_file(path, options)
     if path.is_dir() or _is_run(source, options, root):
-        return _read_folder(find_run(path, root=root))
+        return _read_folder(find_run(path, root=root), options)
     if _is_schedule(source):
         return _simulated(options.make(source, command="timeline"), options)
     names = [*FAMILIES, *(each.name for each in root.iterdir())] if root.is_dir() else list(FAMILIES)
@@ -81,18 +118,29 @@ def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path 
 
 def given(options: CostOptions) -> list[str]:
     """Options that were given, as they are typed."""
-    names = [each.name for each in fields(CostOptions) if getattr(options, each.name) != each.default]
-    return [f"--{name.replace('_', '-')}" for name in names]
+    return [_typed(each.name) for each in fields(CostOptions) if getattr(options, each.name) != each.default]
 
 
-def takes_options(source: str, *, root: Path = RUNS) -> bool:
-    """Whether sizes and costs say something about it."""
+def _typed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+_ALL_OPTIONS = frozenset(_typed(each.name) for each in fields(CostOptions))
+_OF_TRACES = frozenset({"--chunks"})
+
+
+def takes_options(source: str, *, root: Path = RUNS) -> frozenset[str]:
+    """Options that say something about it."""
     path = Path(source)
     if path.is_file():
         text, data = _load(path)
         kind = _kind(path, text, data)
-        return kind == "schedule" or (kind == "plan" and data.get("num_microbatches") is None)
-    return not path.is_dir() and _is_schedule(source)
+        if kind == "plan" and data.get("num_microbatches") is None:
+            return frozenset({"--microbatches"})
+        return {"schedule": _ALL_OPTIONS, "trace": _OF_TRACES}.get(kind, frozenset())
+    if path.is_dir():
+        return frozenset() if _has_run(path) else _OF_TRACES
+    return _ALL_OPTIONS if _is_schedule(source) else frozenset()
 
 
 def _is_run(source: str, options: CostOptions, root: Path) -> bool:
@@ -110,9 +158,18 @@ def _is_schedule(source: str) -> bool:
     return True
 
 
-def _read_folder(folder: Path) -> Exhibit:
-    traces = Traces.read(folder)
-    return _of_traces(traces, folder.resolve().name)
+def _read_folder(folder: Path, options: CostOptions) -> Exhibit:
+    name = folder.resolve().name
+    if not _has_run(folder):
+        found = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
+        traces = [path for path in found if path.is_file() and is_trace(read_text(path))]
+        if traces:
+            return exhibit_of_traces(traces, name=name, num_chunks=options.chunks or 1)
+    return _of_traces(Traces.read(folder), name)
+
+
+def _has_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("timeline.json", "manifest.json"))
 
 
 def _of_traces(traces: Traces, name: str) -> Exhibit:
@@ -128,6 +185,10 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
     text, data = _load(path)
     name = path.name.split(".")[0]
     match _kind(path, text, data):
+        case "trace":
+            return exhibit_of_traces([path], name=name, num_chunks=options.chunks or 1)
+        case "own trace":
+            return _of_own_trace(path, data, name)
         case "schedule":
             return _simulated(options.read_file(str(path)), options)
         case "plan":
@@ -142,12 +203,14 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
 
 def _load(path: Path) -> tuple[str, Any]:
     """The text, and what it says as JSON (None for a table)."""
-    text = read_file(path, lambda file: file.read_text(encoding="utf-8"))
+    text = read_file(path, read_text)
     if text.lstrip()[:1] not in ("{", "["):
         return text, None
     try:
         return text, json.loads(text)
     except json.JSONDecodeError as error:
+        if is_trace(text):
+            return text, []  # what is whole of it can be shown
         place = f"{path}, line {error.lineno}, column {error.colno}"
         end = "; the file ends too early" if error.pos >= len(text.rstrip()) - 1 else ""
         raise ValueError(f"{place}: {error.msg}: expected JSON{end}") from None
@@ -159,8 +222,12 @@ def _kind(path: Path, text: str, data: Any) -> str:
     """Kind of a file, by its keys."""
     if data is None:
         return "schedule"
+    if isinstance(data, list):
+        return "trace"
     keys = data.keys() if isinstance(data, Mapping) else set()
     for kind, told_by in (
+        ("own trace", {"traceEvents", OWN_KEY}),
+        ("trace", {"traceEvents"}),
         ("schedule", {"programs", "placement"}),
         ("plan", {"stages", "num_devices"}),
         ("run", {"predicted", "measured"}),
@@ -177,6 +244,16 @@ def _from(path: Path, text: str) -> Timeline:
         return Timeline.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
+    """Timelines that were written; of several, the first predicted one and all measured ones."""
+    named = read_perfetto(data, source=str(path)) or []
+    predicted = [timeline for _, timeline in named if not timeline.measured]
+    measured = tuple(MeasuredStep(number, t) for number, t in enumerate(t for _, t in named if t.measured))
+    left = f"{path}: {len(predicted)} predicted timelines: only the first one is shown"
+    notes = (left,) if len(predicted) > 1 else ()
+    return Exhibit(name=name, predicted=predicted[0] if predicted else None, measured=measured, notes=notes)
 
 
 def _of_plan(plan: Plan, name: str, options: CostOptions) -> Exhibit:

@@ -15,7 +15,7 @@ from stagewright.experiments.commands.timeline import shape_notes
 from stagewright.experiments.training.traces import Traces
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
-from stagewright.viz import Exhibit
+from stagewright.viz import Exhibit, write_perfetto
 from stagewright.viz.exhibit import MeasuredStep
 
 SIZES = CostOptions(ranks=2, microbatches=4, forward=(1.0,), latency=0.25)
@@ -112,6 +112,45 @@ def test_other_inputs_are_drawn_here(files: Path) -> None:
     assert {path.name for path in files.glob("timeline*")} == {"timeline.html"}
 
 
+KINETO = Path(__file__).parents[1] / "data" / "kineto"
+
+
+def test_trace_files_of_ranks_are_one_run(files: Path) -> None:
+    """Next to each other, or in a folder; of two runs, two exhibits."""
+    words = [str(path) for name in ("gpipe", "interleaved") for path in sorted(KINETO.glob(f"{name}.rank*"))]
+    first, second, plan = read_exhibits([*words, "plan.json"])
+    assert (first.name, second.name, plan.name) == ("gpipe", "interleaved", "plan")
+    assert [len(each.timelines[0][1].ranks) for each in (first, second)] == [2, 2]
+    assert second.notes == ()
+    folder = files / "traces"
+    folder.mkdir()
+    for path in words[2:]:
+        (folder / Path(path).name).write_bytes(Path(path).read_bytes())
+    assert read_exhibit("traces").measured == tuple(
+        step._replace(timeline=replace(step.timeline, schedule=replace(step.timeline.schedule, name="traces")))
+        for step in second.measured
+    )
+    one = read_exhibit(words[2])
+    assert one.measured[0].timeline.missing == (1,)
+    assert one.notes[0] == "interleaved: rank 1 of 2 left no trace: its row is empty"
+
+
+def test_our_own_perfetto_trace_comes_back_unrounded(files: Path) -> None:
+    third = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1 / 3, latency=1e-7))
+    write_perfetto([("predicted", third), ("measured", replace(step(), measured=True))], "out.json")
+    exhibit = read_exhibit("out.json")
+    assert exhibit.predicted == third
+    assert [each.timeline for each in exhibit.measured] == [step(measured=True)]
+
+
+def test_slices_without_actions_are_drawn(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(path) for path in sorted(KINETO.glob("1f1b.rank*"))]
+    assert main(["timeline", *words, "-o", "a.png", "-o", "a.html"]) == 0
+    assert "note: 1f1b: no slice has the name of a pipeline's action" in capsys.readouterr().err
+    assert main(["timeline", *words, "-o", "a.json"]) == 2
+    assert "1f1b has no timeline, only slices of an unknown kind" in capsys.readouterr().err
+
+
 def test_shapes_that_differ_are_said() -> None:
     plan_of_4 = Exhibit(name="x", predicted=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
     assert shape_notes([plan_of_4]) == [
@@ -137,6 +176,9 @@ def test_shapes_that_differ_are_said() -> None:
         (("table.txt", "--ranks", "3"), "--ranks 3 but table.txt has 2"),
         (("bad.csv",), "bad.csv: row 1, column 2: cannot read the action '0X0'"),
         (("gpt", "--forward", "2", "--latency", "1"), "--forward, --latency beside gpt: expected options for a sched"),
+        (("trace.json", "--latency", "1"), "--latency beside trace.json: expected options for a schedule"),
+        (("plan.json", "--microbatches", "9"), "--microbatches beside plan.json"),
+        (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
         (("gpt", "-o", "a.pdf"), "-o a.pdf: expected a name that ends in .html, .png, .svg, .json"),
         (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
         (("gpt", "--width", "1"), "width=1.0: expected 3 to 200 inches"),
@@ -147,6 +189,8 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     Path("cut.json").write_text(step().to_json()[:100])
     Path("profile.json").write_text('{"version": 1, "nodes": []}')
     Path("binary.bin").write_bytes(b"\xff\xfe")
+    Path("trace.json").write_text('[{"ph": "X", "name": "0F0", "ts": 1, "dur": 2}]')
+    Path("own.json").write_text('{"traceEvents": [], "stagewrightTimelines": [{}]}')
     Path("bad.csv").write_text("0F0,0X0\n")
     assert main(["timeline", *words]) == 2
     printed = capsys.readouterr()

@@ -1,0 +1,376 @@
+"""Traces that others wrote: real ones of torch.profiler, and made-up ones of which the truth is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.schedules import Costs, Op, Timeline, attribute_idle, build, check, critical_path, simulate
+from stagewright.schedules.builders.replicas import replicate
+from stagewright.viz import exhibit_of_traces
+from stagewright.viz.panels import depths
+from stagewright.viz.traces.events import read_trace
+
+KINETO = Path(__file__).parents[1] / "data" / "kineto"  # made by tests/support/torch_traces.py
+
+
+def real(name: str) -> list[Path]:
+    return sorted(KINETO.glob(f"{name}.rank*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "chunks"),
+    [("gpipe", "gpipe", 1), ("1f1b-named", "1f1b", 1), ("interleaved", "interleaved", 2), ("zb-v", None, 2)],
+)
+def test_a_trace_of_torchs_schedules_is_a_measured_timeline(name: str, family: str | None, chunks: int) -> None:
+    """Its order is that of our builder, and idle causes and the critical path work as on our own runs."""
+    exhibit = exhibit_of_traces(real(name), name=name)
+    assert exhibit.notes == ()
+    (step,) = exhibit.measured
+    timeline = step.timeline
+    check(timeline.schedule)
+    assert timeline.measured
+    if family is not None:
+        built = build(family, num_ranks=2, num_microbatches=4, num_chunks=chunks)
+        assert timeline.schedule.programs == built.programs
+        assert timeline.schedule.placement == built.placement
+    else:
+        assert timeline.schedule.placement == ((0, 3), (1, 2))
+        assert {action.op for program in timeline.schedule.programs for action in program} == {Op.F, Op.I, Op.W}
+    for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+        assert sum(idle) == pytest.approx(timeline.makespan - trace.busy)
+    path = critical_path(timeline)
+    assert sum(each.seconds for each in path.steps) == pytest.approx(timeline.makespan)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
+def test_waiting_inside_a_slice_is_no_compute(name: str) -> None:
+    """torch's slices begin with the wait for their input; what is there of its messages is seen to arrive."""
+    (step,) = exhibit_of_traces(real(name), name=name).measured
+    slices = sum(
+        each.end - each.start
+        for path in real(name)
+        for each in read_trace(path).slices
+        if each.name.startswith(("Forward", "Backward")) or each.name.removeprefix("PP:")[1:2] in "FB"
+    )
+    busy = sum(trace.busy for trace in step.timeline.ranks)
+    assert busy < 0.95 * slices * 1e-9
+    assert any(trace.comm for trace in step.timeline.ranks)
+    assert sum(idle.transfer for idle in attribute_idle(step.timeline)) > 0
+
+
+def test_a_trace_without_names_is_rows_that_nest() -> None:
+    exhibit = exhibit_of_traces(real("1f1b"), name="1f1b")
+    assert not exhibit.measured
+    assert [row.name for row in exhibit.foreign] == ["rank 0", "rank 1"]
+    assert "no slice has the name of a pipeline's action (torch's Schedule1F1B gives none)" in exhibit.notes[0]
+    for row in exhibit.foreign:
+        lanes = {each.lane for each in row.slices}
+        assert len(lanes) > 1  # messages under way overlap with compute
+        for lane in lanes:
+            own = sorted((e for e in row.slices if e.lane == lane), key=lambda e: (e.start, -e.end))
+            around: list[float] = []
+            for each in own:
+                while around and around[-1] <= each.start:
+                    around.pop()
+                assert not around or each.end <= around[-1]
+                around.append(each.end)
+            assert max(depths(own), default=0) < 12
+
+
+def written(
+    timeline: Timeline,
+    folder: Path,
+    *,
+    name=lambda action: f"PP:{action}",
+    merged: bool = False,
+    pairs: bool = False,
+    seed: int = 0,
+    about=lambda rank: {},
+    extra=lambda rank: [],
+    category: str = "user_annotation",
+) -> list[Path]:
+    """A Kineto-like file a rank, or one of all; events in any order, as the format allows."""
+    shuffle = random.Random(seed).shuffle
+    ranks = []
+    for rank, trace in enumerate(timeline.ranks):
+        where = {"pid": 1000 + rank, "tid": 7, "cat": category}
+        events: list[dict[str, object]] = []
+        for action, start, end in trace.compute:
+            what = {**where, "name": name(action)}
+            if pairs:
+                events += [{**what, "ph": "B", "ts": start * 1e6}, {**where, "ph": "E", "ts": end * 1e6}]
+            else:
+                events.append({**what, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6})
+        ranks.append([*events, *extra(rank)])
+    files = [("all", [event for events in ranks for event in events], {})] if merged else []
+    if not merged:
+        files = [
+            (f"rank{rank}", events, {"distributedInfo": {"rank": rank, "world_size": len(ranks)}, **about(rank)})
+            for rank, events in enumerate(ranks)
+        ]
+    for stem, events, facts in files:
+        if not pairs:
+            shuffle(events)
+        (folder / f"{stem}.json").write_text(json.dumps({**facts, "traceEvents": events}))
+    return sorted(folder / f"{stem}.json" for stem, _, _ in files)
+
+
+def same_times(found: Timeline, truth: Timeline) -> None:
+    """Equal to the nanosecond, each from its own first start."""
+    assert len(found.ranks) == len(truth.ranks)
+    for ours, theirs in zip(found.ranks, truth.ranks, strict=True):
+        assert ours.actions == theirs.actions
+        for a, b in zip(ours.compute, theirs.compute, strict=True):
+            assert a.start == pytest.approx(b.start - truth.start, abs=3e-9)
+            assert a.end == pytest.approx(b.end - truth.start, abs=3e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]),
+    num_ranks=st.integers(1, 4),
+    rounds=st.integers(1, 3),
+    forward=st.floats(1e-6, 10.0),
+    origin=st.floats(0, 1e6),
+    merged=st.booleans(),
+    pairs=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_timeline_comes_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    *,
+    name: str,
+    num_ranks: int,
+    rounds: int,
+    forward: float,
+    origin: float,
+    merged: bool,
+    pairs: bool,
+    seed: int,
+) -> None:
+    """As X or B and E events, in any order, of one file or several, at any origin of the clock."""
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_ranks * rounds)
+    truth = simulate(schedule, Costs(forward=forward, latency=forward / 3))
+    paths = written(truth.shifted(origin), tmp_path_factory.mktemp("trace"), merged=merged, pairs=pairs, seed=seed)
+    exhibit = exhibit_of_traces(paths, name="t")
+    assert exhibit.notes == ()
+    same_times(exhibit.measured[0].timeline, truth)
+
+
+def example(name: str = "1f1b", *, num_ranks: int = 2, num_microbatches: int = 4, **options: int) -> Timeline:
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+    return simulate(schedule, Costs(forward=0.001, latency=0.0001))
+
+
+STACK = "/opt/{}: {}"
+MEGATRON = STACK.format("megatron/core/pipeline_parallel/schedules.py(411)", "{}_step")
+DEEPSPEED = STACK.format("deepspeed/runtime/pipe/engine.py(700)", "_exec_{}_pass")
+
+
+def by_stack(form: str):
+    return lambda action: form.format("forward" if action.op is Op.F else "backward")
+
+
+@pytest.mark.parametrize("form", [MEGATRON, DEEPSPEED])
+def test_pythons_stack_tells_the_order_of_megatron_and_deepspeed(form: str, tmp_path: Path) -> None:
+    truth = example(num_ranks=3, num_microbatches=5)
+    exhibit = exhibit_of_traces(written(truth, tmp_path, name=by_stack(form), category="python_function"), name="t")
+    same_times(exhibit.measured[0].timeline, truth)
+
+
+def test_chunks_of_megatron_are_told_by_the_user(tmp_path: Path) -> None:
+    """Its interleaved order: P forwards of each chunk in turn, backwards from the last chunk on."""
+    truth = example("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2)
+    paths = written(truth, tmp_path, name=by_stack(MEGATRON), category="python_function")
+    same_times(exhibit_of_traces(paths, name="t", num_chunks=2).measured[0].timeline, truth)
+
+
+def test_replicas_with_data_of_their_own_share_one_batch(tmp_path: Path) -> None:
+    """Two ranks a stage that run the same microbatch numbers: k of the d-th is k * 2 + d."""
+    truth = simulate(replicate(build("1f1b", num_ranks=2, num_microbatches=3), 2), Costs(forward=0.001))
+    paths = written(truth, tmp_path, name=lambda action: f"PP:{action._replace(index=action.index // 2)}")
+    exhibit = exhibit_of_traces(paths, name="t")
+    assert exhibit.notes == ()
+    same_times(exhibit.measured[0].timeline, truth)
+    assert exhibit.measured[0].timeline.schedule.owners == truth.schedule.owners
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_several_steps(marked: bool, tmp_path: Path) -> None:
+    """By the profiler's marks, which number them; else the second time of an action is of the second step."""
+    truth = example()
+    again = truth.shifted(2 * truth.makespan)
+    both = replace(
+        truth,
+        ranks=tuple(replace(a, compute=a.compute + b.compute) for a, b in zip(truth.ranks, again.ranks, strict=True)),
+    )
+    long = truth.makespan * 1e6
+
+    def marks(rank: int) -> list[dict[str, object]]:
+        where = {"pid": 1000 + rank, "tid": 7, "ph": "X", "cat": "user_annotation", "dur": 2 * long}
+        return [{**where, "name": f"ProfilerStep#{7 + n}", "ts": 2 * n * long} for n in range(2 if marked else 0)]
+
+    exhibit = exhibit_of_traces(written(both, tmp_path, extra=marks), name="t")
+    assert [step.number for step in exhibit.measured] == ([7, 8] if marked else [0, 1])
+    for step in exhibit.measured:
+        same_times(step.timeline, truth)
+
+
+def test_the_kernels_of_a_gpu_count_not_their_launch(tmp_path: Path) -> None:
+    truth = example()
+
+    def launches(rank: int) -> list[dict[str, object]]:
+        where = {"pid": 1, "tid": 1, "ph": "X", "cat": "user_annotation", "dur": 1.0}
+        return [{**where, "name": f"PP:{a}", "ts": n} for n, a in enumerate(truth.ranks[rank].actions)]
+
+    exhibit = exhibit_of_traces(written(truth, tmp_path, category="gpu_user_annotation", extra=launches), name="t")
+    assert len(exhibit.measured) == 1
+    same_times(exhibit.measured[0].timeline, truth)
+
+
+def test_two_actions_in_one_slice(tmp_path: Path) -> None:
+    """torch's DualPipeV: a forward, and a backward behind it where autograd begins."""
+    where = {"pid": 1, "tid": 1, "ph": "X"}
+    events = [
+        {**where, "cat": "user_annotation", "name": "PP:0F0", "ts": 0, "dur": 10},
+        {**where, "cat": "user_annotation", "name": "PP:(0F1;0B0)OVERLAP_F_B", "ts": 10, "dur": 30},
+        {**where, "cat": "cpu_op", "name": "aten::mm", "ts": 11, "dur": 5},
+        {**where, "cat": "cpu_op", "name": "autograd::engine::evaluate_function: MmBackward0", "ts": 20, "dur": 15},
+        {**where, "cat": "user_annotation", "name": "PP:0B1", "ts": 40, "dur": 10},
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(events))
+    (step,) = exhibit_of_traces([path], name="t").measured
+    spans = [(str(a), round(s * 1e6), round(e * 1e6)) for a, s, e in step.timeline.ranks[0].compute]
+    assert spans == [("0F0", 0, 10), ("0F1", 10, 20), ("0B0", 20, 40), ("0B1", 40, 50)]
+
+
+def test_a_missing_rank_is_an_empty_row(tmp_path: Path) -> None:
+    truth = example(num_ranks=3)
+    paths = written(truth, tmp_path)
+    exhibit = exhibit_of_traces([paths[0], paths[2]], name="t")
+    timeline = exhibit.measured[0].timeline
+    assert timeline.missing == (1,)
+    assert timeline.schedule.placement == ((0,), (1,), (2,))
+    assert timeline.ranks[2].actions == truth.ranks[2].actions
+    assert exhibit.notes == ("t: rank 1 of 3 left no trace: its row is empty",)
+    merged = written(replace(truth, ranks=(truth.ranks[0], truth.ranks[2])), tmp_path, merged=True)
+    exhibit = exhibit_of_traces(merged, name="t")
+    assert exhibit.measured[0].timeline.missing == (2,)
+    assert exhibit.notes == ("t: stage 1 is in no trace: an empty row stands for it",)
+
+
+def test_clocks_that_differ_are_said(tmp_path: Path) -> None:
+    truth = example()
+    late = replace(truth, ranks=(truth.shifted(0.003).ranks[0], truth.ranks[1]))
+    exhibit = exhibit_of_traces(written(late, tmp_path, about=lambda rank: {"host_name": f"node{rank}"}), name="t")
+    assert exhibit.notes == (
+        "t: the clocks of node0, node1 are taken to agree",
+        "t: an input was used 2,900 us before it was made: the ranks' clocks differ by that much",
+    )
+
+
+def test_clocks_of_different_zeros_are_one(tmp_path: Path) -> None:
+    """Kineto counts from a base of its own choice, which each file tells."""
+    truth = example()
+    parts = [truth.ranks[0], truth.shifted(-5.0).ranks[1]]
+    paths = written(
+        replace(truth, ranks=tuple(parts)), tmp_path, about=lambda rank: {"baseTimeNanoseconds": rank * 5 * 10**9}
+    )
+    same_times(exhibit_of_traces(paths, name="t").measured[0].timeline, truth)
+
+
+def test_a_file_that_ends_too_early_gives_what_it_has(tmp_path: Path) -> None:
+    (path, _) = written(example(), tmp_path)
+    text = path.read_text()
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(gzip.compress(text[: len(text) * 2 // 3].encode()))
+    file = read_trace(cut)
+    whole = read_trace(path)
+    assert 0 < len(file.slices) < len(whole.slices)
+    assert all(each in whole.slices for each in file.slices)
+    assert file.rank == 0
+    assert file.notes == (f"{cut}: the file ends too early, behind {len(file.slices)} events: what follows is missing",)
+    cut.write_bytes(cut.read_bytes()[:-20])  # the packed file, too
+    assert read_trace(cut).notes
+    cut.write_bytes(b"\x1f\x8b nothing")
+    with pytest.raises(ValueError, match="a gzip file that cannot be unpacked"):
+        read_trace(cut)
+
+
+def test_broken_lines_and_events_without_times_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    lines = [
+        '{"ph": "X", "name": "PP:0F0", "pid": 1, "tid": 1, "ts": 0, "dur": 5}',
+        '{"ph": "X", "name": "PP:0F1", "pid": 1, "t',
+        '{"ph": "X", "name": "PP:0B0", "pid": 1, "tid": 1, "ts": "5", "dur": 5}',
+        '{"ph": "X", "name": "no time", "pid": 1, "tid": 1, "ts": null, "dur": 5}',
+        '{"ph": "X", "name": "backwards", "pid": 1, "tid": 1, "ts": 9, "dur": -1}',
+        '{"ph": "B", "name": "open", "pid": 1, "tid": 1, "ts": 9}',
+        "7",
+    ]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    file = read_trace(path)
+    assert [(e.name, e.start, e.end) for e in file.slices] == [
+        ("PP:0F0", 0, 5000),
+        ("PP:0B0", 5000, 10000),
+        ("open", 9000, 10000),
+    ]
+    assert file.notes == (
+        f"{path}: 1 lines are broken: unreadable events are left out",
+        f"{path}: 3 of 6 events have no time or no length: unreadable events are left out",
+        f"{path}: 1 slices begin and do not end: drawn to the end of the trace",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"traceEvents": 3}', "expected a trace: an object with a list of traceEvents"),
+        ("[]", "no slice with a start and a length"),
+        ('[{"ph": "i", "ts": 3}]', "no slice with a start and a length"),
+    ],
+)
+def test_files_without_a_slice(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        exhibit_of_traces([path], name="t")
+
+
+def test_one_rank_twice(tmp_path: Path) -> None:
+    (path, _) = written(example(), tmp_path)
+    other = tmp_path / "copy.json"
+    other.write_text(path.read_text())
+    with pytest.raises(ValueError, match=r"copy.json, .*rank0.json are all of rank 0: expected one file a rank"):
+        exhibit_of_traces([path, other], name="t")
+
+
+@pytest.mark.nightly
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, pool) -> None:
+    """Live: names and files of the torch that runs, around its own schedules on two gloo processes."""
+    from support import torch_traces
+
+    for name in torch_traces.CHUNKS:
+        pool.run(torch_traces.trace_own, ranks=2, args=(name, str(tmp_path)), timeout=120)
+        paths = sorted(tmp_path.glob(f"{name}.rank*.json"))
+        exhibit = exhibit_of_traces(paths, name=name)
+        if name == "1f1b":
+            assert exhibit.foreign
+            continue
+        (step,) = exhibit.measured
+        check(step.timeline.schedule)
+        old = exhibit_of_traces(real(name), name=name).measured[0].timeline
+        assert step.timeline.schedule == old.schedule
+        assert math.isclose(sum(e.seconds for e in critical_path(step.timeline).steps), step.timeline.makespan)

@@ -1,0 +1,236 @@
+"""Actions of processes, put together as a schedule and measured steps of it.
+
+Ranks' clocks: processes stamp with their host's wall clock, and those are taken to agree. Where a consumer runs before
+its input was made they do not, and a note says by how much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
+from ...schedules.needs import Needs
+from ...schedules.timing.records import RankRecord, assemble_timeline
+from .names import Named
+from .processes import Process, Ran
+
+_NS = 1e-9
+_APART = 1e-5  # [s]: clocks that differ by less are not spoken of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Steps of a traced pipeline, by number, and what is missing."""
+
+    steps: tuple[tuple[int, Timeline], ...]
+    notes: tuple[str, ...]
+
+
+class _Done(NamedTuple):
+    """An action of one step, with its slice."""
+
+    action: Action
+    ran: Ran
+
+
+_Step = dict[int, list[_Done]]  # by rank
+
+
+def read_pipeline(processes: Sequence[Process], *, name: str, num_chunks: int = 1) -> Pipeline:
+    """The steps that processes ran; those without any action are no part of it.
+
+    Arguments:
+        num_chunks: V, where slices say neither stage nor microbatch (Megatron-LM, DeepSpeed).
+
+    Raises ValueError where no process has an action, and for two processes of one rank.
+    """
+    acting = [each for each in processes if each.ran]
+    if not acting:
+        raise ValueError(f"{name}: no slice has the name of a pipeline's action")
+    by_rank = _by_rank(acting, name)
+    size = max([each.file.world_size or 0 for each in acting] + [max(by_rank) + 1])
+    absent = [rank for rank in range(size) if rank not in by_rank]
+    notes = [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
+    hosts = sorted({each.file.host for each in acting} - {""})
+    if len(hosts) > 1:
+        notes.append(f"{name}: the clocks of {', '.join(hosts)} are taken to agree")
+    steps = _steps(by_rank, size, num_chunks)
+    kept = _whole_steps(steps, name, notes)
+    found = []
+    for number, step in kept.items():
+        timeline, said = _assemble(step, size, absent, name)
+        found.append((number, timeline))
+        notes += [note for note in said if note not in notes]
+    return Pipeline(steps=tuple(found), notes=tuple(notes))
+
+
+def _by_rank(acting: Sequence[Process], name: str) -> dict[int, Process]:
+    """Processes by rank; where none says its own, in the order in which they stand."""
+    if any(each.rank is None for each in acting):
+        acting = [replace(each, rank=number) for number, each in enumerate(acting)]
+    ranks = Counter(each.rank for each in acting)
+    twice = [each for each in acting if ranks[each.rank] > 1]
+    if twice:
+        files = ", ".join(sorted({str(each.file.path) for each in twice}))
+        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file a rank")
+    return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
+
+
+def _steps(by_rank: Mapping[int, Process], size: int, num_chunks: int) -> dict[int, _Step]:
+    """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
+    steps: dict[int, _Step] = {}
+    marked = all(each.steps for each in by_rank.values())
+    for rank, process in by_rank.items():
+        parts: dict[int, list[Ran]] = {}
+        times: Counter[Named] = Counter()
+        for ran in process.ran:
+            if marked:
+                inside = [number for number, start, end in process.steps if start <= ran.begun < end]
+                if not inside:
+                    continue
+                number = inside[0]
+            elif ran.what.index is None:
+                number = 0
+            else:
+                number = times[ran.what]
+                times[ran.what] += 1
+            parts.setdefault(number, []).append(ran)
+        for number, own in parts.items():
+            steps.setdefault(number, {})[rank] = _numbered(own, rank, size, num_chunks)
+    return dict(sorted(steps.items()))
+
+
+def _numbered(ran: Sequence[Ran], rank: int, size: int, num_chunks: int) -> list[_Done]:
+    """Actions with stage and microbatch, which a name may leave open: then a rank has the stages r, r + P, ..., and
+    microbatches come in the order of Megatron-LM's schedules."""
+    done = []
+    times: Counter[Op] = Counter()
+    for each in ran:
+        stage, op, index = each.what
+        if stage is None and index is not None:
+            stage = rank
+        elif stage is None:
+            group, within = divmod(times[op], size * num_chunks)
+            times[op] += 1
+            chunk = within // size
+            stage = rank + size * (chunk if op is Op.F else num_chunks - 1 - chunk)
+            index = group * size + within % size
+        assert stage is not None
+        assert index is not None
+        done.append(_Done(Action(stage, op, index), each))
+    return done
+
+
+def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dict[int, _Step]:
+    """Steps of which as much was recorded as of any."""
+    sizes = {number: sum(map(len, step.values())) for number, step in steps.items()}
+    most = max(sizes.values())
+    kept = {number: step for number, step in steps.items() if sizes[number] == most}
+    if len(kept) < len(steps):
+        left = ", ".join(str(number) for number in steps if number not in kept)
+        notes.append(f"{name}: step {left} was not recorded as a whole: left out")
+    return kept
+
+
+def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple[Timeline, list[str]]:
+    """The timeline of one step, and what is to be said of it."""
+    notes: list[str] = []
+    step = _over_replicas(step)
+    programs: list[tuple[Action, ...]] = [() for _ in range(size)]
+    placement: list[set[int]] = [set() for _ in range(size)]
+    for rank, done in step.items():
+        programs[rank] = tuple(each.action for each in done)
+        placement[rank] = {each.action.stage for each in done}
+    seen = set().union(*placement)
+    unseen = [stage for stage in range(max(seen)) if stage not in seen]
+    if unseen and not absent:
+        programs, placement = [*programs, ()], [*placement, set()]
+        absent = [size]
+        notes.append(f"{name}: stage {', '.join(map(str, unseen))} is in no trace: an empty row stands for it")
+    for number, stage in enumerate(unseen):
+        placement[absent[number % len(absent)]].add(stage)
+    actions = [action for program in programs for action in program]
+    schedule = Schedule(
+        name=name,
+        placement=tuple(tuple(sorted(stages)) for stages in placement),
+        programs=tuple(programs),
+        num_microbatches=1 + max(action.index for action in actions),
+    )
+    if not absent:
+        try:
+            check(schedule)
+        except ScheduleError as error:
+            notes.append(f"{name}: what was traced is no whole batch: {str(error).splitlines()[0]}")
+    records = [_record(schedule, step.get(rank, ())) for rank in range(len(programs))]
+    timeline = assemble_timeline(schedule, [None if rank in absent else each for rank, each in enumerate(records)])
+    apart = _clocks_apart(timeline)
+    if apart > _APART:
+        notes.append(
+            f"{name}: an input was used {apart * 1e6:,.0f} us before it was made: the ranks' clocks differ by that much"
+        )
+    return timeline, notes
+
+
+def _over_replicas(step: _Step) -> _Step:
+    """Where D ranks ran the same actions on data of their own, microbatch k of the d-th is the batch's k * D + d."""
+    ranks_of: dict[Action, list[int]] = {}
+    for rank, done in sorted(step.items()):
+        for each in done:
+            ranks_of.setdefault(each.action, []).append(rank)
+    most = max(map(len, ranks_of.values()))
+    if most == 1:
+        return step
+    return {
+        rank: [
+            each._replace(
+                action=each.action._replace(index=each.action.index * most + ranks_of[each.action].index(rank))
+            )
+            for each in done
+        ]
+        for rank, done in step.items()
+    }
+
+
+def _record(schedule: Schedule, done: Sequence[_Done]) -> RankRecord:
+    """One rank's step. An action that takes a message begins when it computes; what else its slice holds is waiting."""
+    spans, arrivals = [], []
+    behind = -1e300
+    for action, ran in done:
+        message = _message(schedule, action)
+        start = (ran.begun if message is None else ran.computed) * _NS
+        start, end = max(start, behind), max(ran.end * _NS, behind)
+        spans.append(Span(action, start, end))
+        behind = end
+        if message is not None and ran.arrived is not None:
+            arrivals.append((message, ran.begun * _NS, min(ran.arrived * _NS, start)))
+    return RankRecord(compute=tuple(spans), arrivals=tuple(arrivals))
+
+
+def _message(schedule: Schedule, action: Action) -> Message | None:
+    """The message that an action of a plain chain of stages takes from another rank."""
+    stage, op, index = action
+    src = stage - 1 if op is Op.F else stage + 1
+    if op is Op.W or not 0 <= src < schedule.num_stages:
+        return None
+    if schedule.owner(src, index) == schedule.owner(stage, index):
+        return None
+    return Message(MessageKind.ACT if op is Op.F else MessageKind.GRAD, src, stage, index)
+
+
+def _clocks_apart(timeline: Timeline) -> float:
+    """Most by which an action ends behind the start of one that uses it, on another rank [s]."""
+    needs = Needs(timeline.schedule)
+    ends = {what: end for trace in timeline.ranks for what, _, end in trace.compute}
+    return max(
+        (
+            ends[delivery.maker] - start
+            for trace in timeline.ranks
+            for what, start, _ in trace.compute
+            for delivery in needs.arrivals(what)
+            if delivery.maker in ends
+        ),
+        default=0.0,
+    )
