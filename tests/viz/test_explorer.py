@@ -216,3 +216,48 @@ def test_timelines_without_any_action_are_shown(browser):
     looked.page.mouse.move(400, 300)
     looked.page.keyboard.press("c")
     assert looked.said == []
+
+
+def test_differences_lead_to_the_action_that_departs_most(browser):
+    exhibit = example(steps=(1,), num_microbatches=8)
+    measured = exhibit.measured[0].timeline
+    spans = measured.ranks[1].compute
+    late = spans[5]._replace(end=spans[5].end + 4)  # stands over what follows, which only makes it longer
+    slow = replace(
+        measured.ranks[1],
+        compute=(*spans[:5], late, *(s._replace(start=s.start + 4, end=s.end + 4) for s in spans[6:])),
+    )
+    exhibit = replace(exhibit, measured=(MeasuredStep(1, replace(measured, ranks=(measured.ranks[0], slow))),))
+    looked = browser.show(exhibit)
+    looked.evaluate("stagewright.view.set(0, 1)")
+    looked.page.click("#differences li button >> nth=0")
+    assert f"{late.what} on rank 1" in looked.page.inner_text("#chosen")
+    start, end = view(looked)
+    assert start <= late.start - measured.start
+    assert late.end - measured.start <= end
+    assert looked.said == []
+
+
+def test_a_rank_that_straggles_is_named(browser):
+    schedule = build("1f1b", num_ranks=3, num_microbatches=8)
+    slow = simulate(schedule, Costs(forward=[1.0, 1.4, 1.0], backward=[2.0, 2.8, 2.0]))
+    measured = (MeasuredStep(0, replace(slow, measured=True)),)
+    looked = browser.show(Exhibit(name="run", predicted=simulate(schedule, COSTS), measured=measured))
+    assert "rank 1\n1.4 \u00d7 predicted" in looked.page.inner_text("#differences")
+    looked.page.click("#differences li button >> nth=0")
+    assert looked.evaluate("stagewright.state.row.rank") == 1
+
+
+@pytest.mark.parametrize("num_microbatches", [250, pytest.param(2500, marks=pytest.mark.nightly)])
+def test_a_hundred_thousand_actions_are_drawn(num_microbatches, browser):
+    exhibit = example("gpipe", num_ranks=20, num_microbatches=num_microbatches)
+    looked = browser.show(exhibit)
+    count = "stagewright.page.panels[0].rows.reduce((sum, row) => sum + row.compute.count, 0)"
+    assert looked.evaluate(count) == 40 * num_microbatches
+    x, y = looked.place(0, 3, 120)  # among forwards, many to a pixel
+    assert looked.colours([(x, y)]) == [OP_HUES[Op.F]]
+    looked.evaluate("stagewright.jump(stagewright.page.panels[0], 3, '3B17')")
+    looked.settle()
+    x, y = looked.place(0, 3, exhibit.predicted.ranks[3].actions.index((3, "B", 17)))
+    assert looked.colours([(x - 4, y - 8)]) == [OP_HUES[Op.B]]
+    assert looked.said == []

@@ -26,6 +26,7 @@ from ..palette import (
     ink,
     shade,
 )
+from .difference_data import difference_columns
 from .figures_data import figures
 from .foreign_data import foreign_panel
 from .panel_data import Programs, timeline_panel
@@ -49,7 +50,12 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
         "figures": figures(exhibit),
         "predicted": None if predicted is None else timeline_panel(exhibit, predicted, tick, programs),
         "measured": [
-            {"step": step.number, **timeline_panel(exhibit, step.timeline, tick, programs)} for step in exhibit.measured
+            {
+                "step": step.number,
+                **timeline_panel(exhibit, step.timeline, tick, programs),
+                "difference": difference_columns(predicted, step.timeline),
+            }
+            for step in exhibit.measured
         ],
         "foreign": foreign_panel(exhibit.foreign, tick) if exhibit.foreign else None,
     }

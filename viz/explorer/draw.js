@@ -6,6 +6,12 @@
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
   const CROWDED = 0.4; // boxes a pixel, from which on columns are drawn instead
 
+  // "#rrggbb" as the four bytes of a pixel.
+  function rgba(hue, alpha) {
+    const bytes = [1, 3, 5].map((at) => parseInt(hue.slice(at, at + 2), 16));
+    return new Uint32Array(new Uint8Array([...bytes, Math.round(255 * alpha)]).buffer)[0];
+  }
+
   class Painter {
     constructor(canvas, view) {
       this.canvas = canvas;
@@ -273,36 +279,51 @@
       context.fillText(shown, begin + 3, middle + 0.5);
     }
 
-    // Shares of time in each column of pixels, from the bottom up.
+    // Shares of time in each column of pixels, from the bottom up. Written as pixels: neither thousands of rectangles nor
+    // a ragged outline is quick to fill.
     // layers: [track, hues of its groups, alpha], one on top of the other.
     columns(layers, top, height) {
-      const { view, context } = this;
-      const filled = new Float64Array(Math.ceil(view.plotWidth));
+      const { view } = this;
+      const width = Math.ceil(view.plotWidth), rows = Math.max(Math.round(height), 1);
+      const { image, pixels } = this.scratch(width, rows);
+      const level = new Float64Array(width);
+      const limit = view.end + view.pixel;
       for (const [track, hues, alpha] of layers) {
-        const rects = hues.map(() => []);
+        const colours = hues.map((hue) => rgba(hue, alpha));
         const sums = new Float64Array(hues.length);
         let i = track.from(view.start);
-        for (let column = 0; column < filled.length && i < track.count; column++) {
+        for (let column = 0; column < width && i < track.count; column++) {
           const begin = view.start + column * view.pixel, end = begin + view.pixel;
+          if (track.start[i] >= end) continue;
           sums.fill(0);
           track.sumBefore(begin, i, sums, -1);
-          const last = view.end + view.pixel;
-          while (i < track.count && track.end[i] <= end && track.start[i] < last) i++;
+          while (i < track.count && track.end[i] <= end && track.start[i] < limit) i++;
           track.sumBefore(end, i, sums, 1);
           for (let g = 0; g < sums.length; g++) {
-            const part = (sums[g] / view.pixel) * height;
-            if (part < 0.02) continue;
-            rects[g].push(view.gutter + column, top + height - filled[column] - part, part);
-            filled[column] += part;
+            if (sums[g] <= 0) continue;
+            const from = Math.round(level[column]);
+            level[column] += (sums[g] / view.pixel) * rows;
+            const to = Math.min(Math.round(level[column]), rows);
+            for (let up = from; up < to; up++) pixels[(rows - 1 - up) * width + column] = colours[g];
           }
         }
-        context.globalAlpha = alpha;
-        rects.forEach((list, g) => {
-          context.fillStyle = hues[g];
-          for (let at = 0; at < list.length; at += 3) context.fillRect(list[at], list[at + 1], 1, list[at + 2]);
-        });
-        context.globalAlpha = 1;
       }
+      this.sketch.getContext("2d").putImageData(image, 0, 0);
+      this.context.imageSmoothingEnabled = false;
+      this.context.drawImage(this.sketch, 0, 0, width, rows, view.gutter, top, width, height);
+    }
+
+    // A picture of its own to write pixels into, empty.
+    scratch(width, rows) {
+      if (!this.image || this.image.width !== width || this.image.height !== rows) {
+        this.sketch = this.sketch || document.createElement("canvas");
+        this.sketch.width = width;
+        this.sketch.height = rows;
+        this.image = new ImageData(width, rows);
+        this.pixels = new Uint32Array(this.image.data.buffer);
+      }
+      this.pixels.fill(0);
+      return { image: this.image, pixels: this.pixels };
     }
 
     // Idle time: a tint of its cause, and a firm line below.

@@ -9,7 +9,7 @@
       this.painter = painter;
     }
 
-    draw({ hover, chosen, pointer, range }) {
+    draw({ hover, chosen, pointer, range, row }) {
       const { context, view } = this;
       const theme = this.painter.theme;
       context.clearRect(0, 0, view.width, view.height);
@@ -34,6 +34,12 @@
         context.setLineDash([]);
       }
       context.translate(0, -view.scroll);
+      for (const place of row ? view.panels.flatMap((each) => each.rows) : []) {
+        if (place.row !== row) continue;
+        context.strokeStyle = theme.mark;
+        context.lineWidth = 2;
+        context.strokeRect(view.gutter, place.box - 2, view.plotWidth, place.boxHeight + 4);
+      }
       for (const [mark, colour] of [[hover, theme.ink], [chosen, theme.mark]]) {
         if (mark && mark.track) this.mark(mark, colour);
       }

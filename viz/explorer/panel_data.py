@@ -62,6 +62,7 @@ class _Panel:
     def __init__(self, exhibit: Exhibit, timeline: Timeline, tick: float, programs: Programs) -> None:
         self.exhibit, self.timeline, self.tick, self.programs = exhibit, timeline, tick, programs
         self.schedule = timeline.schedule
+        self.start = timeline.start
         self.window = is_window(timeline)
         places = [(rank, action) for rank, trace in enumerate(timeline.ranks) for action in trace.actions]
         self.number_of = {place: number for number, place in enumerate(places)}  # replicas make equal updates
@@ -98,7 +99,7 @@ class _Panel:
         }
 
     def _ticks(self, seconds: float) -> int:
-        return round((seconds - self.timeline.start) / self.tick)
+        return round((seconds - self.start) / self.tick)
 
     def _row(self, rank: int, lanes: _Lanes, idle: Sequence[IdleStretch]) -> Columns:
         trace = self.timeline.ranks[rank]

@@ -229,6 +229,48 @@
     place.replaceChildren(...parts);
   }
 
+  // What each measured step departs from its prediction in, and who straggles.
+  function differences(page) {
+    const place = document.getElementById("differences");
+    const { time, digits } = app.words;
+    const more = (seconds) => (seconds < 0 ? "\u2212" : "+") + time(Math.abs(seconds), 3);
+    const parts = [place.firstChild];
+    for (const { measured, predicted } of page.exhibits) {
+      if (!measured) continue;
+      const { departures, causes, stragglers, notes = [] } = measured.data.difference;
+      const found = [];
+      for (const each of stragglers) {
+        found.push(make("li", {},
+          make("button", { class: "link", onclick: () => app.showRank(measured, each.rank) }, each.name),
+          make("span", {}, digits(each.ratio, 3) + " \u00d7 " + each.against + " (" + more(each.seconds) + ")")));
+      }
+      const lists = [["who straggles", found]];
+      const least = 0.002 * measured.makespan;
+      const changed = causes.filter(([, seconds]) => Math.abs(seconds) > least).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+      lists.push(["by cause, of the mean rank", changed.map(([name, seconds]) => make("li", {}, make("span", {}, name), make("span", {}, more(seconds))))]);
+      const seen = departures.filter(([, , before, after]) => before !== after);
+      lists.push(["actions that depart most", seen.map(([rank, name, before, after]) => make("li", {},
+        make("button", { class: "link", onclick: () => app.jump(measured, rank, name) }, name + " on rank " + rank),
+        make("span", {}, more(after - before) + (before > 0 ? ", " + digits(after / before, 3) + " \u00d7" : ""))))]);
+      const shown = lists.filter(([, items]) => items.length);
+      if (!shown.length && !notes.length) continue;
+      parts.push(make("h3", {}, panelName(page, measured) + (predicted ? " against predicted" : "")));
+      for (const note of notes) parts.push(make("p", {}, note));
+      for (const [heading, items] of shown) parts.push(make("p", {}, heading), ...folded(items));
+    }
+    place.hidden = parts.length < 2;
+    place.replaceChildren(...parts);
+  }
+
+  // A list of which the first items show, and the rest on demand.
+  function folded(items, first = 6) {
+    const lists = [make("ul", { class: "plain" }, ...items.slice(0, first))];
+    if (items.length > first) {
+      lists.push(make("details", {}, make("summary", {}, (items.length - first) + " more"), make("ul", { class: "plain" }, ...items.slice(first))));
+    }
+    return lists;
+  }
+
   function panelName(page, panel) {
     return (page.exhibits.length > 1 ? panel.exhibit.name + ", " : "") + panel.caption;
   }
@@ -264,6 +306,7 @@
     title(page);
     steps(page);
     section("chosen", "Actions");
+    section("differences", "Differences");
     section("idle", "Idle time");
     section("path", "Critical path");
     chosen(null);
@@ -274,6 +317,7 @@
   function refresh(page) {
     figures(page);
     legend(page);
+    differences(page);
     idle(page);
     path(page);
   }

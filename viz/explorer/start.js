@@ -9,7 +9,7 @@
   const marks = new app.Marks(byId("marks"), view, painter);
   const tooltip = byId("tooltip");
   app.scroller = byId("scroller");
-  app.state = { hover: null, chosen: null, pointer: null, range: null, left: false };
+  app.state = { hover: null, chosen: null, pointer: null, range: null, row: null, left: false };
   app.frames = { drawn: 0, seconds: 0 }; // for measurements
 
   let wanted = 0; // 1: marks alone, 2: everything
@@ -97,6 +97,7 @@
   // Keep a box chosen. reveal: bring it into sight; speak: to screen readers.
   app.choose = (mark, { reveal = false, speak = false } = {}) => {
     app.state.chosen = mark;
+    app.state.row = null;
     app.panels.chosen(mark);
     if (mark && reveal) {
       view.reveal(mark.track.start[mark.i], mark.track.end[mark.i]);
@@ -111,6 +112,23 @@
     }
     app.state.left = false;
     ask(2);
+  };
+
+  // Choose an action of a panel by its name, and bring it into sight.
+  app.jump = (panel, rank, name) => {
+    const found = panel.find(rank, name);
+    if (!found) return;
+    const row = panel.rows[found.row];
+    app.choose({ panel, row, track: row.compute, i: found.i }, { reveal: true, speak: true });
+  };
+
+  // Bring a rank's row into sight, and mark it for a while.
+  app.showRank = (panel, rank) => {
+    const row = panel.rows[rank];
+    const place = app.placeOf({ panel, row });
+    app.scroller.scrollTop = place.row.top - view.height / 2;
+    app.state.row = row;
+    ask(1);
   };
 
   app.setRange = (range) => {

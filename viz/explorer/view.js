@@ -6,10 +6,10 @@
   "use strict";
 
   const HEAD = 48; // overview and axis, which stay when rows scroll [pixels]
-  const PANEL_HEAD = 30, PANEL_GAP = 12;
-  const PAD = 3, LANES = 8, MEMORY = 30, LINE = 15; // LINE: of foreign rows
-  const GAP = 9; // around memory
-  const SMALLEST_BOX = 14, READABLE_BOX = 22, LARGEST_BOX = 34; // rows scroll rather than few of them being small
+  const PANEL_HEAD = 30, PANEL_GAP = 8;
+  const PAD = 3, LANES = 8, MEMORY = 26, LINE = 15; // LINE: of foreign rows
+  const GAP = 6; // around memory
+  const SMALLEST_BOX = 14, READABLE_BOX = 20, LARGEST_BOX = 34; // rows scroll rather than few of them being small
   const SIDE = 190, EDGE = 14;
 
   class View {
@@ -29,7 +29,7 @@
     layOut(measureText) {
       const panels = this.page.panels;
       const names = panels.flatMap((panel) => panel.rows.map((row) => measureText(row.name)));
-      this.gutter = Math.min(220, Math.max(58, ...names)) + 24;
+      this.gutter = Math.ceil(Math.min(220, Math.max(58, ...names))) + 24; // whole, so that columns of pixels are sharp
       this.hasSide = this.width > 700 && panels.some((panel) => panel.rows.some((row) => row.shares));
       const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
       const fixed = panels.reduce((sum, panel) => sum + PANEL_HEAD + PANEL_GAP + panel.rows.reduce((all, row) => all + this.extra(row), 0), HEAD);
@@ -159,7 +159,8 @@
         const wide = Math.max((end - start) * 12, this.length * 1e-6);
         this.set((start + end) / 2 - wide / 2, (start + end) / 2 + wide / 2);
       } else if (start < this.start || end > this.end) {
-        this.set((start + end - size) / 2, (start + end + size) / 2);
+        const half = Math.max(size, 2 * (end - start)) / 2;
+        this.set((start + end) / 2 - half, (start + end) / 2 + half);
       }
     }
   }
