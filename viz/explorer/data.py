@@ -12,6 +12,7 @@ from typing import Any
 from ...schedules import Idle, MemoryPart, MessageKind, Op
 from ...schedules.timing.critical_path import PathKind
 from ..exhibit import Exhibit
+from ..headline import headline
 from ..palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
@@ -27,7 +28,6 @@ from ..palette import (
     shade,
 )
 from .difference_data import difference_columns
-from .figures_data import figures
 from .foreign_data import foreign_panel
 from .panel_data import Programs, timeline_panel
 
@@ -47,7 +47,7 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
     return {
         "name": exhibit.name,
         "notes": list(exhibit.notes),
-        "figures": figures(exhibit),
+        "figures": [list(figure) for figure in headline(exhibit)],
         "predicted": None if predicted is None else timeline_panel(exhibit, predicted, tick, programs),
         "measured": [
             {

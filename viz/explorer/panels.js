@@ -50,46 +50,35 @@
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
   }
 
-  // A row an exhibit: closed form, bound, prediction and measurement of the step and of its bubble.
+  const FIGURES = { step: ["closed form", "lower bound", "predicted", "measured"], bubble: ["closed form", "predicted", "measured"] };
+
+  // A row an exhibit: closed form, bound, prediction and measurement of a step and of its bubble.
   function figures(page) {
     const { time, percent, digits } = app.words;
-    const shown = page.exhibits.filter((each) => each.predicted || each.measured);
-    const rows = shown.map((exhibit) => {
-      const { predicted, measured, data: { figures: given } } = exhibit;
-      const seconds = (panel) => panel && panel.data.batch_seconds;
-      const beside = (own, other, of) => (own && other ? make("small", {}, " " + digits(own / other, 4) + " \u00d7 " + of) : null);
-      return {
-        exhibit,
-        step: [
-          given.closed_seconds && [time(given.closed_seconds)],
-          given.lower_bound && [time(given.lower_bound)],
-          predicted && [time(seconds(predicted)), beside(seconds(predicted), given.lower_bound, "bound")],
-          measured && [time(seconds(measured)), beside(seconds(measured), seconds(predicted), "predicted")],
-        ],
-        bubble: [
-          Number.isFinite(given.closed_bubble) && given.closed_bubble !== null && [percent(given.closed_bubble)],
-          predicted && [percent(predicted.data.bubble)],
-          measured && [percent(measured.data.bubble)],
-        ],
-      };
-    });
-    const heads = { step: ["closed form", "lower bound", "predicted", "measured"], bubble: ["closed form", "predicted", "measured"] };
-    const hints = {
-      "closed form": "of the family, for equal stages of these mean times and free links",
-      "lower bound": "no order of the same actions can be quicker",
-    };
+    const rows = page.exhibits.filter((each) => each.data.figures.length).map((exhibit) => ({
+      exhibit, given: new Map(exhibit.data.figures.map(([label, seconds, bubble, how]) => [label, { seconds, bubble, how }])),
+    }));
     const place = document.getElementById("figures");
     place.hidden = !rows.length;
-    if (!rows.length) return;
-    const used = Object.fromEntries(Object.keys(heads).map((group) => [group, heads[group].map((_, i) => rows.some((row) => row[group][i]))]));
+    const groups = Object.entries(FIGURES).map(([group, labels]) => [group, labels.filter((label) => rows.some(({ given }) => given.has(label)))]);
+    const columns = groups.flatMap(([group, labels]) => labels.map((label, i) => ({ group, label, first: i ? "" : "first" })));
     const several = page.exhibits.length > 1;
-    const top = make("tr", {}, several ? make("th", {}) : null, ...Object.keys(heads).map((group) =>
-      make("th", { class: "columns", scope: "colgroup", colspan: used[group].filter(Boolean).length }, group === "step" && shown.some((each) => each.panels[0].schedule && each.panels[0].schedule.asynchronous) ? "batch to batch" : group)));
-    const second = make("tr", {}, several ? make("th", {}) : null, ...Object.keys(heads).flatMap((group) =>
-      heads[group].filter((_, i) => used[group][i]).map((name, i) => make("th", { scope: "col", class: i ? "" : "first", ...(hints[name] ? { title: hints[name] } : {}) }, name))));
-    const body = rows.map((row) => make("tr", {}, several ? make("th", { scope: "row" }, row.exhibit.name) : null, ...Object.keys(heads).flatMap((group) =>
-      row[group].filter((_, i) => used[group][i]).map((cell, i) => make("td", { class: i ? "" : "first" }, ...(cell ? cell : [make("small", {}, "\u2013")]))))));
-    place.replaceChildren(make("table", {}, make("thead", {}, top, second), make("tbody", {}, ...body)));
+    const cell = (given, { group, label, first }) => {
+      const found = given.get(label);
+      if (!found) return make("td", { class: first }, make("small", {}, "\u2013"));
+      if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
+      const other = { predicted: "lower bound", measured: "predicted" }[label];
+      const beside = other && given.has(other) ? " " + digits(found.seconds / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") : "";
+      const how = /median/.test(found.how) ? ", " + found.how : "";
+      return make("td", { class: first, title: found.how }, time(found.seconds), make("small", {}, beside + how));
+    };
+    const stream = page.panels.some((panel) => panel.schedule && panel.schedule.asynchronous);
+    const blank = several ? make("th", {}) : null;
+    place.replaceChildren(make("table", {},
+      make("thead", {},
+        make("tr", {}, blank && blank.cloneNode(), ...groups.map(([group, labels]) => make("th", { class: "columns", scope: "colgroup", colspan: labels.length }, stream && group === "step" ? "batch to batch" : group))),
+        make("tr", {}, blank, ...columns.map(({ label, first }) => make("th", { scope: "col", class: first }, label)))),
+      make("tbody", {}, ...rows.map(({ exhibit, given }) => make("tr", {}, several ? make("th", { scope: "row" }, exhibit.name) : null, ...columns.map((column) => cell(given, column)))))));
   }
 
   // A slider for each exhibit with several measured steps.
