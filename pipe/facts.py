@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from ..comm import World
 from ..partition.plans.plan import Plan
-from ..schedules import Costs, Schedule
+from ..schedules import Costs, Schedule, StageBytes
 from .building import Building
+from .run.action_memory import ActionMemory
 from .settings import Settings
+from .stage_memory import stage_bytes, watch
 
 
 class RunFacts:
@@ -73,6 +77,22 @@ class RunFacts:
     def held_bytes(self) -> int:
         """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
         return self._building.built("parameters and state").state.held_bytes()
+
+    def watch_memory(self) -> AbstractContextManager[ActionMemory]:
+        """Within: what each action of this process takes is watched, for `stage_bytes`; slow on the CPU.
+
+        For whole steps, on a pipeline that is empty at the start and at the end (`flush()` a stream). The ActionMemory
+        says what the process held at the most, `peak_bytes`.
+        """
+        return watch(self._building.built("watch_memory"), self._settings.device)
+
+    def stage_bytes(self, watched: ActionMemory) -> tuple[StageBytes, ...]:
+        """[S] bytes of each stage, of which `memory_curves` makes memory over time. Collective over the processes.
+
+        Arguments:
+            watched: what `watch_memory()` gave for a step behind the first one, when the optimizers have their state.
+        """
+        return stage_bytes(self._building.built("stage_bytes"), watched)
 
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, and the link's latency.

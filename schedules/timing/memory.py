@@ -3,7 +3,8 @@
     weights       all versions of its stages, from the start
     gradients     of a stage, from the end of its first backward to the end of its update (in a stream always)
     optimizer, buffers    from the start
-    activations   of a microbatch, from the start of F to the end of B or W; what B makes again, while it runs
+    activations   of a microbatch, from the start of F to the end of B or W; what B makes anew or needs beyond
+                  the workspace, while it runs
     workspace     while an action of the stage runs
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
                   program has them; sums of gradients while they are under way
@@ -53,7 +54,7 @@ class StageBytes:
         optimizer: state; where it is divided over replicas, a rank's part.
         buffers: of the model.
         activations: kept of one microbatch from F to B.
-        again: made anew by the backward that runs, where activations are recomputed.
+        again: beyond the workspace for the backward that runs, such as activations that it makes anew.
         workspace: that an action needs for itself while it runs.
         output: of a message to another stage, and of the gradient back.
         summing: held while gradients are summed, or weights gathered, over several ranks.

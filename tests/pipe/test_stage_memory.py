@@ -1,0 +1,85 @@
+"""Bytes of stages as a run has them: by hand for linear layers, and their curve beside what was held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.pool import Pool
+from torch import nn
+
+import stagewright as sw
+from stagewright.schedules import MemoryPart, StageBytes, memory_curves
+
+WIDTH, SAMPLES, M = 64, 64, 4
+FLOAT = 4
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def watched(schedule: str, *, recompute: str = "none") -> tuple[int, list[float], tuple[StageBytes, ...], list[float]]:
+    """The most that this process held, peaks of all ranks' curves, bytes of the stages, activations at those peaks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(4)))
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    with sw.PipelineModule(
+        model,
+        schedule=schedule,
+        mesh={"pipe": 2},
+        num_microbatches=M,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.AdamW,
+        example_inputs=(x,),
+        recompute=recompute,
+    ) as pipe:
+        pipe.train_step(x, y)
+        pipe.flush()
+        with pipe.watch_memory() as memory:
+            result = pipe.train_step(x, y)
+            pipe.flush()
+        found = pipe.stage_bytes(memory)
+        curves = memory_curves(result.timeline(), found)
+        again = pipe.train_step(x, y)  # as before: nothing is watched any more
+        pipe.flush()
+        assert again.timeline().schedule == pipe.schedule or schedule == "2bw"
+    activations = [max(curve.parts[MemoryPart.ACTIVATIONS]) for curve in curves]
+    return memory.peak_bytes, [curve.peak for curve in curves], found, activations
+
+
+def test_two_stages_by_hand() -> None:
+    _, _, (first, second), _ = watched("gpipe")
+    weights = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH) * FLOAT  # two blocks
+    rows = SAMPLES // M
+    output = rows * WIDTH * FLOAT
+    for stage in (first, second):
+        assert (stage.weights, stage.gradients, stage.buffers) == (weights, weights, 0)
+        assert stage.optimizer == pytest.approx(2 * weights, rel=0.001)  # and the numbers of steps
+        # What enters GELU and what leaves it, in each block; its input, or the first block's output.
+        hidden = 2 * 2 * rows * 4 * WIDTH * FLOAT
+        assert hidden <= stage.activations <= hidden + 4 * output
+    assert (first.output, second.output) == (output, 0)
+
+
+def test_recomputed_stages_keep_less_and_make_it_anew() -> None:
+    _, _, plain, _ = watched("1f1b")
+    _, _, again, _ = watched("1f1b", recompute="full")
+    for one, other in zip(plain, again, strict=True):
+        assert other.activations < one.activations / 4
+        assert other.again > one.again + one.activations / 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
+def test_curves_of_one_process_are_close_to_what_it_held(schedule: str) -> None:
+    """Its ranks do not hold their most at one time, and messages between them are no copies: more than was held."""
+    most, peaks, _, _ = watched(schedule)
+    assert most * 0.97 <= sum(peaks) <= most * 1.15
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
+def test_curves_of_processes_are_close_to_what_they_held(gloo: Pool, schedule: str) -> None:
+    found = gloo.run(watched, ranks=2, args=(schedule,))
+    assert found[0][2] == found[1][2]  # all processes know all stages
+    for rank, (most, peaks, _, _) in enumerate(found):
+        assert peaks[rank] == pytest.approx(most, rel=0.06)
