@@ -20,6 +20,7 @@ from .layout import Layout
 from .makers import Makers
 from .measure.measurement import Measurement
 from .measure.steps import StepReports
+from .measure.tracer import Traced
 from .modes import EvaluationModes, StagesOf
 from .placing import Ground, Placed, place_stages, prepare
 from .run.engine import Engine
@@ -39,6 +40,7 @@ class Pipeline:
         schedule: as it runs.
         stage_num_parameters: [S].
         engine: that trains.
+        traced: what a tracer looks at.
     """
 
     schedule: Schedule
@@ -50,6 +52,7 @@ class Pipeline:
     state: State
     measurement: Measurement
     verifier: Verifier
+    traced: Traced
 
 
 def assemble(
@@ -99,6 +102,7 @@ def assemble(
         reports=StepReports(settings.on_step, rank=layout.place.world.rank, device=settings.device),
         clocks=connected.clocks,
     )
+    measurement = _measurement(ground, placed, connected, training)
     evaluation = _evaluation(ground, placed, connected, makers=makers, stages_of=stages_of, training=training)
     return Pipeline(
         schedule=connected.update.schedule,
@@ -108,7 +112,7 @@ def assemble(
         training=training,
         evaluation=evaluation,
         state=_state(ground, placed, connected, training),
-        measurement=_measurement(ground, placed, connected, training),
+        measurement=measurement,
         verifier=Verifier(
             ground.plain,
             regions=placed.regions,
@@ -124,6 +128,17 @@ def assemble(
             collectives=ground.collectives,
             guard=guard,
             settings=settings,
+        ),
+        traced=Traced(
+            schedule=connected.update.schedule,
+            ranks=layout.place.local_ranks,
+            num_steps=lambda: training.num_steps,
+            snapshots=training.snapshots,
+            measurement=measurement,
+            clocks=connected.clocks,
+            collectives=ground.collectives,
+            guard=guard,
+            plan=layout.plan,
         ),
     )
 

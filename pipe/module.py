@@ -29,6 +29,7 @@ from .checkpoint.snapshot import HasState
 from .facts import RunFacts
 from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
+from .measure.tracer import TraceEvery, Tracer, check_every
 from .model_options import (
     call_reader,
     check_flag,
@@ -415,6 +416,20 @@ class PipelineModule(RunFacts):
             on_saved=on_saved,
             timeout=self._settings.timeout,
         )
+
+    def tracer(self, folder: str | os.PathLike[str], *, every: TraceEvery = "auto") -> Tracer:
+        """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
+
+        `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
+        at the end. `stagewright train` has one of its own. Collective over the processes.
+
+        Arguments:
+            folder: of the run. Hosts may have one each; `stagewright timeline` takes them together.
+            every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
+                eight; 0: none. The last step is always traced.
+        """
+        check_every(every)
+        return Tracer(Path(folder), self._building.built("a tracer").traced, every=every)
 
     def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.

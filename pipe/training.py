@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ..comm import Collectives, Guard, HostClocks
 from ..schedules import Timeline
+from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.given import Given
 from .batch.reader import BatchReader, Reads
@@ -170,8 +171,12 @@ class Training:
             self._update.abandon(error)
             raise
 
+    def snapshots(self) -> dict[int, Callable[[], RankRecord]]:
+        """By local rank, the record of the newest batch, to be read now or later."""
+        return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}
+
     def _result(self, known: Known | None) -> StepResult:
-        snapshots = [local.recorder.snapshot() for local in self._engine.ranks]
+        snapshots = list(self.snapshots().values())
 
         def timeline() -> Timeline:
             with self._guard.together():

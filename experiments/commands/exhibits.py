@@ -3,7 +3,9 @@
 runs/gpt, gpt          a run's folder, or its name           what it left: predicted and measured steps
 plan.json              a plan                                its own schedule, simulated with its costs
 1f1b, mine.csv, mine.json, mine.py:zigzag      a schedule    simulated with the costs of the options
-timeline.json          a Timeline, or a run's pair of them   as it is
+timeline.json          a Timeline; or that of a run          as it is; as its folder
+
+Folders that hosts have left of one run are read as one.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Any
 from ...partition import Plan
 from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.registry import family
+from ...schedules.timing.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.perfetto import OWN_KEY
 from ...viz.traces.events import is_trace, rank_in, read_text
 from ..schedule_files import FORMS
 from ..training.run_folder import RUNS, find_run
-from ..training.traces import Traces
+from ..training.traces import hosts_of_runs, read_run
 from .files import read_file
 from .schedule_options import CostOptions
 
@@ -43,10 +46,18 @@ def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *,
     options = CostOptions() if options is None else options
     if not sources:
         raise ValueError(f"nothing to show: expected {EXPECTED}")
+    sources = _folders_for_trace_files(sources)
+    hosts = _folders_of_hosts(sources, options, root)
+    sources = [source for source in sources if hosts.get(source) != ()]
     groups = _groups(sources)
-    exhibits = [
-        _of_group(group, options) if len(group) > 1 else read_exhibit(group[0], options, root=root) for group in groups
-    ]
+    exhibits = []
+    for group in groups:
+        if group[0] in hosts:
+            exhibits.append(read_run(*hosts[group[0]]))
+        elif len(group) > 1:
+            exhibits.append(_of_group(group, options))
+        else:
+            exhibits.append(read_exhibit(group[0], options, root=root))
     surplus = set(given(options)).difference(*(takes_options(source, root=root) for source in sources))
     if surplus:
         raise ValueError(
@@ -106,7 +117,7 @@ def read_exhibit(source: str, options: CostOptions | None = None, *, root: Path 
     path = Path(source)
     if path.is_file():
         return _read_file(path, options)
-    if path.is_dir() or _is_run(source, options, root):
+    if _is_folder(source, options, root):
         return _read_folder(find_run(path, root=root), options)
     if _is_schedule(source):
         return _simulated(options.make(source, command="timeline"), options)
@@ -143,9 +154,34 @@ def takes_options(source: str, *, root: Path = RUNS) -> frozenset[str]:
     return _ALL_OPTIONS if _is_schedule(source) else frozenset()
 
 
-def _is_run(source: str, options: CostOptions, root: Path) -> bool:
-    """Whether a bare name is a run; a schedule's name with sizes is not."""
-    return (root / source).is_dir() and not (_is_schedule(source) and options.ranks is not None)
+def _is_folder(source: str, options: CostOptions, root: Path) -> bool:
+    """Whether it is a run's folder, or its name; a schedule's name with sizes is not."""
+    is_name = (root / source).is_dir() and not (_is_schedule(source) and options.ranks is not None)
+    return Path(source).is_dir() or (is_name and not Path(source).is_file())
+
+
+def _folders_for_trace_files(sources: Sequence[str]) -> list[str]:
+    """In place of the trace files of a run's processes their folder, once."""
+    found: list[str] = []
+    folders: set[str] = set()
+    for source in sources:
+        folder = str(Path(source).parent)
+        if not is_trace_file(Path(source)):
+            found.append(source)
+        elif folder not in folders:
+            folders.add(folder)
+            found.append(folder)
+    return found
+
+
+def _folders_of_hosts(sources: Sequence[str], options: CostOptions, root: Path) -> dict[str, tuple[Path, ...]]:
+    """Of sources that several hosts have left of one run: all their folders for the first, none for the others."""
+    folders = {find_run(Path(s), root=root): s for s in sources if _is_folder(s, options, root)}
+    found: dict[str, tuple[Path, ...]] = {}
+    for together in hosts_of_runs(list(folders)):
+        if len(together) > 1:
+            found |= dict.fromkeys((folders[folder] for folder in together), ()) | {folders[together[0]]: together}
+    return found
 
 
 def _is_schedule(source: str) -> bool:
@@ -165,15 +201,11 @@ def _read_folder(folder: Path, options: CostOptions) -> Exhibit:
         traces = [path for path in found if path.is_file() and is_trace(read_text(path))]
         if traces:
             return exhibit_of_traces(traces, name=name, num_chunks=options.chunks or 1)
-    return _of_traces(Traces.read(folder), name)
+    return read_run(folder)
 
 
 def _has_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("timeline.json", "manifest.json"))
-
-
-def _of_traces(traces: Traces, name: str) -> Exhibit:
-    return Exhibit(name=name, predicted=traces.predicted, measured=(MeasuredStep(0, traces.measured),))
+    return any((folder / name).exists() for name in ("timeline.json", "manifest.json")) or bool(find_traces([folder]))
 
 
 def _simulated(schedule: Schedule, options: CostOptions) -> Exhibit:
@@ -182,6 +214,8 @@ def _simulated(schedule: Schedule, options: CostOptions) -> Exhibit:
 
 
 def _read_file(path: Path, options: CostOptions) -> Exhibit:
+    if is_trace_file(path):
+        return read_run(path.parent)
     text, data = _load(path)
     name = path.name.split(".")[0]
     match _kind(path, text, data):
@@ -194,7 +228,7 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
         case "plan":
             return _of_plan(Plan.from_json(text, source=str(path)), name, options)
         case "run":
-            return _of_traces(Traces.read(path.parent), path.parent.resolve().name)
+            return read_run(path.parent)
     timeline = _from(path, text)
     if timeline.measured:
         return Exhibit(name=name, measured=(MeasuredStep(0, timeline),))
@@ -230,7 +264,7 @@ def _kind(path: Path, text: str, data: Any) -> str:
         ("trace", {"traceEvents"}),
         ("schedule", {"programs", "placement"}),
         ("plan", {"stages", "num_devices"}),
-        ("run", {"predicted", "measured"}),
+        ("run", {"predicted"}),
         ("timeline", {"ranks", "schedule"}),
     ):
         if told_by <= keys:

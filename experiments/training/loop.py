@@ -18,8 +18,10 @@ import torch.distributed as dist
 from ...partition.plans.plan import Plan
 from ...partition.profiler.live_bytes import LiveBytes
 from ...pipe import StepRecord, StepResult
-from ...schedules import Schedule, simulate
+from ...pipe.measure.tracer import FIRST_TRACED
+from ...schedules import Schedule, Timeline, simulate
 from ...schedules.wording import count, duration, size
+from ...viz import Exhibit, MeasuredStep
 from ..host import MemoryMeter
 from ..launcher import report_to_launcher
 from ..own_task import Batch
@@ -28,14 +30,13 @@ from .corpus import bits_per_byte
 from .options import TrainOptions
 from .pipeline import make_pipe, may_verify
 from .progress import Progress, make_progress, speed
-from .run_folder import Manifest, Metrics, RunFolder, Summary
+from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
-from .together import gather
-from .traces import Traces
+from .together import first, gather
+from .traces import draw, trace_names
 
-TRACE_EVERY = 20  # steps; the traces of all ranks are gathered then
+GATHER_EVERY = 20  # steps; the records of all ranks are gathered then, for the bubble that metrics.jsonl tells
 WATCHED_STEP = 2  # when all memory has been in use once
-FIRST_TRACE = 3  # the steps before warm up caches and allocators
 
 
 def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
@@ -62,7 +63,8 @@ class _Record:
     step_seconds: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     predicted_bubbles: list[float] = field(default_factory=list)
-    traces: Traces | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None  # step
     samples: int = 0
     seconds: float = 0.0
     tensor_bytes: int = 0  # of this process at the peak of the watched step
@@ -123,6 +125,9 @@ class _Training:
             if self.checkpoints.first_step >= self.options.steps:
                 self._is_done()
                 return
+            # in a folder on each host; torchrun's processes name a run by their own time of day
+            path = RUNS / first(str(self.options.name))
+            self.tracer = self.pipe.tracer(path, every=self.options.trace_every)
             val_loss, resident, tensors, weights = self._run()
             if self.folder is not None:
                 self._leave_behind(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
@@ -148,6 +153,7 @@ class _Training:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
+        self.tracer.close()
         val_loss = self._validate()
         weights = self.pipe.full_state_dict()
         resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
@@ -178,8 +184,9 @@ class _Training:
             before = time.perf_counter()
             result = self._step(step, batch)
             self.record.step_seconds.append(time.perf_counter() - before)
-            if self._is_traced(step):
-                self._trace(result)
+            self.tracer.step()
+            if self._is_gathered(step):
+                self._gather(result)
             bubbles[step] = self.record.newest_bubbles()
             self._log(bubbles, progress)
             self.checkpoints.behind(step, partial(self._log, bubbles, progress))
@@ -216,16 +223,18 @@ class _Training:
         self.record.tensor_bytes = held + live.most
         return result
 
-    def _trace(self, result: StepResult) -> None:
-        measured = result.timeline()
-        predicted = simulate(measured.schedule, self.pipe.measured_costs())
-        self.record.traces = Traces(predicted=predicted, measured=measured)
+    def _gather(self, result: StepResult) -> None:
+        measured, costs = result.timeline(), self.pipe.measured_costs()
+        predicted = simulate(measured.schedule, costs)
+        if self.record.predicted is None:
+            self.tracer.write_prediction(costs)  # for a run that is ended before its end
+        self.record.predicted, self.record.measured = predicted, measured
         self.record.bubbles.append(measured.bubble)
         self.record.predicted_bubbles.append(predicted.bubble)
 
-    def _is_traced(self, step: int) -> bool:
-        """Now and then, and at the end, so that a run of any length has a trace."""
-        return step % TRACE_EVERY == FIRST_TRACE or step == self.options.steps - 1
+    def _is_gathered(self, step: int) -> bool:
+        """Now and then, and at the end, so that a run of any length has a bubble."""
+        return step % GATHER_EVERY == FIRST_TRACED or step == self.options.steps - 1
 
     def _validate(self) -> float | None:
         """Mean loss over the held-out batches; None without any."""
@@ -253,7 +262,8 @@ class _Training:
         weights: dict[str, torch.Tensor],
     ) -> None:
         record, schedule, plan, saved = self.record, self.pipe.schedule, self.pipe.plan, self.checkpoints.saved
-        assert record.traces is not None
+        assert record.predicted is not None
+        assert record.measured is not None
         text = self.task.sample_bytes
         train_loss = statistics.fmean(record.losses[-20:])
         summary = Summary(
@@ -273,7 +283,7 @@ class _Training:
             val_loss=val_loss,
             val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
             step_seconds=statistics.median(record.step_seconds),
-            predicted_step_seconds=record.traces.predicted.batch_seconds,
+            predicted_step_seconds=record.predicted.batch_seconds,
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
             peak_memory_bytes=resident,
@@ -289,15 +299,17 @@ class _Training:
         if plan is not None:
             folder.write_plan(plan.to_json())
         folder.write_summary(summary)
-        record.traces.write(folder.path)
-        picture, _ = record.traces.draw(folder.path)
+        newest = MeasuredStep(self.options.steps - 1, record.measured)
+        picture, trace = draw(
+            Exhibit(name=str(self.options.name), predicted=record.predicted, measured=(newest,)), folder.path
+        )
         if self.options.json:
             print(json.dumps({**asdict(summary), "folder": str(folder.path)}))
             return
         print(report(summary))
         if self.task.describe is not None:
             print(f"\n{self.task.describe(weights)}")
-        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, timeline.perfetto.json")
+        print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, {trace.name}, {trace_names()}")
 
 
 def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:

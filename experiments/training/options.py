@@ -104,6 +104,9 @@ class TrainOptions(OwnOptions):
     resume: bool = False
     """Go on with the run --name (default: the newest) from its last checkpoint; a run that is not there begins. For a
     command that is started again whenever it ends, as by torchrun --max-restarts."""
+    trace_every: int | Literal["auto"] = "auto"
+    """Steps from one that each process traces into runs/<name>/trace.rankN.jsonl to the next; auto: 20 at first, and
+    more and more; 0: the last step only."""
     dry_run: bool = False
     """Show the cut, the grid, predicted bubble and memory, and stop."""
     json: bool = False
@@ -117,14 +120,7 @@ class TrainOptions(OwnOptions):
             if value is not None and (value < least or (isinstance(least, float) and value == 0)):
                 typed = option.replace("_", "-")
                 raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
-        if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
-            raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
-        if not 0 < self.checkpoint_overhead < 1:
-            raise ValueError(f"--checkpoint-overhead {self.checkpoint_overhead}: expected a share above 0 and below 1")
-        if self.checkpoint_dir is not None and self.checkpoint_every is None and not self.resume:
-            raise ValueError(
-                f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
-            )
+        self._check_beside()
         if not self.clip >= 0:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
@@ -140,6 +136,21 @@ class TrainOptions(OwnOptions):
                 raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
         if self.plan == AUTO and self.dry_run:
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
+
+    def _check_beside(self) -> None:
+        """Of what goes on beside training."""
+        if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
+            raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
+        if not 0 < self.checkpoint_overhead < 1:
+            raise ValueError(f"--checkpoint-overhead {self.checkpoint_overhead}: expected a share above 0 and below 1")
+        if self.checkpoint_dir is not None and self.checkpoint_every is None and not self.resume:
+            raise ValueError(
+                f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
+            )
+        if isinstance(self.trace_every, int) and self.trace_every < 0:
+            raise ValueError(
+                f"--trace-every {self.trace_every}: expected at least 1, 0 for the last step only, or {AUTO}"
+            )
 
     @property
     def num_processes(self) -> int:

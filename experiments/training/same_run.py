@@ -12,7 +12,7 @@ from typing import Any
 MAY_DIFFER = frozenset(
     {
         *("checkpoint_every", "checkpoint_overhead", "checkpoint_dir"),
-        *("name", "resume", "dry_run", "json", "timeout", "verify"),
+        *("name", "resume", "dry_run", "json", "timeout", "verify", "trace_every"),
         *("ranks", "schedule", "plan", "chunks", "microbatches", "recompute", "tensor", "tensor_parallel"),
     }
 )

@@ -1,49 +1,129 @@
-"""One step of a run twice, predicted and measured: its file, its picture, its Perfetto trace."""
+"""A run's folder read as what views show: its prediction, and the steps that its processes traced."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ...schedules import Timeline
+from ...schedules import Timeline, simulate
+from ...schedules.timing.run_file import NAME, RunFile
+from ...schedules.timing.trace_reader import find_traces, read_traces, starts_of
+from ...viz.exhibit import Exhibit, MeasuredStep
 
-_TRACE = "timeline.json"
+
+def read_run(*folders: Path) -> Exhibit:
+    """A run as its folder has it; of a run over several hosts, each with a folder of its own, as all of them have it.
+
+    What is missing or broken (a rank's file, lines that were cut off, the prediction) is in the notes, and the rest is
+    there. Raises ValueError, which names files and lines, where nothing is left, and for folders of different runs.
+    """
+    groups = hosts_of_runs(folders)
+    if len(groups) > 1:
+        raise ValueError(
+            f"{groups[1][0]} is of another run than {groups[0][0]}: expected folders that hosts have left of one run; "
+            f"to compare runs, type stagewright compare {groups[0][0]} {groups[1][0]}"
+        )
+    file, notes = _read_file(folders)
+    paths = find_traces(folders)
+    traces = read_traces(paths, schedules=[] if file is None else [file.schedule])
+    notes += traces.notes
+    measured = tuple(MeasuredStep(*step) for step in traces.steps)
+    first = next((folder for folder in folders if (folder / NAME).exists()), folders[0])
+    summary = _read_summary(first)
+    if file is not None and file.measured is not None and not measured:
+        steps = summary.get("steps")
+        measured = (MeasuredStep(steps - 1 if isinstance(steps, int) else 0, file.measured),)
+    if file is None and not measured:
+        why = "; ".join(notes)
+        raise ValueError(f"nothing to show in {_told(folders)}: {why}; expected the folder of a run that traced steps")
+    if not measured:
+        notes.append(f"no step was traced: {first} has no {trace_names()}" if not paths else "no traced step is left")
+    return Exhibit(
+        name=first.resolve().name,
+        predicted=None if file is None else _beside(file, measured),
+        measured=measured,
+        costs=None if file is None else file.costs,
+        memory=() if file is None else file.memory,
+        memory_limit=None if file is None else file.memory_limit,
+        predicted_peak=None if file is None else file.predicted_peak,
+        measured_peak=_measured_peak(summary, measured),
+        notes=tuple(notes),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traces:
-    """One step of a run (of a stream, a few) twice: as simulated from its measured costs, and as measured."""
+def draw(exhibit: Exhibit, folder: Path) -> tuple[Path, Path]:
+    """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
+    from ...viz import comparison_figure, write_figure, write_perfetto  # matplotlib: only where something is drawn
 
-    predicted: Timeline
-    measured: Timeline
+    picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
+    write_figure(comparison_figure([exhibit]), picture)
+    write_perfetto(list(exhibit.timelines), trace)
+    return picture, trace
 
-    def write(self, folder: Path) -> None:
-        """Write timeline.json."""
-        pair = {
-            "predicted": json.loads(self.predicted.to_json()),
-            "measured": json.loads(self.measured.to_json()),
-        }
-        (folder / _TRACE).write_text(json.dumps(pair) + "\n")
 
-    @classmethod
-    def read(cls, folder: Path) -> Traces:
-        """Read timeline.json; ValueError says what is missing."""
-        path = folder / _TRACE
+def trace_names() -> str:
+    """How trace files are called."""
+    return "trace.rankN.jsonl"
+
+
+def _read_file(folders: Sequence[Path]) -> tuple[RunFile | None, list[str]]:
+    """The first timeline.json that can be read, and why others cannot; of several hosts only one has it."""
+    notes: list[str] = []
+    for folder in folders:
         try:
-            pair = json.loads(path.read_text())
-            predicted, measured = (Timeline.from_json(json.dumps(pair[key])) for key in ("predicted", "measured"))
-        except OSError as error:
-            raise ValueError(f"{folder} has no readable {_TRACE}: a run writes it when it is done") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a run's timeline: {error}") from error
-        return cls(predicted=predicted, measured=measured)
+            return RunFile.read(folder), notes
+        except ValueError as error:
+            if (folder / NAME).exists():
+                notes.append(f"no prediction: {error}")
+    return None, notes or [f"no prediction: {_told(folders)} has no {NAME}, which process 0 of a run writes"]
 
-    def draw(self, folder: Path) -> tuple[Path, Path]:
-        """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
-        from ...viz import render_comparison, write_perfetto  # matplotlib: only where something is drawn
 
-        picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
-        render_comparison(self.predicted, self.measured, picture)
-        write_perfetto([("predicted", self.predicted), ("measured", self.measured)], trace)
-        return picture, trace
+def hosts_of_runs(folders: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """The folders, those together that hosts have left of one run: of the same start, other processes' files."""
+    groups: list[_Group] = []
+    for folder in folders:
+        paths = find_traces([folder])
+        own = _Group((folder,), starts_of(paths), frozenset(path.name for path in paths))
+        for group in [each for each in groups if each.starts & own.starts and not each.files & own.files]:
+            groups.remove(group)
+            own = _Group(group.folders + own.folders, group.starts | own.starts, group.files | own.files)
+        groups.append(own)
+    return [group.folders for group in groups]
+
+
+class _Group(NamedTuple):
+    """Folders of one run, the starts that they know, and the names of their files."""
+
+    folders: tuple[Path, ...]
+    starts: frozenset[str]
+    files: frozenset[str]
+
+
+def _beside(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
+    """The prediction; of a stream, for as many batches as were measured."""
+    if not measured or file.costs is None or not file.predicted.schedule.is_asynchronous:
+        return file.predicted
+    return simulate(measured[-1].timeline.schedule, file.costs)
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json as far as it can be read: a run that was ended has none."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _measured_peak(summary: dict[str, Any], measured: Sequence[MeasuredStep]) -> tuple[float, ...] | None:
+    """Bytes of tensors by rank, where each rank was a process."""
+    found = summary.get("peak_tensor_bytes")
+    if not isinstance(found, list) or not measured or len(found) != len(measured[-1].timeline.ranks):
+        return None
+    return tuple(map(float, found)) if all(isinstance(each, int | float) for each in found) else None
+
+
+def _told(folders: Sequence[Path]) -> str:
+    return " and ".join(map(str, folders))

@@ -35,6 +35,11 @@ class RankRecord:
 _NOTHING = RankRecord(compute=(), arrivals=())
 
 
+def was_waited_for(message: Message, began: float, there: float) -> bool:
+    """Whether a message of activations or gradients was seen to arrive: one that came early was not."""
+    return message.kind in STAGE_KINDS and there - began >= _REALLY_WAITED
+
+
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
     """The measured Timeline of all ranks, beginning at 0.
 
@@ -52,7 +57,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
         comm: list[Span[Message]] = []
         for message, began, there in record.arrivals:
-            if message.kind not in STAGE_KINDS or there - began < _REALLY_WAITED:
+            if not was_waited_for(message, began, there):
                 continue
             made = made_at.get(needs.maker(message))
             if made is None:

@@ -12,7 +12,6 @@ from stagewright.experiments.cli import main
 from stagewright.experiments.commands.exhibits import read_exhibit, read_exhibits
 from stagewright.experiments.commands.schedule_options import CostOptions
 from stagewright.experiments.commands.timeline import shape_notes
-from stagewright.experiments.training.traces import Traces
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
 from stagewright.viz import Exhibit, write_perfetto
@@ -37,7 +36,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("measured.json").write_text(step(measured=True).to_json())
     run = Path("runs/gpt")
     run.mkdir(parents=True)
-    Traces(predicted=step(), measured=step(measured=True, latency=0.5)).write(run)
+    pair = {
+        "predicted": json.loads(step().to_json()),
+        "measured": json.loads(step(measured=True, latency=0.5).to_json()),
+    }
+    (run / "timeline.json").write_text(json.dumps(pair))  # as runs left it before they had trace files
     nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
     found = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2:net=1GB/s"), global_batch=4, runnable=True)
     Path("plan.json").write_text(found.to_json())
@@ -168,7 +171,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("gpipee",), "did you mean gpipe"),
         (("gtp",), "did you mean gpt"),
         (("1f1b",), "1f1b needs --ranks and --microbatches: expected `stagewright timeline 1f1b"),
-        (("empty",), "empty has no readable timeline.json"),
+        (("empty",), "nothing to show in empty: no prediction: empty has no timeline.json"),
         (("cut.json",), "cut.json, line 1, column 101: "),
         (("cut.json",), "the file ends too early"),
         (("profile.json",), "profile.json: an object with nodes, version: expected a run"),

@@ -200,7 +200,8 @@ def test_a_sample_cannot_command_the_terminal() -> None:
 def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
     """A run folder holds all that a run leaves."""
     names = {"manifest.json", "metrics.jsonl", "summary.json", "timeline.json", "timeline.png"}
-    assert names | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
+    traces = {f"trace.rank{rank}.jsonl" for rank in range(ranks)}
+    assert names | traces | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
     found = json.loads((folder / "summary.json").read_text())
     assert isinstance(found, dict)
@@ -280,6 +281,11 @@ def test_a_timeline_is_drawn_again_from_its_file(command: Callable[..., Done], t
     assert "traceEvents" in trace.read_text()
     assert {"predicted", "measured"} <= answer["exhibits"][0].keys()
     (folder / "timeline.json").write_text('{"measured": 3}')
+    done = command("timeline", str(folder))
+    assert done.status == 0
+    assert "is not a run's timeline" in done.stderr
+    for rank in range(2):
+        (folder / f"trace.rank{rank}.jsonl").unlink()
     done = command("timeline", str(folder))
     assert done.status == 2
     assert "is not a run's timeline" in done.stderr

@@ -1,0 +1,231 @@
+"""Trace files beside training: each process writes what its ranks did in some of the steps, and gathers nothing.
+
+    tracer = pipe.tracer(folder)      clocks of hosts are compared: collective
+    tracer.step()                     behind each train_step: now and then a line to this process's own file
+    tracer.close()                    the last step, clocks again, timeline.json: collective
+
+"auto" traces step 3, then every 20th, and doubles the distance after each eight: some hundred steps of a million.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from ...comm import Collectives, Guard, HostClocks
+from ...partition.plans.plan import Plan
+from ...schedules import Costs, Schedule, simulate
+from ...schedules.timing.records import RankRecord
+from ...schedules.timing.run_file import RunFile
+from ...schedules.timing.trace_file import (
+    TraceHeader,
+    clock_line,
+    digest,
+    end_line,
+    header_line,
+    keeps_schedule,
+    step_line,
+    trace_path,
+)
+from .measurement import Measurement
+
+TraceEvery = int | Literal["auto"]
+Snapshots = Mapping[int, Callable[[], RankRecord]]  # by local rank
+
+FIRST_TRACED = 3  # the steps before warm up caches and allocators
+_DISTANCE = 20  # steps
+_ALIKE = 8  # traced steps at one distance under "auto"
+_MOST_BYTES = 1 << 26  # of a file, since its process was started
+
+
+def is_traced(step: int, every: TraceEvery) -> bool:
+    """Whether a step is traced: steps alone decide, so that a run that goes on keeps to the same ones."""
+    at = step - FIRST_TRACED
+    if at < 0 or every == 0:
+        return False
+    if every != "auto":
+        return at % every == 0
+    distance = _DISTANCE
+    while at >= _ALIKE * distance:
+        at -= _ALIKE * distance
+        distance *= 2
+    return at % distance == 0
+
+
+def check_every(every: object) -> None:
+    """ValueError for a distance that cannot be meant."""
+    if every != "auto" and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+        raise ValueError(f"every={every!r}: expected a number of steps, 0 for the last one only, or 'auto'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What a tracer looks at.
+
+    Arguments:
+        ranks: of the schedule, in this process.
+        num_steps: batches trained on so far.
+        snapshots: records of the newest one, to be read now or later.
+        plan: that is carried out, if there is one.
+    """
+
+    schedule: Schedule
+    ranks: tuple[int, ...]
+    num_steps: Callable[[], int]
+    snapshots: Callable[[], Snapshots]
+    measurement: Measurement
+    clocks: HostClocks
+    collectives: Collectives
+    guard: Guard
+    plan: Plan | None
+
+
+class Tracer:
+    """Writes `trace.rankN.jsonl`, N the number of this process, and process 0 `timeline.json` beside it.
+
+    The file goes on where steps were trained on before (a checkpoint was loaded), and begins anew else. A disk that
+    takes no more ends it with a warning: a trace is no reason for a run to fail. See `PipelineModule.tracer`.
+    """
+
+    def __init__(self, folder: Path, traced: Traced, *, every: TraceEvery) -> None:
+        check_every(every)
+        self._folder = folder
+        self._every = every
+        self._traced = traced
+        self._path = trace_path(folder, traced.collectives.rank)
+        self._is_open = True
+        self._written = 0  # bytes
+        self._last_written = -1  # step
+        self._newest: tuple[int, Snapshots] | None = None  # of no step that was written
+        self._compared = float("-inf")  # when the newest reading was taken that is in the file
+        self._next = traced.num_steps()
+        with traced.guard.together():
+            traced.clocks.compare()
+            mine = (secrets.token_hex(4), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+            self._run, started = traced.collectives.gather(mine, what="beginning a trace")[0]
+        self._begin(started)
+
+    def step(self) -> bool:
+        """Behind each `train_step`: trace it where that is due. Returns whether it was; never waits for another."""
+        step = self._traced.num_steps() - 1
+        if step < self._next:
+            return False
+        self._next = step + 1
+        self._newest = (step, self._traced.snapshots())
+        return self._write_newest() if is_traced(step, self._every) else False
+
+    def write_prediction(self, costs: Costs) -> None:
+        """Process 0 writes timeline.json, simulated from these costs; the others do nothing."""
+        if self._traced.collectives.rank != 0:
+            return
+        schedule, plan = self._traced.schedule, self._traced.plan
+        file = RunFile(
+            schedule=schedule,
+            predicted=simulate(schedule, costs),
+            costs=costs,
+            memory=() if plan is None else plan.stage_bytes,
+            memory_limit=None if plan is None else _by_rank(plan.memory_limits, schedule.num_ranks),
+            predicted_peak=None if plan is None else _by_rank(plan.memory_bytes, schedule.num_ranks),
+        )
+        try:
+            file.write(self._folder)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Trace the last step, compare the clocks of hosts once more, and predict. Collective over the processes."""
+        if self._next < 0:
+            return
+        self._write_newest()
+        self._next = -1
+        with self._traced.guard.together():
+            self._traced.clocks.compare()
+        self._append(self._clock_lines())
+        try:
+            costs = self._traced.measurement.costs()
+        except ValueError:  # on all ranks alike: no step was run
+            return
+        self.write_prediction(costs)
+
+    def __enter__(self) -> Tracer:
+        """A `with` block closes it at its end; an error in it only writes the last step."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._write_newest()
+
+    def _begin(self, started: str) -> None:
+        traced, number = self._traced, self._traced.collectives.rank
+        machines = traced.clocks.machines
+        schedule, mine = traced.schedule, machines[number]
+        is_first = machines.index(mine) == number
+        header = TraceHeader(
+            run=self._run,
+            started=started,
+            process=number,
+            num_processes=len(machines),
+            ranks=traced.ranks,
+            machine=mine,
+            origin=machines[0],
+            host=platform.node(),
+            first_step=self._next,
+            digest=digest(schedule),
+            schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
+            versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
+        )
+        before = b"\n" if self._next else b""  # the last line of a file that goes on may have been cut off
+        self._append(before + header_line(header) + self._clock_lines(), anew=self._next == 0)
+
+    def _clock_lines(self) -> bytes:
+        """The readings that are not in the file: those of the two ends, and of timelines between."""
+        readings = list(self._traced.clocks.readings)
+        fresh = [reading for reading in readings if reading.at > self._compared]
+        self._compared = max((reading.at for reading in readings), default=self._compared)
+        return b"".join(clock_line(self._run, reading) for reading in fresh)
+
+    def _write_newest(self) -> bool:
+        if self._newest is None or not self._is_open:
+            return False
+        (step, snapshots), self._newest = self._newest, None
+        line = step_line(self._run, step, {rank: read() for rank, read in snapshots.items()})
+        if self._written + len(line) > _MOST_BYTES:
+            self._append(end_line(self._run, self._last_written))
+            self._is_open = False
+            return False
+        self._append(self._clock_lines() + line)
+        self._last_written = step
+        return self._is_open
+
+    def _append(self, data: bytes, *, anew: bool = False) -> None:
+        if not self._is_open or not data:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._path.open("wb" if anew else "ab") as file:
+                file.write(data)
+        except OSError as error:
+            self._give_up(error)
+        self._written += len(data)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_open = False
+        warnings.warn(f"{self._path}: cannot write: {error.strerror or error}; nothing more is traced", stacklevel=3)
+
+
+def _by_rank(figures: Mapping[int, float], num_ranks: int) -> tuple[float, ...] | None:
+    """By rank, where all are known."""
+    found = tuple(figures[rank] for rank in range(num_ranks) if rank in figures)
+    return found if len(found) == num_ranks else None

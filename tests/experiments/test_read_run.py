@@ -1,0 +1,164 @@
+"""`read_run`: a run's folder, or those of its hosts, with whatever is left in them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stagewright.experiments.commands.exhibits import read_exhibits
+from stagewright.experiments.training.traces import hosts_of_runs, read_run
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import Costs, StageBytes, build, simulate
+from stagewright.schedules.timing.clocks import ClockReading
+from stagewright.schedules.timing.records import RankRecord
+from stagewright.schedules.timing.run_file import RunFile
+from stagewright.schedules.timing.trace_file import (
+    TraceHeader,
+    clock_line,
+    digest,
+    header_line,
+    step_line,
+    trace_path,
+)
+from stagewright.viz import MeasuredStep
+
+SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=4)
+COSTS = Costs(forward=0.5, latency=0.25)
+
+
+def leave(folder: Path, processes: tuple[int, ...] = (0, 1), *, run: str = "a") -> Path:
+    """What a run over two hosts leaves in one of its folders."""
+    folder.mkdir(parents=True, exist_ok=True)
+    timeline = simulate(SCHEDULE, COSTS)
+    for process in processes:
+        header = TraceHeader(
+            run=run,
+            started="2026",
+            process=process,
+            num_processes=2,
+            ranks=(process,),
+            machine="ab"[process],
+            origin="a",
+            host="node",
+            first_step=0,
+            digest=digest(SCHEDULE),
+            schedule=SCHEDULE,
+        )
+        lines = header_line(header)
+        lines += clock_line(run, ClockReading(0.0, 0.0, 0.125)) if process else b""
+        for step in (3, 23):
+            record = RankRecord(compute=timeline.ranks[process].compute, arrivals=())
+            lines += step_line(run, step, {process: record})
+        trace_path(folder, process).write_bytes(lines)
+    if 0 in processes:
+        held = tuple(StageBytes(weights=float(stage + 1)) for stage in range(2))
+        RunFile(schedule=SCHEDULE, predicted=timeline, costs=COSTS, memory=held, memory_limit=(9.0, 9.0)).write(folder)
+        (folder / "summary.json").write_text(json.dumps({"steps": 24, "peak_tensor_bytes": [3, 4]}))
+    return folder
+
+
+def test_all_that_a_run_left(tmp_path: Path) -> None:
+    exhibit = read_run(leave(tmp_path / "gpt"))
+    assert (exhibit.name, exhibit.notes) == ("gpt", ())
+    assert exhibit.predicted == simulate(SCHEDULE, COSTS)
+    assert [step.number for step in exhibit.measured] == [3, 23]
+    assert (exhibit.costs, exhibit.memory[1].weights) == (COSTS, 2.0)
+    assert (exhibit.memory_limit, exhibit.measured_peak) == ((9.0, 9.0), (3.0, 4.0))
+    assert exhibit.measured[0].timeline.clock_error == pytest.approx((0.0, 0.125), abs=1e-3)
+
+
+def test_hosts_with_a_folder_each(tmp_path: Path) -> None:
+    a, b = leave(tmp_path / "a" / "gpt", (0,)), leave(tmp_path / "b" / "gpt", (1,))
+    other = leave(tmp_path / "other", run="b")
+    for folders in ((a, b), (b, a)):
+        exhibit = read_run(*folders)
+        assert (exhibit.notes, exhibit.measured[-1].timeline.missing) == ((), ())
+    assert read_run(b).measured[-1].timeline.missing == (0,)
+    assert "no prediction" in read_run(b).notes[0]
+    assert hosts_of_runs([a, other, b]) == [(other,), (a, b)]
+    with pytest.raises(ValueError, match=r"other is of another run than .*gpt: expected folders that hosts have left"):
+        read_run(a, other)
+    sources = [str(b), str(other), str(a)]
+    assert [(each.name, each.notes) for each in read_exhibits(sources)] == [("gpt", ()), ("other", ())]
+    whole = leave(tmp_path / "whole")
+    files = [str(whole / f"trace.rank{rank}.jsonl") for rank in range(2)]
+    assert read_exhibits(files) == [read_run(whole)]
+    shutil.copytree(a, tmp_path / "copy")
+    assert hosts_of_runs([a, tmp_path / "copy"]) == [(a,), (tmp_path / "copy",)]  # nothing of another host
+
+
+def test_a_run_of_before_there_were_traces(tmp_path: Path) -> None:
+    timeline = json.loads(simulate(SCHEDULE, COSTS).to_json())
+    (tmp_path / "timeline.json").write_text(json.dumps({"predicted": timeline, "measured": timeline}))
+    exhibit = read_run(tmp_path)
+    assert exhibit.measured == (MeasuredStep(0, simulate(SCHEDULE, COSTS)),)
+
+
+def test_a_run_that_was_ended_before_it_predicted(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "gpt")
+    (folder / "timeline.json").unlink()
+    exhibit = read_run(folder)
+    assert (exhibit.predicted, exhibit.costs, len(exhibit.measured)) == (None, None, 2)
+    assert exhibit.notes == (f"no prediction: {folder} has no timeline.json, which process 0 of a run writes",)
+    for rank in range(2):
+        (folder / f"trace.rank{rank}.jsonl").write_bytes(b'{"step": 3')
+    with pytest.raises(
+        ValueError, match=r"nothing to show in .*trace.rank0.jsonl, line 1: cut off, or no line of a tr"
+    ):
+        read_run(folder)
+    leave(folder)
+    for rank in range(2):
+        (folder / f"trace.rank{rank}.jsonl").unlink()
+    exhibit = read_run(folder)
+    assert exhibit.notes == (f"no step was traced: {folder} has no trace.rankN.jsonl",)
+    assert exhibit.predicted is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_broken_files_are_values_that_name_them(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    folder = leave(tmp_path / "gpt")
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    for _ in range(40):
+        for path, data in whole.items():
+            broken = bytearray(data)
+            if draw.random() < 0.5:
+                at = draw.randrange(len(broken))
+                broken[at : at + draw.randint(0, 4)] = draw.randbytes(draw.randint(0, 4))
+            elif draw.random() < 0.3:
+                del broken[draw.randrange(len(broken)) :]
+            path.write_bytes(broken)
+        told = ""
+        try:
+            read_run(folder)
+        except ValueError as error:
+            told = str(error)
+        assert not told or str(folder) in told
+
+
+def test_a_users_own_loop_leaves_what_is_read(tmp_path: Path) -> None:
+    """The few lines of docs/timeline.md."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = PipelineModule(
+        model,
+        mesh={"pipe": 2},
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        example_inputs=(torch.zeros(4, 4),),
+    )
+    with pipe.tracer(tmp_path / "mine") as tracer:
+        for _ in range(6):
+            pipe.train_step(torch.ones(4, 4), torch.zeros(4, 4))
+            tracer.step()
+    exhibit = read_run(tmp_path / "mine")
+    assert [step.number for step in exhibit.measured] == [3, 5]
+    assert exhibit.costs is not None
+    assert exhibit.notes == ()

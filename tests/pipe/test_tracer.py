@@ -1,0 +1,172 @@
+"""`pipe.tracer`: which steps are traced, what stands in the files, and what keeps a run from failing over them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.pool import Pool
+from support.small import X, Y, make, stream
+
+from stagewright.partition.profiler.clock import HostClock
+from stagewright.pipe import connecting
+from stagewright.pipe.measure import tracer as tracer_file
+from stagewright.pipe.measure.tracer import TraceEvery, is_traced
+from stagewright.schedules import Timeline, simulate
+from stagewright.schedules.timing.clocks import early_messages
+from stagewright.schedules.timing.run_file import RunFile
+from stagewright.schedules.timing.trace_reader import TracedStep, find_traces, read_traces
+
+AHEAD = (0.0, 1234.5, 1234.5)  # [s] of the two hosts' clocks, by rank
+
+
+def read(*folders: Path) -> tuple[TracedStep, ...]:
+    traces = read_traces(find_traces(folders))
+    assert traces.notes == ()
+    return traces.steps
+
+
+def spans(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
+    """What ranks did, to the rounding of files."""
+    start = timeline.start
+    return [[(str(w), round(s - start, 6), round(e - start, 6)) for w, s, e in r.compute] for r in timeline.ranks]
+
+
+def test_a_traced_step_is_the_timeline_of_its_result(tmp_path: Path) -> None:
+    pipe = make()
+    results = []
+    with pipe.tracer(tmp_path / "run", every=2) as tracer:
+        for _ in range(7):
+            results.append(pipe.train_step(X, Y))
+            assert tracer.step() == (len(results) in (4, 6))
+            assert not tracer.step()  # once a step
+            pipe.eval_step(X, Y)  # is recorded, too, and no part of it
+    steps = read(tmp_path / "run")
+    assert [step.number for step in steps] == [3, 5, 6]
+    for number, timeline in steps:
+        assert timeline.schedule == pipe.schedule
+        if number == 6:
+            assert {len(rank.compute) for rank in timeline.ranks} == {9}  # four F, four B, an update
+    file = RunFile.read(tmp_path / "run")
+    assert file.costs is not None
+    assert file.predicted == simulate(pipe.schedule, file.costs)
+    assert file.schedule == pipe.schedule
+
+
+def test_times_are_those_of_the_timeline(tmp_path: Path) -> None:
+    pipe = make()
+    with pipe.tracer(tmp_path, every=1) as tracer:
+        for _ in range(4):
+            result = pipe.train_step(X, Y)
+            tracer.step()
+    for (what, *times), (again, *others) in zip(
+        spans(read(tmp_path)[-1].timeline)[1], spans(result.timeline())[1], strict=True
+    ):
+        assert what == again
+        assert times == pytest.approx(others, abs=2e-6)
+
+
+def test_windows_of_a_stream(tmp_path: Path) -> None:
+    pipe = stream()
+    with pipe.tracer(tmp_path, every=4) as tracer:
+        for _ in range(8):
+            pipe.train_step(X, Y)
+            tracer.step()
+        pipe.flush()
+    steps = read(tmp_path)
+    assert [step.number for step in steps] == [3, 7]
+    assert all(step.timeline.schedule.is_asynchronous and 0 < step.timeline.bubble < 1 for step in steps)
+
+
+def test_steps_far_apart_are_few() -> None:
+    auto = [step for step in range(100_000) if is_traced(step, "auto")]
+    assert auto[:10] == [3, 23, 43, 63, 83, 103, 123, 143, 163, 203]
+    assert len(auto) < 100
+    assert [step for step in range(20) if is_traced(step, 7)] == [3, 10, 17]
+    assert not any(is_traced(step, 0) for step in range(100))
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True, "often", None])
+def test_distances_that_cannot_be_meant(tmp_path: Path, every: TraceEvery) -> None:
+    with pytest.raises(ValueError, match=r"every=.*: expected a number of steps, 0 for the last one only, or 'auto'"):
+        make().tracer(tmp_path, every=every)
+
+
+def test_a_run_that_goes_on_goes_on_in_its_file_and_a_new_one_begins_it_anew(tmp_path: Path) -> None:
+    first = make()
+    with first.tracer(tmp_path / "run", every=1) as tracer:
+        for step in range(6):
+            first.train_step(X, Y)
+            tracer.step()
+            if step == 3:
+                first.save(tmp_path / "checkpoint")
+    path = tmp_path / "run" / "trace.rank0.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])  # the process was killed while it wrote step 5
+    second = make()
+    second.load(tmp_path / "checkpoint")
+    with second.tracer(tmp_path / "run", every=1) as tracer:
+        second.train_step(X, Y)
+        tracer.step()
+    traces = read_traces([path])
+    assert [step.number for step in traces.steps] == [3, 4]
+    assert [note.partition(": ")[2] for note in traces.notes] == ["cut off, or no line of a trace; left out"]
+    third = make()
+    with third.tracer(tmp_path / "run") as tracer:
+        third.train_step(X, Y)
+        tracer.step()
+    assert [step.number for step in read(tmp_path / "run")] == [0]
+
+
+def test_a_file_that_is_full_or_cannot_be_written_ends_the_trace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = make()
+    monkeypatch.setattr(tracer_file, "_MOST_BYTES", 5000)
+    with pipe.tracer(tmp_path / "full", every=1) as tracer:
+        for _ in range(30):
+            pipe.train_step(X, Y)
+            tracer.step()
+    traces = read_traces(find_traces([tmp_path / "full"]))
+    (note,) = traces.notes
+    assert note.endswith(f"is full: nothing behind step {traces.steps[-1].number} is traced")
+    assert (tmp_path / "full" / "trace.rank0.jsonl").stat().st_size < 5200
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match=r"trace\.rank0\.jsonl: cannot write: .*; nothing more is traced"):
+        tracer = pipe.tracer(tmp_path / "file" / "run", every=1)
+    pipe.train_step(X, Y)
+    assert not tracer.step()
+
+
+def test_nothing_was_run(tmp_path: Path) -> None:
+    pipe = make()
+    pipe.tracer(tmp_path).close()
+    assert read_traces(find_traces([tmp_path])).steps == ()
+    assert not (tmp_path / "timeline.json").exists()
+
+
+def traced_over_hosts(root: str) -> None:
+    """Rank 0 on one host, 1 and 2 on another, each host with a folder of its own."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
+        monkeypatch.setattr(connecting, "machine", lambda: "ab"[AHEAD[rank] > 0])
+        with make(mesh={"pipe": 3}) as pipe, pipe.tracer(os.path.join(root, "ab"[AHEAD[rank] > 0]), every=1) as tracer:
+            for _ in range(5):
+                pipe.train_step(X, Y)
+                tracer.step()
+
+
+@pytest.mark.gloo
+def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(traced_over_hosts, ranks=3, args=(str(tmp_path),), timeout=60)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["trace.rank1.jsonl", "trace.rank2.jsonl"]
+    steps = read(tmp_path / "a", tmp_path / "b")
+    assert [step.number for step in steps] == [3, 4]
+    for _, timeline in steps:
+        assert timeline.makespan < 30
+        assert timeline.clock_error[0] == 0 < min(timeline.clock_error[1:]) < 1
+        assert all(each.seconds <= each.allowed for each in early_messages(timeline))
+    assert read_traces(find_traces([tmp_path / "b"])).steps[0].timeline.missing == (0,)
