@@ -97,7 +97,7 @@ def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemor
     """
     plan = Plan.load(file)
     say(f"{run.name}: memory {kind}")
-    _load_everything()
+    load_everything()
     gc.collect()
     meter = MemoryMeter()
     side = OurSide.of_model(planned_problem(run), plan=plan)
@@ -112,7 +112,7 @@ def run_memory(run: PlannedRun, kind: MemoryKind, *, file: Path) -> PlannedMemor
     )
 
 
-def _load_everything() -> None:
+def load_everything() -> None:
     """A step of a tiny GPT over the same ranks: modules, threads and tables that the first model brings in."""
     tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
     side = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)

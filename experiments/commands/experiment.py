@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -197,8 +198,9 @@ def _run(argv: Sequence[str]) -> int:
         to_run = sum(intent.runs for intent in intents)
         progress = make_progress(total=to_run, stream=sys.stderr)
         _tell(intents, progress.note)
+        make_backend = partial(backend, say=progress.note)
         with progress:
-            ended = run_jobs(intents, progress=progress, make_backend=backend, workers=options.workers)
+            ended = run_jobs(intents, progress=progress, make_backend=make_backend, workers=options.workers)
         states = Counter(status.state for status in ended)
         ok = states[State.DONE] == to_run
         results = gather(declaration, folder / "jobs") if states[State.DONE] or to_run < len(jobs) else None

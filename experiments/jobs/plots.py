@@ -16,10 +16,10 @@ from .layout import Plot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Lines for what is computed; marks with the spread for what a clock or a meter said.
+# Lines for what is simulated; marks for the rest, with the spread where a clock or a meter said it.
 _STYLES: dict[How, dict[str, Any]] = {
-    How.CLOSED_FORM: {"linestyle": ":", "marker": ""},
-    How.SIMULATED: {"linestyle": "-", "marker": ".", "markersize": 4},
+    How.SIMULATED: {"linestyle": "-", "marker": ""},
+    How.CLOSED_FORM: {"linestyle": "", "marker": "+", "markersize": 6},
     How.EMULATED: {"linestyle": "", "marker": "o", "markersize": 5, "markerfacecolor": "white", "capsize": 2},
     How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
     How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
@@ -32,8 +32,8 @@ def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     from matplotlib.figure import Figure as Picture
 
     keys = (plot.x, *plot.lines, *([plot.panels] if plot.panels else []))
+    figures = [figure for figure in figures if plot.x in figure.case]
     found = cells(figures, names=(plot.y,), keys=keys, where=plot.where, what=f"plot {plot.file!r}")
-    found = [cell for cell in found if plot.x in cell.place]
     if not found:
         return None
     panels = dict.fromkeys(cell.place.get(plot.panels) if plot.panels else None for cell in found)
@@ -47,10 +47,13 @@ def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     for axes, panel in zip(flat, panels, strict=False):
         own = [cell for cell in found if plot.panels is None or cell.place.get(plot.panels) == panel]
         _fill(axes, plot, own, lines)
+        _scale(axes, plot)
         if plot.panels:
             axes.set_title(f"{plot.panels} = {shown_value(panel) if panel is not None else 'none'}", fontsize=9)
     for axes in flat[len(panels) :]:
         axes.set_visible(False)
+    if plot.y_scale == "linear":
+        flat[0].set_ylim(bottom=0)  # all share it
     for row in grid:
         row[0].set_ylabel(_label(plot.y, found[0].unit))
     picture.suptitle(plot.title, fontsize=11)
@@ -75,16 +78,20 @@ def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) 
                 axes.errorbar(x, y, yerr=[below, above], **{**style, "elinewidth": 1.0})
             else:
                 axes.plot(x, y, **style)
+
+
+def _scale(axes: Axes, plot: Plot) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for scale, set_scale, axis in (
         (plot.x_scale, axes.set_xscale, axes.xaxis),
         (plot.y_scale, axes.set_yscale, axes.yaxis),
     ):
         if scale != "linear":
             set_scale("log", base=2 if scale == "log2" else 10)
-        if scale == "log2":
+            axis.set_major_locator(LogLocator(2) if scale == "log2" else LogLocator(10, subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(lambda value, _: f"{value:g}")
-    if plot.y_scale == "linear":
-        axes.set_ylim(bottom=0)
     axes.set_xlabel(plot.x)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
 
 from ..user_code import check_call, load
 from .case import Case
@@ -35,33 +34,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     assignment = Assignment.read(options.folder)
     if not options.ranks:
-        with (options.folder / "figures.jsonl").open("w", encoding="utf-8") as file:
-            run_cases(assignment, file)
+        run_cases(assignment, options.folder / "figures.jsonl")
         return
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    path = options.folder / "figures.jsonl" if dist.get_rank() == 0 else Path(os.devnull)
-    with path.open("w", encoding="utf-8") as file:
-        run_cases(assignment, file)
+    run_cases(assignment, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_cases(assignment: Assignment, file: TextIO) -> None:
-    """All figures of all cases into the file, a line each."""
+def run_cases(assignment: Assignment, path: Path | None) -> None:
+    """Run all cases; their figures go to the file, a line each. None: another rank writes them, and talks."""
     work: WorkFunction = load("work", assignment.work)
     check_call("work", assignment.work, work, num_arguments=2)
-    for case in assignment.cases:
-        began = time.perf_counter()
-        for figure in work(case, assignment.repetitions):
-            if not isinstance(figure, Figure):
-                raise TypeError(f"{assignment.work} gave {figure!r}: expected a Figure")
-            file.write(f"{figure.to_json()}\n")
-        file.flush()
-        print(f"{case}: {time.perf_counter() - began:.1f} s", flush=True)
+    with Path(path or os.devnull).open("w", encoding="utf-8") as file:
+        for case in assignment.cases:
+            began = time.perf_counter()
+            for figure in work(case, assignment.repetitions):
+                if not isinstance(figure, Figure):
+                    raise TypeError(f"{assignment.work} gave {figure!r}: expected a Figure")
+                file.write(f"{figure.to_json()}\n")
+            file.flush()
+            if path is not None:
+                print(f"{case}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def _exit_with_parent() -> None:

@@ -35,6 +35,7 @@ class Training:
         batch_size: sequences of all replicas.
         parts_sent: whether the ranks of a tensor group send 1/T of an activation each, gathered on arrival (the paper's
             scatter/gather), or all of it.
+        sends_wait: whether a rank computes on only when its message has left, or messages travel beside compute.
     """
 
     heads: int
@@ -49,6 +50,7 @@ class Training:
     batch_size: int
     num_devices: int
     parts_sent: bool = True
+    sends_wait: bool = False
 
     @property
     def model(self) -> Transformer:
@@ -101,12 +103,15 @@ def step_costs(training: Training, device: DeviceModel) -> Costs:
     stages[0], stages[-1] = [embedding, *stages[0]], [*stages[-1], head]
     ring = Topology(training.cluster).ring(range(0, training.data * training.tensor, training.tensor))
     sent = layers[0].activation_bytes / (training.tensor if training.parts_sent else 1)
+    on_link = sent / training.cluster.levels[1].bandwidth
+    waited = on_link if training.sends_wait else 0.0
     return Costs(
-        forward=[sum(node.forward_seconds for node in stage) for stage in stages],
+        forward=[waited + sum(node.forward_seconds for node in stage) for stage in stages],
         backward=[
-            again + sum(node.backward_seconds for node in stage) for again, stage in zip(recompute, stages, strict=True)
+            waited + again + sum(node.backward_seconds for node in stage)
+            for again, stage in zip(recompute, stages, strict=True)
         ],
-        latency=sent / training.cluster.levels[1].bandwidth,
+        latency=on_link - waited,
         update=[
             sum(node.update_seconds for node in stage)
             + ring.seconds(sum(node.parameter_bytes for node in stage))  # gradients of 16 bits

@@ -1,0 +1,131 @@
+"""Bubbles of all schedules: closed form, simulated, and emulated on stages that sleep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+
+from ...schedules import simulate
+from ...schedules.families import EqualStages
+from ...schedules.registry import family
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from .equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
+
+_BATCHES = 4  # of a stream in a row, behind one that fills it
+
+
+def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The bubble of a case, simulated and, where there is one, by its closed form."""
+    del repetitions
+    case = sized(case)
+    schedule = schedule_of(case)
+    timeline = simulate(schedule, costs_of(schedule))
+    yield Figure(case=case, name="bubble", value=timeline.bubble, unit="fraction", how=How.SIMULATED)
+    peak = max(timeline.peak_activations) * schedule.num_ranks / schedule.num_stages
+    yield Figure(case=case, name="peak activations", value=peak, unit="microbatches", how=How.SIMULATED)
+    closed = closed_form(case)
+    if closed is not None:
+        yield Figure(case=case, name="bubble", value=closed, unit="fraction", how=How.CLOSED_FORM)
+
+
+def sized(case: Case) -> Case:
+    """The case with its number of microbatches, M = P times `rounds`."""
+    return case.also(microbatches=case.count("ranks") * case.count("rounds"))
+
+
+def closed_form(case: Case) -> float | None:
+    """The bubble by the family's formula for the seconds from batch to batch; None where it has none."""
+    found = family(case.text("schedule"))
+    schedule = schedule_of(case)
+    chunks = schedule.num_stages // schedule.num_ranks
+    if found.batch_seconds is None:
+        return None
+    equal = EqualStages(
+        num_ranks=schedule.num_ranks,
+        num_microbatches=schedule.num_microbatches,
+        num_chunks=chunks,
+        forward=FORWARD / chunks,
+        input_grad=BACKWARD / 2 / chunks,
+        weight_grad=BACKWARD / 2 / chunks,
+    )
+    seconds = found.batch_seconds(equal)
+    work = schedule.num_microbatches * (FORWARD + BACKWARD)
+    return None if seconds is None else 1 - work / seconds
+
+
+def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The bubble of a case on real processes; runs on all of its ranks.
+
+    A repetition is a step of a flush schedule from one instant on all ranks, or some batches of a stream in a row. What
+    disturbs the machine makes actions longer and waits, too: the bubble is that of the clock's own actions.
+    """
+    import torch.distributed as dist
+
+    from .sleeping import SleepingPipe
+
+    case = sized(case)
+    pipe = SleepingPipe(schedule_of(case))
+    ideal = simulate(pipe.schedule, costs_of(pipe.schedule)).batch_seconds
+    try:
+        pipe.step()  # groups connect, shapes are known
+        for repetition in range(repetitions):
+            pipe.pipe.forget_measurements()
+            if not pipe.schedule.is_asynchronous:
+                dist.barrier()
+            for _ in range(_BATCHES if pipe.schedule.is_asynchronous else 1):
+                result = pipe.step()
+            timeline = result.timeline()
+            yield Figure(
+                case=case,
+                name="bubble",
+                value=timeline.bubble,
+                unit="fraction",
+                how=How.EMULATED,
+                repetition=repetition,
+            )
+            slower = timeline.batch_seconds / ideal
+            yield Figure(
+                case=case,
+                name="batch, emulated / simulated",
+                value=slower,
+                unit="ratio",
+                how=How.EMULATED,
+                repetition=repetition,
+            )
+    finally:
+        pipe.close()
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """How far the three are apart."""
+    by_way: dict[How, dict[Case, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for figure in figures:
+        if figure.name == "bubble":
+            by_way[figure.how][figure.case].append(figure.value)
+    said = []
+    both = by_way[How.CLOSED_FORM].keys() & by_way[How.SIMULATED].keys()
+    if both:
+        off = max(abs(by_way[How.CLOSED_FORM][case][0] - by_way[How.SIMULATED][case][0]) for case in both)
+        said.append(
+            f"Closed form and simulation agree in all {len(both)} cases that have both"
+            + (f", within {100 * off:.2g} points." if off > 1e-9 else ", to rounding.")
+        )
+    emulated_too = by_way[How.EMULATED].keys() & by_way[How.SIMULATED].keys()
+    if emulated_too:
+        apart = {
+            case: abs(median(by_way[How.EMULATED][case]) - by_way[How.SIMULATED][case][0]) for case in emulated_too
+        }
+        worst = max(sorted(apart, key=str), key=apart.__getitem__)
+        said.append(
+            f"Emulated bubbles lie {100 * fmean(apart.values()):.1f} points from simulated ones on average over "
+            f"{len(apart)} cases, {100 * apart[worst]:.1f} at most ({worst})."
+        )
+    slower = [figure.value for figure in figures if figure.name == "batch, emulated / simulated"]
+    if slower:
+        said.append(
+            f"A batch takes {median(slower):.3f} of its simulated time (median of {len(slower)} repetitions, "
+            f"{min(slower):.3f} to {max(slower):.3f})."
+        )
+    return said

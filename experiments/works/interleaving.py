@@ -1,0 +1,114 @@
+"""Megatron-LM's figure 12: what interleaving gains, and how the gain goes with the batch.
+
+Narayanan et al. 2021 (arXiv 2104.04473), section 5.3.2: a GPT of 175 billion parameters on 96 GPUs, T = 8, P = 12,
+microbatches of one sequence, two layers a chunk (V = 4; `examples/sc21/run_figure_12.sh` of Megatron-LM), batches of 12
+to 60 sequences. The paper plots the rates and does not print them, so none is published here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+from ...partition.formulas.device_model import DeviceModel
+from ...schedules import simulate
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from .equal_stages import costs_of, schedule_of
+from .megatron import DEVICE, Training, simulated
+
+_GAIN = "interleaved / 1f1b"
+_BATCHES = 2  # of a repetition of one schedule
+
+
+def simulated_175b(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Rates of both schedules, and their ratio, for a `batch`; the ranks of a tensor group send `parts` or `whole` ones
+    (`sent`), which travel `beside` compute or are `waited` for (`messages`)."""
+    del repetitions
+    batch = case.count("batch")
+    default = Training(
+        heads=96,
+        hidden=12288,
+        layers=96,
+        tensor=8,
+        pipeline=12,
+        chunks=1,
+        data=1,
+        microbatch_size=1,
+        num_microbatches=batch,
+        batch_size=batch,
+        num_devices=96,
+        parts_sent=_either(case, "sent", "parts", "whole"),
+        sends_wait=_either(case, "messages", "waited", "beside"),
+    )
+    rates = {}
+    for schedule, training in (("1f1b", default), ("interleaved", replace(default, chunks=4))):
+        rates[schedule] = training.teraflops(simulated(training, DeviceModel.preset(DEVICE)))
+        yield Figure(
+            case=case.also(schedule=schedule),
+            name="rate of a GPU",
+            value=rates[schedule],
+            unit="TFLOP/s",
+            how=How.SIMULATED,
+        )
+    gain = rates["interleaved"] / rates["1f1b"]
+    yield Figure(case=case, name=_GAIN, value=gain, unit="ratio", how=How.SIMULATED)
+
+
+def _either(case: Case, key: str, yes: str, no: str) -> bool:
+    if case.text(key) not in (yes, no):
+        raise ValueError(f"case {case}: {key}: expected {yes} or {no}")
+    return case.text(key) == yes
+
+
+def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Both schedules in turn on real processes with stages that sleep, and their ratio; on all of the case's ranks."""
+    from ..bench.timing import in_turn, timed
+    from .sleeping import SleepingPipe
+
+    schedules = {name: schedule_of(case.also(schedule=name)) for name in ("1f1b", "interleaved")}
+    ideals = {name: simulate(each, costs_of(each)).makespan for name, each in schedules.items()}
+    yield Figure(case=case, name=_GAIN, value=ideals["1f1b"] / ideals["interleaved"], unit="ratio", how=How.SIMULATED)
+    pipes = {name: SleepingPipe(schedule) for name, schedule in schedules.items()}
+
+    def seconds(pipe: SleepingPipe) -> float:
+        def step() -> None:
+            pipe.step()
+
+        return median(timed(step) for _ in range(_BATCHES))
+
+    try:
+        for pipe in pipes.values():
+            pipe.step()  # groups connect, shapes are known
+        runs = {name: partial(seconds, pipe) for name, pipe in pipes.items()}
+        times = in_turn(str(case), runs, repetitions=repetitions)
+    finally:
+        for pipe in pipes.values():
+            pipe.close()
+    for repetition, (default, interleaved) in enumerate(zip(times["1f1b"], times["interleaved"], strict=True)):
+        gain = default / interleaved
+        yield Figure(case=case, name=_GAIN, value=gain, unit="ratio", how=How.EMULATED, repetition=repetition)
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """Who wins at the smallest and at the largest batch."""
+    gains: dict[tuple[How, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for figure in figures:
+        if figure.name == _GAIN:
+            what = "sleeping stages"
+            if "sent" in figure.case:
+                messages = {"beside": "beside compute", "waited": "waited for"}[figure.case.text("messages")]
+                what = f"175 billion parameters, activations in {figure.case.text('sent')}, {messages}"
+            size = figure.case.number("batch" if "batch" in figure.case else "microbatches")
+            gains[figure.how, what][size].append(figure.value)
+    said = []
+    for (how, what), by_size in gains.items():
+        first, last = (median(by_size[size]) for size in (min(by_size), max(by_size)))
+        said.append(
+            f"{how.value.capitalize()}, {what}: interleaved is {first:.3f} times as fast as 1F1B at a batch of "
+            f"{min(by_size):g}, {last:.3f} times at {max(by_size):g}."
+        )
+    return said

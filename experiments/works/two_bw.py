@@ -1,0 +1,159 @@
+"""PipeDream-2BW against flush schedules over the batch: throughput and memory.
+
+The shape of the figures of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021, arXiv
+2006.09503), section 5: throughput by batch size within the memory of the device, and memory by schedule, recomputed or
+not. Model and devices are this experiment's own: a GPT of 1.3 billion parameters on one node of eight V100s of 16 GB.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from statistics import median
+
+from ...partition import Cluster, Plan, plan
+from ...partition.formulas.device_model import DeviceModel
+from ...partition.formulas.source import TransformerSource
+from ...partition.formulas.transformer import Transformer
+from ...schedules import simulate
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from .equal_stages import costs_of, schedule_of
+
+_GPT = Transformer(layers=24, hidden=2048, heads=16, vocabulary=51200, length=512)
+_RANKS = 8
+_REFERENCE = "1f1b"
+_GAIN = f"throughput / {_REFERENCE}'s"
+_BATCHES = 4  # in a row, of a repetition of one schedule
+
+
+def planned(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Throughput of the best plan of `schedule` for a `batch` that fits 16 GB, any microbatch and recomputation."""
+    del repetitions
+    limit = DeviceModel.preset("V100-16GB").memory_bytes
+    seconds = {}
+    for schedule in dict.fromkeys((_REFERENCE, case.text("schedule"))):
+        found = _plan(schedule, case.count("batch"), limit=limit)
+        assert found.simulated_step_time is not None
+        seconds[schedule] = found.simulated_step_time
+    own = seconds[case.text("schedule")]
+    how = f"microbatches of {found.microbatch_size}, recompute {'/'.join(sorted({s.recompute for s in found.stages}))}"
+    rate = case.count("batch") / own
+    yield Figure(case=case, name="throughput", value=rate, unit="sequences/s", how=How.SIMULATED, note=how)
+    yield Figure(case=case, name=_GAIN, value=seconds[_REFERENCE] / own, unit="ratio", how=How.SIMULATED, note=how)
+
+
+def footprint(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Most bytes of any rank, for a `batch` in microbatches of one sequence, recomputed or not."""
+    del repetitions
+    found = _plan(case.text("schedule"), case.count("batch"), limit=1e15, recompute=case.text("recompute"), size=1)
+    most = max(found.memory_bytes.values())
+    yield Figure(case=case, name="memory of a rank", value=most, unit="bytes", how=How.SIMULATED)
+
+
+@cache
+def _plan(schedule: str, batch: int, *, limit: float, recompute: str | None = None, size: int | None = None) -> Plan:
+    cluster = Cluster.parse(f"1x{_RANKS}:nvlink=150GB/s@5us,net=12GB/s@10us")
+    source = TransformerSource(transformer=_GPT, device=DeviceModel.preset("V100-16GB"), cluster=cluster)
+    return plan(
+        source,
+        cluster,
+        global_batch=batch,
+        memory_limit=limit,
+        schedules=(schedule,),
+        pipeline_sizes=(_RANKS,),
+        data_sizes=(1,),
+        tensor_sizes=(1,),
+        microbatch_sizes=None if size is None else (size,),
+        recompute=None if recompute is None else (recompute,),
+        num_runners_up=0,
+    )
+
+
+def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Throughput of 2bw, 1f1b and gpipe in turn, batches in a row, on stages that sleep; on all of the case's ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from ..bench.timing import in_turn
+    from .sleeping import SleepingPipe
+
+    schedules = {name: schedule_of(case.also(schedule=name)) for name in ("2bw", _REFERENCE, "gpipe")}
+    ideals = {name: [simulate(each, costs_of(each)).batch_seconds] for name, each in schedules.items()}
+    yield from _gains(case, ideals, How.SIMULATED)
+    pipes = {name: SleepingPipe(schedule) for name, schedule in schedules.items()}
+
+    def seconds(pipe: SleepingPipe) -> float:
+        dist.barrier()
+        longest = torch.tensor(pipe.run(_BATCHES), dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # the slowest rank counts
+        return float(longest)
+
+    try:
+        for pipe in pipes.values():
+            pipe.step()  # groups connect, shapes are known
+        runs = {name: partial(seconds, pipe) for name, pipe in pipes.items()}
+        times = in_turn(str(case), runs, repetitions=repetitions)
+    finally:
+        for pipe in pipes.values():
+            pipe.close()
+    yield from _gains(case, times, How.EMULATED)
+
+
+def _gains(case: Case, seconds: Mapping[str, Sequence[float]], how: How) -> Iterator[Figure]:
+    """Throughput over that of 1f1b, repetition by repetition."""
+    for schedule, own in seconds.items():
+        for repetition, (mine, theirs) in enumerate(zip(own, seconds[_REFERENCE], strict=True)):
+            yield Figure(
+                case=case.also(schedule=schedule),
+                name=_GAIN,
+                value=theirs / mine,
+                unit="ratio",
+                how=how,
+                repetition=repetition,
+            )
+
+
+def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Peak growth of resident memory over a few steps of a small GPT with AdamW; on both ranks, in fresh processes."""
+    del repetitions
+    import gc
+
+    import torch.distributed as dist
+
+    from ..bench.planned import load_everything
+    from ..bench.sides import OurSide
+    from ..bench.whole_models import gpt_problem
+    from ..host import MemoryMeter
+    from ..training.gpt import GPTConfig
+
+    load_everything()
+    gc.collect()
+    meter = MemoryMeter()
+    problem = gpt_problem(GPTConfig(layers=8, width=256, length=128), batch=4 * case.count("microbatches"))
+    side = OurSide.of_model(problem, schedule=case.text("schedule"), num_microbatches=case.count("microbatches"))
+    for _ in range(4):  # the optimizer's state is there from the first on
+        side.step()
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, meter.peak())
+    side.pipe.close()
+    yield Figure(case=case, name="memory of a rank", value=max(peaks), unit="bytes", how=How.MEASURED)
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """What 2bw gains where batches are small and large."""
+    gains: dict[tuple[How, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for figure in figures:
+        if figure.name == _GAIN and figure.case.get("schedule") == "2bw":
+            key = "batch" if "batch" in figure.case else "microbatches"
+            what = "a GPT on eight V100s" if key == "batch" else "sleeping stages on four ranks"
+            gains[figure.how, what][figure.case.number(key)].append(figure.value)
+    said = []
+    for (how, what), by_size in gains.items():
+        first, last = (median(by_size[size]) for size in (min(by_size), max(by_size)))
+        said.append(
+            f"{how.value.capitalize()}, {what}: 2bw has {first:.2f} times the throughput of 1F1B at the smallest batch "
+            f"({min(by_size):g}), {last:.2f} times at the largest ({max(by_size):g})."
+        )
+    return said

@@ -1,0 +1,96 @@
+"""What the experiments of the catalog work out, where a simulation says it; and one of them on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.backends.local import LocalBackend
+from stagewright.experiments.backends.records import Nodes, Work
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import Figure, How, read_figures
+from stagewright.experiments.works import bubbles, interleaving, ptd_p, two_bw
+
+
+def value(figures: list[Figure], name: str, how: How = How.SIMULATED) -> float:
+    (found,) = [figure.value for figure in figures if (figure.name, figure.how) == (name, how)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"),
+    [("1f1b", 3 / 7), ("interleaved", 3 / 11), ("zb-h1", 1 / 5), ("2bw", 0.0)],  # P = M = 4, V = 2, I = W = F
+)
+def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> None:
+    figures = list(bubbles.simulated(Case.of({"schedule": schedule, "ranks": 4, "rounds": 1}), 1))
+    assert value(figures, "bubble") == pytest.approx(bubble)
+    assert value(figures, "bubble", How.CLOSED_FORM) == pytest.approx(bubble)
+    assert {figure.case.count("microbatches") for figure in figures} == {4}
+    said = bubbles.findings([*figures, *(_emulated(figure, 0.01) for figure in figures[:1])])
+    assert said[0] == "Closed form and simulation agree in all 1 cases that have both, to rounding."
+    assert "Emulated bubbles lie 1.0 points from simulated ones" in said[1]
+
+
+def _emulated(figure: Figure, off: float) -> Figure:
+    return Figure(case=figure.case, name="bubble", value=figure.value + off, unit="fraction", how=How.EMULATED)
+
+
+def test_interleaving_wins_and_the_gap_closes() -> None:
+    """Figure 12 and the two reasons that the paper gives: the bubble, and messages that grow with the batch."""
+
+    def gain(batch: int, sent: str, messages: str) -> float:
+        case = Case.of({"batch": batch, "sent": sent, "messages": messages})
+        return value(list(interleaving.simulated_175b(case, 1)), "interleaved / 1f1b")
+
+    gains = [gain(batch, "parts", "beside") for batch in (12, 36, 60)]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 1.4
+    assert gains[-1] > 1.1
+    assert 1.0 < gain(60, "whole", "waited") < gain(60, "parts", "waited") < gains[-1]
+    with pytest.raises(ValueError, match=r"sent: expected parts or whole"):
+        gain(12, "half", "beside")
+
+
+def test_trainings_of_table_1_are_predicted_by_others() -> None:
+    figures = [
+        figure
+        for billions in (18.4, 145.6)
+        for figure in ptd_p.simulate_run(Case.of({"billion_parameters": billions}), 1)
+    ]
+    ratios = [figure.value for figure in figures if figure.name == "predicted / published"]
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.05
+    assert "over 2 trainings (simulated" in ptd_p.findings(figures)[0]
+    with pytest.raises(ValueError, match=r"expected billion_parameters of 1.7, 3.6"):
+        list(ptd_p.simulate_run(Case.of({"billion_parameters": 2}), 1))
+
+
+def test_what_2bw_gains_and_holds() -> None:
+    def gain(batch: int) -> float:
+        return value(list(two_bw.planned(Case.of({"schedule": "2bw", "batch": batch}), 1)), "throughput / 1f1b's")
+
+    def held(schedule: str, batch: int) -> float:
+        case = Case.of({"schedule": schedule, "batch": batch, "recompute": "none"})
+        return value(list(two_bw.footprint(case, 1)), "memory of a rank")
+
+    assert gain(8) > gain(32) > 1.1
+    assert held("1f1b", 8) == held("1f1b", 32) < held("2bw", 32) < held("gpipe", 32)
+
+
+@pytest.mark.gloo
+def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
+    """The way of a job on ranks, torchrun included; on a busy machine the bubble may only be larger."""
+    (tmp_path / "job.json").write_text(
+        '{"work": "stagewright.experiments.works.bubbles:emulated", "repetitions": 2, "cases": ['
+        '{"schedule": "1f1b", "ranks": 2, "rounds": 1}, {"schedule": "2bw", "ranks": 2, "rounds": 1}]}'
+    )
+    work = Work(
+        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=120
+    )
+    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
+    assert outcome.status == 0, outcome.report
+    figures = read_figures(tmp_path / "figures.jsonl")
+    assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
+    flush, *_ = (figure.value for figure in figures if figure.name == "bubble")
+    assert 0.3 < flush < 0.9
+    assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
