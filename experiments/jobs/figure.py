@@ -57,7 +57,7 @@ class Figure:
         record: dict[str, object] = {
             "case": values,
             "name": self.name,
-            "value": self.value,
+            "value": float(f"{self.value:.9g}"),  # what is beyond is rounding, and another on each machine
             "unit": self.unit,
             "how": self.how.value,
             "repetition": self.repetition,
