@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from .shown import Shown
 from .weight_rules import RULES, WeightRule
 from .wording import count
 
@@ -130,7 +131,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(Shown):
     """A program for each rank, with where the stages stand.
 
     Invariant (made sure by `check`, not here): each stage's forward and backward of each

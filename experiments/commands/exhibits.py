@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ...partition import Plan
-from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
+from ...partition.plans.shown import exhibit_of_plan
+from ...schedules import FAMILIES, Schedule, Timeline, simulate
 from ...schedules.registry import family
 from ...schedules.timing.trace_reader import find_traces, is_trace_file
 from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
@@ -292,14 +293,4 @@ def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
 
 def _of_plan(plan: Plan, name: str, options: CostOptions) -> Exhibit:
     is_open = plan.num_microbatches is None  # else options of other inputs may say something else
-    schedule = plan.build_schedule(num_microbatches=options.microbatches if is_open else None)
-    costs = Costs(
-        forward=[stage.forward_seconds for stage in plan.stages],
-        backward=[stage.backward_seconds for stage in plan.stages],
-        update=[stage.update_seconds for stage in plan.stages],
-    )
-    timeline = simulate(schedule, costs)
-    notes = [f"{name}: messages take no time in this picture, since a plan's file does not keep its links"]
-    if plan.simulated_step_time is not None:
-        notes[0] += f"; with them the planner simulated {plan.simulated_step_time:.4g} s a batch"
-    return Exhibit(name=name, predicted=timeline, costs=costs, memory=plan.stage_bytes, notes=tuple(notes))
+    return exhibit_of_plan(plan, name=name, num_microbatches=options.microbatches if is_open else None)

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schedules.ir import Schedule
+from ...schedules.shown import Shown
 from ...schedules.wording import count, duration
 from ..strict import read_text
 from .as_json import from_json, to_json
 from .as_text import explain
 from .record import PlanRecord
+from .shown import exhibit_of_plan
 from .to_schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(PlanRecord):
+class Plan(Shown, PlanRecord):
     """A `PlanRecord` that can be written, read, explained and carried out."""
+
+    _exhibit = exhibit_of_plan
 
     def __repr__(self) -> str:
         name = "" if self.schedule is None else f"{self.schedule}, "

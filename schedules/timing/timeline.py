@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ..alive import peak_activations
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import Message, MessageKind
+from ..shown import Shown
 from ..versions import derive_versions
 
 _JSON_VERSION = 1
@@ -63,7 +64,7 @@ class _SteadyState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Timeline(Shown):
     """A run of `schedule`, simulated or measured.
 
     Arguments:

@@ -64,9 +64,17 @@ class Browser:
 
     def show(self, *exhibits: Exhibit) -> Looked:
         """Open the explorer of some exhibits, and wait until it is drawn."""
+        write_explorer(exhibits, self._path)
+        return self._open()
+
+    def show_html(self, text: str) -> Looked:
+        """Open any page."""
+        self._path.write_text(text, encoding="utf-8")
+        return self._open()
+
+    def _open(self) -> Looked:
         self._page.close()
         self._page = self._chromium.new_page(viewport={"width": 1200, "height": 800})
-        write_explorer(exhibits, self._path)
         looked = Looked(self._page)
         self._page.goto(self._path.as_uri())
         looked.settle()

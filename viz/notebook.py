@@ -1,0 +1,87 @@
+"""Schedules, timelines and plans where people work: in notebooks, and in a browser beside a terminal.
+
+last line of a cell ---> `_repr_html_` ---> the page in a sandboxed frame, or a sentence where it is too large
+thing.show()        ---> the same in a notebook; else a temporary file, a browser, and the path
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import tempfile
+import webbrowser
+from pathlib import Path
+
+from ..schedules import Costs, Schedule, Timeline, simulate
+from ..schedules.shown import Shown
+from .exhibit import Exhibit, MeasuredStep
+from .explorer import explorer_html, write_explorer
+
+_MAX_ACTIONS = 10_000  # in a cell: a notebook keeps its page, about 2 MB
+_HEADER, _PANEL, _ROW, _LEAST, _MOST = 300, 42, 40, 540, 900  # height of a frame [pixels]
+
+
+def exhibit_of(shown: Shown) -> Exhibit:
+    """A schedule under costs of one second, or a timeline as it is."""
+    match shown:
+        case Schedule():
+            costs = Costs()
+            note = f"{shown.name}: a forward takes 1 s here and a backward 2 s, with free links"
+            return Exhibit(name=shown.name, predicted=simulate(shown, costs), costs=costs, notes=(note,))
+        case Timeline(measured=True):
+            return Exhibit(name=shown.schedule.name, measured=(MeasuredStep(0, shown),))
+        case Timeline():
+            return Exhibit(name=shown.schedule.name, predicted=shown)
+    raise ValueError(f"{shown!r:.60}: expected a Schedule or a Timeline")
+
+
+def as_html(shown: Shown) -> str:
+    """The page of a thing in a frame; a sentence where there is none. What a notebook shows."""
+    try:
+        exhibit = shown._exhibit()
+    except ValueError as error:
+        return _sentence(f"{shown!r}: {error}")
+    if (actions := _actions(exhibit)) > _MAX_ACTIONS:
+        return _sentence(
+            f"{shown!r} has {actions:,} actions, too many for a notebook, which takes {_MAX_ACTIONS:,}: "
+            f"write_explorer([Exhibit(...)], path) writes them as a page, comparison_figure draws a picture."
+        )
+    # Scripts may run in the frame, and reach nothing outside of it: neither the notebook nor a network.
+    return (
+        f'<iframe title="{html.escape(f"Timeline of {exhibit.name}")}" sandbox="allow-scripts" '
+        f'style="width: 100%; height: {_height(exhibit)}px; border: 1px solid #e1e5ea; border-radius: 6px" '
+        f'srcdoc="{html.escape(explorer_html([exhibit]))}"></iframe>'
+    )
+
+
+def show(shown: Shown) -> None:
+    """Show the page in a notebook's cell or in a browser; says where the page is."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if ipython is not None and hasattr(shell, "kernel"):
+        ipython.display.display(shown)
+        return
+    descriptor, name = tempfile.mkstemp(prefix="stagewright-", suffix=".html")
+    os.close(descriptor)
+    write_explorer([shown._exhibit()], name)
+    opened = _has_screen() and webbrowser.open(Path(name).as_uri())
+    print(f"{name}{'' if opened else ': open it in a browser'}")
+
+
+def _has_screen() -> bool:
+    """Whether a browser would have a window; one that runs in the terminal would take it away."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _actions(exhibit: Exhibit) -> int:
+    return sum(len(trace.compute) for _, timeline in exhibit.timelines for trace in timeline.ranks)
+
+
+def _height(exhibit: Exhibit) -> int:
+    rows = sum(len(timeline.ranks) for _, timeline in exhibit.timelines)
+    return min(max(_HEADER + _PANEL * len(exhibit.timelines) + _ROW * rows, _LEAST), _MOST)
+
+
+def _sentence(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
