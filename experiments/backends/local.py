@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
+from .node import STARTER
 from .records import Nodes, Outcome, Work
-from .supervise import STARTER, NodeStart, Say, run_nodes, to_stderr
+from .supervise import NodeStart, Say, run_nodes, to_stderr
 
 _ADDRESS = "127.0.0.1"
 

@@ -17,8 +17,9 @@ from .namespaces.cpu_share import remove_leftovers, shares, why_no_share
 from .namespaces.needs import has_netem, what_is_missing, why_no_wire
 from .namespaces.network import Network, network
 from .namespaces.wire import WireRecord
+from .node import STARTER
 from .records import Nodes, Outcome, Shape, Work
-from .supervise import STARTER, NodeStart, Say, run_nodes, to_stderr
+from .supervise import NodeStart, Say, run_nodes, to_stderr
 
 _PORT = 29500  # free on every node: nothing else runs there
 _CARRIED_ANYWHERE = 50e6  # [bytes/s] up to which nothing needs to be measured

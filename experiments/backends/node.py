@@ -31,7 +31,9 @@ from .preflight import Meeting, PreflightError, meet
 from .records import Nodes, Work
 from .torchrun import torchrun_words
 
+STARTER = (sys.executable, "-P", "-m", "stagewright.experiments.backends.node")
 TOKEN = ".token"  # a file in the work's folder, by which a node sees that it is the same one
+TIMED_OUT = 124  # exit status of a whole run, as of timeout(1)
 UNAVAILABLE = 69  # exit status where the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG

@@ -27,12 +27,10 @@ from typing import IO, Any
 from ... import __version__
 from ..launcher import sigterm_as_interrupt
 from .facts import NodeFacts, code_digest, differences
-from .node import TOKEN, UNAVAILABLE, Order
+from .node import TIMED_OUT, TOKEN, UNAVAILABLE, Order
 from .preflight import Meeting
 from .records import Nodes, Outcome, Work
 
-STARTER = (sys.executable, "-P", "-m", "stagewright.experiments.backends.node")
-TIMED_OUT = 124  # exit status, as of timeout(1)
 Say = Callable[[str], None]
 
 _POLL = 0.02  # [s]
@@ -47,6 +45,18 @@ _FEW = 3  # of a node that never came up
 _AGENT = re.compile(
     r"elastic/multiprocessing/api\.py:\d+\] (failed .*?)( of binary.*)?$"
 )  # what follows is its own stack
+
+
+def failure(name: str, status: int, log: Path, lines: Sequence[str]) -> str:
+    """Story of a node that failed, with its last lines: those of its ranks, and what the agent says of them."""
+    kept: list[str] = []
+    for line in lines:
+        found = _AGENT.search(line)
+        kept.append(found[1] if found else line)
+        if found:  # what follows is the agent's own stack
+            break
+    shown = "".join(f"\n  {line}" for line in kept[-_SHOWN:]) or " none"
+    return f"{name}: failed (exit status {status}); all it said is in {log}, its last lines:{shown}"
 
 
 def to_stderr(line: str) -> None:
@@ -195,23 +205,12 @@ class _Running:
             return self.problem
         if self.facts is None:
             return f"{self.name}: could not be started (exit status {self.status}): {self.last_words}{self.start.hint}"
-        shown = "".join(f"\n  {line}" for line in self._last_lines()) or " none"
-        return f"{self.name}: failed (exit status {self.status}); all it said is in {self.log}, its last lines:{shown}"
+        return failure(self.name, self.status, self.log, list(self.tail))
 
     @property
     def last_words(self) -> str:
         """What a node that never came up said."""
         return "; ".join(list(self.tail)[-_FEW:]) or "without a word"
-
-    def _last_lines(self) -> list[str]:
-        """Those of the ranks, and what the agent says of them without its own stack."""
-        lines: list[str] = []
-        for line in self.tail:
-            found = _AGENT.search(line)
-            lines.append(found[1] if found else line)
-            if found:
-                break
-        return lines[-_SHOWN:]
 
     def _events(self, stream: IO[bytes]) -> None:
         for line in stream:

@@ -107,7 +107,7 @@ def test_a_node_that_never_comes_is_named_with_how_long_it_was_waited_for(tmp_pa
 
     outcome = Late(say=lambda _: None).run(work(tmp_path, LOOK, join_timeout=0.7), TWO)
     assert outcome.status != 0
-    assert outcome.report.startswith("node 1 (10.66.1.2): not up after 0.7 s")
+    assert "node 1 (10.66.1.2): not up after 0.7 s" in outcome.report  # on a busy machine node 0 may be late, too
 
 
 @needs_root

@@ -1,0 +1,278 @@
+"""Back end `slurm`: one job of one task per node, submitted by submitit.
+
+The command follows the job through files in the work's folder, which all nodes share, and through squeue. Work folders
+must therefore be on a file system of the whole cluster. submitit's local executor runs the same tasks as processes of
+this host, its debug executor in this very process: the tests use both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..launcher import sigterm_as_interrupt
+from .local import refuse_shape
+from .node import TIMED_OUT, TOKEN, UNAVAILABLE
+from .records import Nodes, Outcome, Work
+from .slurm_task import run_task
+from .supervise import Say, failure, to_stderr
+
+_LOOK = 1.0  # [s] between questions to Slurm
+_POLL = 0.05  # [s] between looks at the files
+_TELL = 30.0  # [s] between words about a job that waits
+_ENDED = 10.0  # [s] for files to be seen here after the job has ended, and for a cancelled job to go
+_GRACE = 10.0  # [s] from the first failure to the end of the job: the other nodes say what they saw
+_RESERVE = 3  # minutes of Slurm's limit beyond the work's, so that ours comes first
+_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+# Slurm's states in which a job is over, and none of its processes runs.
+_OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"}
+    | {"TIMEOUT"}
+)
+
+
+class SlurmBackend:
+    """Nodes that Slurm gives.
+
+    Arguments:
+        options: of sbatch by submitit's names, such as {"partition": "long", "account": "mine"}.
+        interface: for gloo, on each node; empty: the one through which it reaches node 0.
+        cluster: "slurm", or submitit's "local" or "debug" executor.
+        say: takes the lines for people.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        *,
+        options: Mapping[str, Any] | None = None,
+        interface: str = "",
+        cluster: str = "slurm",
+        say: Say = to_stderr,
+    ) -> None:
+        self._options = dict(options or {})
+        self._interface = interface
+        self._cluster = cluster
+        self._say = say
+
+    def check(self, nodes: Nodes) -> None:
+        """ValueError without submitit or Slurm's commands, and for shaped links."""
+        refuse_shape(self.name, nodes)
+        if importlib.util.find_spec("submitit") is None:
+            raise ValueError("--backend slurm needs submitit: type pip install 'stagewright[slurm]'")
+        lacking = [name for name in _COMMANDS if self._cluster == "slurm" and shutil.which(name) is None]
+        if lacking:
+            raise ValueError(
+                f"--backend slurm: no {', '.join(lacking)} on the PATH: run it where jobs are submitted, or type "
+                f"--backend local"
+            )
+
+    def run(self, work: Work, nodes: Nodes) -> Outcome:
+        """Submit the work, follow it to its end, and cancel the job where this side ends first."""
+        self.check(nodes)
+        work = replace(work, folder=work.folder.absolute())
+        work.folder.mkdir(parents=True, exist_ok=True)
+        for path in work.folder.glob("node*.events"):  # of an earlier run
+            path.unlink()
+        token = secrets.token_hex(16)
+        (work.folder / TOKEN).write_text(token)
+        executor = self._executor(work, nodes)
+        with sigterm_as_interrupt():
+            job = executor.submit(run_task, work, nodes, os.getcwd(), self._interface, token)
+            try:
+                return self._follow(job, work, nodes)
+            finally:
+                self._end(job)
+                (work.folder / TOKEN).unlink(missing_ok=True)
+
+    def _executor(self, work: Work, nodes: Nodes) -> Any:
+        import submitit
+
+        folder = work.folder / "slurm"
+        minutes = math.ceil(work.timeout / 60) + _RESERVE
+        if self._cluster == "debug":
+            return submitit.DebugExecutor(folder)
+        if self._cluster == "local":
+            here = submitit.LocalExecutor(folder, max_num_timeout=0)
+            here.update_parameters(timeout_min=minutes, tasks_per_node=nodes.num_nodes)
+            return here
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=0)
+        given = {
+            "job_name": f"stagewright-{work.folder.name}",
+            "time": minutes,
+            "nodes": nodes.num_nodes,
+            "ntasks_per_node": 1,
+            "srun_args": ["--kill-on-bad-exit=1"],  # the first node that fails ends the others
+            "stderr_to_stdout": True,
+        }
+        try:
+            executor.update_parameters(**given | self._options)
+        except ValueError as error:
+            raise ValueError(f"--backend slurm: {error}") from None
+        return executor
+
+    def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
+        """Look at the files and at Slurm until the job is over or its time is."""
+        told = [_Told(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
+        watch = _Watch(job, self._cluster, self._say)
+        grace_until = math.inf
+        while not watch.is_over() and time.monotonic() < grace_until:
+            for node in told:
+                node.read()
+            if grace_until == math.inf and any(node.status for node in told):
+                grace_until = time.monotonic() + _GRACE
+            if watch.running_since and time.monotonic() > watch.running_since + work.timeout:
+                late = ", ".join(node.name for node in told if node.status is None)
+                report = f"{late}: not done after {work.timeout:g} s; stopped"
+                return _outcome(told, status=TIMED_OUT, timed_out=True, report=report)
+            time.sleep(_POLL)
+        until = time.monotonic() + (_ENDED if watch.state == "COMPLETED" else _LOOK)
+        while any(node.status is None for node in told) and time.monotonic() < until:
+            for node in told:
+                node.read()
+            time.sleep(_POLL)
+        return _judge(told, watch, work.folder)
+
+    def _end(self, job: Any) -> None:
+        """Cancel the job unless it is over; its pickle, which holds the work's variables, goes."""
+        if self._cluster == "debug":
+            return
+        job.paths.submitted_pickle.unlink(missing_ok=True)
+        watch = _Watch(job, self._cluster, self._say)
+        if watch.is_over():
+            return
+        with suppress(OSError, subprocess.SubprocessError):
+            job.cancel(check=False)
+        until = time.monotonic() + _ENDED
+        while not watch.is_over() and time.monotonic() < until:
+            time.sleep(_POLL)
+
+
+class _Watch:
+    """One job's state by Slurm's names, asked for now and then, and told while it waits."""
+
+    def __init__(self, job: Any, cluster: str, say: Say) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._say = say
+        self._submitted = self._told = time.monotonic()
+        self._asked = -math.inf
+        self.state = "PENDING"
+        self.running_since = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the job has ended."""
+        now = time.monotonic()
+        if now > self._asked + (_LOOK if self._cluster == "slurm" else 0.0) and self.state not in _OVER:
+            self._asked = now
+            self.state, reason = self._ask()
+            if self.state == "PENDING" and now > self._told + _TELL:
+                self._told = now
+                self._say(f"job {self._job.job_id} has waited for {now - self._submitted:.0f} s: {reason}")
+            elif self.state != "PENDING" and not self.running_since:
+                self.running_since = now
+        return self.state in _OVER
+
+    def _ask(self) -> tuple[str, str]:
+        if self._cluster != "slurm":
+            return ("COMPLETED" if self._job.done() else "RUNNING"), ""
+        command = ["squeue", "-h", "--states=all", "-j", str(self._job.job_id), "-o", "%T|%r"]
+        try:
+            asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        except subprocess.TimeoutExpired:
+            return self.state, "squeue does not answer"
+        if asked.returncode and "Invalid job id" in asked.stderr:  # ended long enough ago to be forgotten
+            return "COMPLETED", ""
+        state, _, reason = asked.stdout.strip().partition("|")
+        return state or self.state, reason or asked.stderr.strip()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Told:
+    """What a node has told in its files so far."""
+
+    rank: int
+    folder: Path
+    say: Say
+    name: str = ""
+    words: tuple[str, ...] = ()
+    problem: str = ""
+    status: int | None = None
+    ended_at: float = 0.0
+    _at: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"node {self.rank}"
+
+    def read(self) -> None:
+        """Take in what is new."""
+        for line in self._new("events"):
+            event = json.loads(line)
+            match event["event"]:
+                case "up":
+                    self.name = f"node {self.rank} (host {event['facts']['host']})"
+                case "met":
+                    (self.folder / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
+                case "line":
+                    self.words = tuple(event["words"])
+                    self.say(f"{self.name}: {shlex.join(self.words)}")
+                case "failed":
+                    self.problem = event["report"]
+                case "ended":
+                    self.status, self.ended_at = event["status"], event["time"]
+        for line in self._new("log"):
+            self.say(f"{self.name}: {line}")
+
+    @property
+    def log(self) -> Path:
+        """Where all that it said is."""
+        return self.folder / f"node{self.rank}.log"
+
+    def _new(self, ending: str) -> list[str]:
+        """Whole lines since the last look."""
+        with suppress(FileNotFoundError), (self.folder / f"node{self.rank}.{ending}").open("rb") as file:
+            file.seek(self._at.get(ending, 0))
+            lines = file.read().rpartition(b"\n")
+            self._at[ending] = self._at.get(ending, 0) + len(lines[0]) + len(lines[1])
+            return lines[0].decode(errors="replace").splitlines()
+        return []
+
+
+def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
+    problems = list(dict.fromkeys(node.problem for node in told if node.problem))
+    failed = sorted((node for node in told if node.status), key=lambda node: node.ended_at)
+    silent = [node for node in told if node.status is None]
+    if watch.state == "TIMEOUT":
+        return _outcome(told, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
+    if problems:
+        return _outcome(told, status=UNAVAILABLE, report="\n".join(problems))
+    stories = []
+    for node in failed[:1]:
+        lines = node.log.read_text(errors="replace").splitlines()
+        stories.append(failure(node.name, node.status or 0, node.log, lines))
+    stories += [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
+    if silent and (stories or watch.state == "COMPLETED"):
+        stories += [f"{node.name}: stopped, or ended without saying how" for node in silent]
+    elif silent:
+        names = ", ".join(node.name for node in silent)
+        stories.append(f"{names}: no end heard of; Slurm says {watch.state}, see {folder / 'slurm'}")
+    status = failed[0].status if failed else int(bool(stories))
+    return _outcome(told, status=status or 0, report="\n".join(stories))
+
+
+def _outcome(told: list[_Told], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
+    commands = tuple(shlex.join(node.words) for node in told if node.words)
+    return Outcome(status=status, timed_out=timed_out, report=report, commands=commands)

@@ -1,0 +1,188 @@
+"""A throw-away Slurm cluster on this host: real munged, slurmctld and slurmd of loopback, removed at the end.
+
+    python -m stagewright.experiments.backends.slurm_on_one_host --nodes 2 -- COMMAND...
+
+runs the command with SLURM_CONF set, so that sbatch, srun and `--backend slurm` find this cluster and no other. It
+needs root (slurmd starts other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no
+accounting, no service of the system.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
+_HOST = "127.0.0.1"
+_PATIENCE = 30.0  # [s] for the daemons to come up
+_END = 5.0  # [s] for one to go after it was asked
+_POLL = 0.1  # [s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A cluster that runs.
+
+    Arguments:
+        folder: its configuration, state and logs.
+        environment: this process's, with which Slurm's commands find it.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+
+
+def missing() -> str:
+    """Why there can be no such cluster here; empty where there can."""
+    lacking = [name for name in PROGRAMS if _program(name) is None]
+    if lacking:
+        return f"no {', '.join(lacking)} here: apt install slurmctld slurmd slurm-client munge"
+    return "" if os.getuid() == 0 else "slurmd needs root"
+
+
+@contextmanager
+def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """A cluster of nodes n1, n2, ... on this host, one CPU each as far as Slurm knows.
+
+    Raises ValueError where it cannot be, RuntimeError with the daemons' last lines where it does not come up.
+    """
+    if reason := missing():
+        raise ValueError(f"no Slurm on this host: {reason}")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stagewright-slurm-")))
+        folder.chmod(0o755)  # the daemons want to see their files
+        names = [f"n{number}" for number in range(1, num_nodes + 1)]
+        (folder / "slurm.conf").write_text(_configuration(folder, names))
+        for name in ("state", *(f"spool.{name}" for name in names)):
+            (folder / name).mkdir()
+        environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        for command in _daemons(folder, names):
+            stack.enter_context(_daemon(command, environment, folder))
+        cluster = Cluster(folder=folder, environment=environment)
+        _wait_until_idle(cluster, num_nodes)
+        yield cluster
+
+
+def _configuration(folder: Path, names: Sequence[str]) -> str:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    control, *ports = _free_ports(1 + len(names))
+    lines = [
+        "ClusterName=stagewright",
+        f"SlurmctldHost={socket.gethostname()}({_HOST})",
+        f"SlurmctldPort={control}",
+        "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",  # loopback alone
+        f"AuthType=auth/munge\nCredType=cred/munge\nAuthInfo=socket={folder}/munge.socket",
+        f"SlurmUser={user}\nSlurmdUser={user}",
+        f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid",
+        f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.%n.log",
+        "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none",  # no cgroups
+        "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core",
+        "SwitchType=switch/none\nMpiDefault=none",
+        "AccountingStorageType=accounting_storage/none\nJobAcctGatherType=jobacct_gather/none",
+        "SchedulerParameters=batch_sched_delay=0,sched_interval=1\nReturnToService=2\nKillWait=5\nInactiveLimit=0",
+    ]
+    for name, port in zip(names, ports, strict=True):
+        lines.append(f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={_HOST} Port={port} CPUs=1")
+    lines.append(f"PartitionName=main Nodes={','.join(names)} Default=YES MaxTime=60 State=UP")
+    return "\n".join(lines) + "\n"
+
+
+def _daemons(folder: Path, names: Sequence[str]) -> Iterator[list[str]]:
+    """Commands in the order of their start, each in the foreground."""
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    files = {"key-file": key} | {
+        name: folder / f"munge.{ending}"
+        for name, ending in (("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))
+    }
+    # --force: the folder stands in /tmp, which others may write to, if not in this folder
+    yield [_path("munged"), "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items())]
+    yield [_path("slurmctld"), "-D", "-c", "-f", str(folder / "slurm.conf")]
+    for name in names:
+        yield [_path("slurmd"), "-D", "-c", "-N", name, "-f", str(folder / "slurm.conf")]
+
+
+@contextmanager
+def _daemon(command: Sequence[str], environment: dict[str, str], folder: Path) -> Iterator[None]:
+    with (folder / "daemons.out").open("ab") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_END)
+
+
+def _wait_until_idle(cluster: Cluster, num_nodes: int) -> None:
+    command = [_path("sinfo"), "-h", "-N", "-o", "%T"]
+    until = time.monotonic() + _PATIENCE
+    states: list[str] = []
+    while time.monotonic() < until:
+        with suppress(subprocess.TimeoutExpired):
+            asked = subprocess.run(
+                command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
+            )
+            states = asked.stdout.split()
+        if states == ["idle"] * num_nodes:
+            return
+        time.sleep(_POLL)
+    logs = "\n".join(
+        f"{path.name}: {line}" for path in sorted(cluster.folder.glob("*.log")) for line in _last_lines(path)
+    )
+    raise RuntimeError(f"the cluster did not come up in {_PATIENCE:g} s (nodes: {' '.join(states) or 'none'})\n{logs}")
+
+
+def _last_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-5:]
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+def _path(name: str) -> str:
+    found = _program(name)
+    assert found is not None
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command within such a cluster; its exit status."""
+    words = list(arguments)
+    num_nodes = 2
+    if words[:1] == ["--nodes"]:
+        num_nodes, words = int(words[1]), words[2:]
+    words = words[1:] if words[:1] == ["--"] else words
+    if not words:
+        print(__doc__)
+        return 2
+    with one_host_cluster(num_nodes) as cluster:
+        print(f"a cluster of {num_nodes} nodes in {cluster.folder}: {shlex.join(words)}", file=sys.stderr, flush=True)
+        return subprocess.run(words, env=cluster.environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
