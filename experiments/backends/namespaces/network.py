@@ -132,7 +132,9 @@ def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] 
 def _hosts_file(addresses: Sequence[str]) -> Iterator[Path]:
     """What /etc/hosts is on the nodes: names of all, so that none is looked for outside."""
     with NamedTemporaryFile("w", prefix="stagewright-hosts-") as file:
-        lines = ["127.0.0.1 localhost", "::1 localhost"]
-        file.write("\n".join([*lines, *(f"{at} node{node}" for node, at in enumerate(addresses))]) + "\n")
+        names = {"127.0.0.1": "localhost", **{at: f"node{node}" for node, at in enumerate(addresses)}}
+        # A socket for both protocols calls an IPv4 address ::ffff:..., and torch's store asks for the name of that.
+        lines = ["::1 localhost", *(f"{prefix}{at} {name}" for prefix in ("", "::ffff:") for at, name in names.items())]
+        file.write("\n".join(lines) + "\n")
         file.flush()
         yield Path(file.name)

@@ -19,6 +19,8 @@ from stagewright.experiments.backends.namespaces.needs import what_is_missing, w
 from stagewright.experiments.backends.netns import NetnsBackend
 from stagewright.experiments.backends.node import descendants
 from stagewright.experiments.backends.records import Nodes, Shape
+from stagewright.experiments.jobs.figure import How, read_figures
+from stagewright.experiments.works import links
 
 from .nodes import SLEEP, work
 
@@ -220,11 +222,14 @@ def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyp
         time.sleep(0.01)
 
 
-TRAIN = """
+TRAIN = r"""
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
 from stagewright import PipelineModule
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.works import links
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -239,6 +244,9 @@ pipe = PipelineModule(model, schedule="1f1b", num_microbatches=4, loss_fn=nn.fun
 result = pipe.forward_backward(inputs, targets)
 assert abs(result.loss - expected) < 1e-12, (result.loss, expected)
 print("loss is right on rank", rank)
+case = Case.of({"nodes": 2, "ranks": 2, "bandwidth": "1gbit", "latency": "1ms"})
+with open(f"{sys.argv[1]}/figures{rank}", "w") as file:
+    file.writelines(f"{figure.to_json()}\n" for figure in links.measured(case, 1))
 dist.destroy_process_group()
 """
 
@@ -251,6 +259,18 @@ def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:
     assert outcome.status == 0, outcome.report
     for rank in (0, 1):
         assert f"loss is right on rank {rank}" in (tmp_path / f"node{rank}.log").read_text()
+    figures = read_figures(tmp_path / "figures0")
+    assert figures == read_figures(tmp_path / "figures1")
+    assert {figure.how for figure in figures} == {How.EMULATED}
+    found = {(figure.name, figure.case.get("sender")): figure.value for figure in figures}
+    for sender in (0, 1):
+        assert 0.001 <= found["latency of a link", sender] < 0.002
+        assert 0.5 < found["bandwidth of a link", sender] < 1.1  # loosely: this machine may be busy
+        bandwidth = found["bandwidth of a link, found / asked for", sender]
+        assert bandwidth == pytest.approx(found["bandwidth of a link", sender])
+        latency = found["latency of a link, found / asked for", sender]
+        assert latency == pytest.approx(1000 * found["latency of a link", sender])
+    assert "over 2 links" in links.findings(figures)[0]
 
 
 # What is refused

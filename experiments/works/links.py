@@ -1,0 +1,148 @@
+"""Links between nodes as ranks find them over gloo: the time that a message takes one way, and bytes per second.
+
+Experiments on shaped links record these figures beside their own, so that a reader sees what the links really were:
+
+    yield from between_nodes(case)      on all ranks, before anything else is sent
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from ..jobs.wanted import wanted
+
+if TYPE_CHECKING:
+    import torch
+
+LATENCY, BANDWIDTH = "latency of a link", "bandwidth of a link"
+_TRIPS = 15
+_LONG, _LONGEST = 0.25, 2.0  # [s] that a message must take for its rate to count, and that suffice
+_STEADY = 0.05  # of a rate: as near as two in a row must be
+_FIRST, _MOST = 1 << 18, 1 << 27  # [bytes] of messages
+
+
+def measured(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Both figures of every link, and how they compare with what was asked for; runs on all ranks."""
+    for repetition in range(repetitions):
+        for figure in between_nodes(case, repetition=repetition):
+            yield figure
+            if (asked := _asked(figure)) is not None:
+                yield Figure(
+                    case=figure.case,
+                    name=f"{figure.name}, found / asked for",
+                    value=figure.value / asked,
+                    unit="ratio",
+                    how=figure.how,
+                    repetition=repetition,
+                )
+
+
+def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
+    """Latency and bandwidth from every node to every other one, one link after the other; runs on all ranks.
+
+    The case of a figure is the given one with the nodes of the link: `sender`, `receiver`. Half a round trip of one
+    byte counts as latency. Bandwidth: the bytes that a message is longer than one of half its size, by the time that it
+    takes longer, which leaves out how TCP comes up to the rate. Messages grow until that stays the same.
+    """
+    import torch.distributed as dist
+
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = dist.get_world_size() // ranks_per_node
+    how = How.MEASURED if wanted(case).shape.is_plain else How.EMULATED
+    for sender in range(num_nodes):
+        for receiver in range(num_nodes):
+            if sender == receiver:
+                continue
+            latency, bandwidth = _link(sender * ranks_per_node, receiver * ranks_per_node)
+            link = case.also(sender=sender, receiver=receiver)
+            yield Figure(case=link, name=LATENCY, value=latency, unit="s", how=how, repetition=repetition)
+            yield Figure(
+                case=link, name=BANDWIDTH, value=8e-9 * bandwidth, unit="Gbit/s", how=how, repetition=repetition
+            )
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """How near the links come to what was asked for."""
+    found: dict[str, dict[Case, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for figure in figures:
+        if figure.unit == "ratio":
+            found[figure.name][figure.case].append(figure.value)
+    said = []
+    for name, by_case in found.items():
+        medians = {case: median(values) for case, values in by_case.items()}
+        worst = max(sorted(medians, key=str), key=lambda case: abs(medians[case] - 1))
+        said.append(
+            f"{name.capitalize()}: {min(medians.values()):.3f} to {max(medians.values()):.3f} over {len(medians)} "
+            f"links (medians); farthest from 1: {worst}."
+        )
+    return said
+
+
+def _asked(figure: Figure) -> float | None:
+    """What was asked for in the figure's unit; None: nothing."""
+    shape = wanted(figure.case).shape
+    crosses = False
+    if shape.sites:
+        crosses = shape.sites[int(figure.case.number("sender"))] != shape.sites[int(figure.case.number("receiver"))]
+    if figure.name == LATENCY:
+        return (shape.site_latency if crosses else shape.latency) or None
+    rates = [rate for rate in (shape.bandwidth, shape.site_bandwidth if crosses else None) if rate is not None]
+    return 8e-9 * min(rates) if rates else None
+
+
+def _link(sender: int, receiver: int) -> tuple[float, float]:
+    """Latency [s] and bandwidth [bytes/s] from one rank to another, the same on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.zeros(2, dtype=torch.float64)
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank in (sender, receiver):
+        trip = min(_exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(_TRIPS))
+        found[0], found[1] = trip / 2, _rate(sender, receiver)
+    dist.broadcast(found, src=sender)
+    return found[0].item(), found[1].item()
+
+
+def _rate(sender: int, receiver: int) -> float:
+    """Bytes per second; the sender's clock decides for both ranks."""
+    import torch
+
+    size, before, rates = _FIRST, 0.0, [0.0, 0.0]
+    while True:
+        took = torch.zeros(1, dtype=torch.float64)
+        took[0] = _exchange(torch.zeros(size, dtype=torch.uint8), sender, receiver)
+        _pass(took, sender, receiver)
+        longer, before = took.item() - before, took.item()
+        rates = [rates[-1], size / 2 / longer if longer > 0 else 0.0]
+        is_steady = abs(rates[1] - rates[0]) <= _STEADY * rates[1]
+        if before >= _LONGEST or (before >= _LONG and is_steady) or size >= _MOST:
+            return rates[1]
+        size *= 2
+
+
+def _exchange(message: torch.Tensor, sender: int, receiver: int) -> float:
+    """Seconds until a message's last byte is there and one byte has come back."""
+    import torch
+
+    began = time.perf_counter()
+    _pass(message, sender, receiver)
+    _pass(torch.zeros(1, dtype=torch.uint8), receiver, sender)
+    return time.perf_counter() - began
+
+
+def _pass(message: torch.Tensor, sender: int, receiver: int) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == sender:
+        dist.send(message, receiver)
+    else:
+        dist.recv(message, sender)
