@@ -6,6 +6,7 @@ from .figures import comparison_figure, render_comparison, render_timeline, time
 from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
 from .traces.exhibit import exhibit_of_traces
+from .traces.kineto import write_kineto
 
 __all__ = [
     "Exhibit",
@@ -22,5 +23,6 @@ __all__ = [
     "timeline_figure",
     "write_explorer",
     "write_figure",
+    "write_kineto",
     "write_perfetto",
 ]

@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedules import Action, Collective, Message, Op, Span, Timeline
-from ..schedules.messages import STAGE_KINDS
+from ..schedules import Action, Collective, Message, Span, Timeline
 from ..schedules.timing.attribution import Gap, find_gaps
 from ..schedules.timing.timeline import What
 from .arrows import find_arrows
 from .lanes import assign_lanes
-
-_Event = dict[str, Any]  # as the format has it
+from .slice_words import Event, SliceWords
 
 # Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
 # still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
@@ -50,7 +48,7 @@ def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: s
         raise ValueError("timelines=[]: expected a Timeline, or at least one (name, Timeline)")
     if len(set(names)) < len(names):
         raise ValueError(f"timelines named {names}: expected another name for each")
-    events: list[_Event] = []
+    events: list[Event] = []
     pid = arrow_id = 0
     for name, timeline in named:
         trace = _Trace(name, timeline, first_pid=pid, first_arrow=arrow_id)
@@ -82,7 +80,7 @@ def read_perfetto(data: Mapping[str, Any], *, source: str) -> list[tuple[str, Ti
         raise ValueError(f"{source}: {OWN_KEY}: {error!r}: expected what write_perfetto writes") from None
 
 
-def _facts(timeline: Timeline) -> _Event:
+def _facts(timeline: Timeline) -> Event:
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -95,6 +93,8 @@ def _facts(timeline: Timeline) -> _Event:
         "batch_seconds": timeline.batch_seconds,
         "makespan_bubble": timeline.makespan_bubble,
         "span_bubble": timeline.span_bubble,
+        "clock_error_us": [round(error * 1e6, 3) for error in timeline.clock_error],
+        "missing_ranks": list(timeline.missing),
     }
 
 
@@ -118,20 +118,22 @@ class _Trace:
         self.first_pid = first_pid
         self.first_arrow = first_arrow
         self.num_arrows = 0
-        self._origin = timeline.start
+        self._origin, self._words = timeline.start, SliceWords(timeline)
         self._places: list[dict[Action | Message | Collective, _Place]] = [{} for _ in timeline.ranks]
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
 
-    def _slices(self, rank: int, gaps: dict[Action, Gap]) -> Iterator[_Event]:
+    def _slices(self, rank: int, gaps: dict[Action, Gap]) -> Iterator[Event]:
         trace = self.timeline.ranks[rank]
-        yield from self._lane(rank, _COMPUTE, trace.compute, lambda action: self._action(action, gaps.get(action)))
-        yield from self._lane(rank, _RECEIVE, trace.comm, self._message)
-        yield from self._lane(rank, _TOGETHER, trace.collectives, self._collective)
+        tell = self._words
+        compute = lambda what: tell.of_action(rank, what, gaps.get(what))  # noqa: E731
+        yield from self._lane(rank, _COMPUTE, trace.compute, compute)
+        yield from self._lane(rank, _RECEIVE, trace.comm, tell.of_message)
+        yield from self._lane(rank, _TOGETHER, trace.collectives, tell.of_collective)
 
     def _lane(
-        self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], _Event]
-    ) -> Iterator[_Event]:
+        self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], Event]
+    ) -> Iterator[Event]:
         """Spans on as many tracks as it takes to have none overlap."""
         ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
         for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
@@ -148,30 +150,8 @@ class _Trace:
     def _ticks(self, seconds: float) -> int:
         return round((seconds - self._origin) * 1e6 * _TICKS_PER_US)
 
-    def _action(self, action: Action, gap: Gap | None) -> _Event:
-        stage, op, index = action
-        args: _Event = {"action": str(action), "stage": stage}
-        args |= {"update_group": index} if op is Op.U else {"microbatch": index}
-        if gap is not None:
-            args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
-        return {"name": f"{op.value} {index}", "cat": "compute", "args": args}
-
-    def _message(self, message: Message) -> _Event:
-        kind, src, dst, index = message
-        args: _Event = {"message": str(message)}
-        if kind in STAGE_KINDS:
-            args |= {"from_stage": src, "to_stage": dst, "microbatch": index}
-        else:
-            args |= {"from_rank": src, "to_rank": dst, "update_group": index}
-        return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
-
-    def _collective(self, collective: Collective) -> _Event:
-        stages, op, index = collective
-        args: _Event = {"collective": str(collective), "stages": list(stages), "update_group": index}
-        return {"name": f"{op.value} {index}", "cat": "together", "args": args}
-
-    def _metadata(self, name: str) -> Iterator[_Event]:
-        def record(kind: str, tid: int, **args: str | int) -> _Event:
+    def _metadata(self, name: str) -> Iterator[Event]:
+        def record(kind: str, tid: int, **args: str | int) -> Event:
             return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
 
         for rank, places in enumerate(self._places):
@@ -184,7 +164,7 @@ class _Trace:
                 yield record("thread_name", tid, name=f"{kind} {lane + 1}" if lane else kind)
                 yield record("thread_sort_index", tid, sort_index=tid)
 
-    def _flows(self) -> Iterator[_Event]:
+    def _flows(self) -> Iterator[Event]:
         """Two events per arrow: `s` in the last tick of the maker's slice, `f` at the consumer's start."""
         for arrow in find_arrows(self.timeline):
             maker = self._places[arrow.sender][arrow.maker]

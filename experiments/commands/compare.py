@@ -21,8 +21,8 @@ from .compare_table import table
 from .comparison import Comparison, Side, compare_exhibits
 from .exhibits import read_exhibits
 from .files import check_out
+from .outputs import writer_of
 from .schedule_options import CostOptions
-from .timeline import writer_of
 
 
 @plain_help

@@ -2,6 +2,8 @@
 
 stagewright timeline runs/gpt                             beside the run: page, picture, Perfetto trace
 stagewright timeline runs/gpt plan.json -o both.html      several below each other, on one scale
+stagewright timeline runs/gpt -o gpt.pt.trace.json        a file a rank, as torch.profiler writes them
+stagewright timeline rank*.pt.trace.json -o torch.html    traces of others, a file a rank
 stagewright timeline 1f1b zb-h1 --ranks 4 --microbatches 8 -o a.svg --width 7 --font 7 --no-title
 """
 
@@ -9,17 +11,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from ...viz import Exhibit, FigureStyle, comparison_figure, write_explorer, write_figure, write_perfetto
+from ...viz import Exhibit, FigureStyle
 from ..help_text import plain_help
 from .exhibits import read_exhibits
 from .files import check_out
+from .outputs import how_to_look, writer_of
 from .schedule_options import CostOptions
 
 _FIRST, _STYLE = "timeline", FigureStyle()
@@ -28,16 +31,17 @@ _FIRST, _STYLE = "timeline", FigureStyle()
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineOptions(CostOptions):
-    """Draw runs, plans and schedules, one below the other on one scale.
+    """Draw runs, plans, schedules and traces, one below the other on one scale.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own.
     """
 
-    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE")]
-    """Runs (folder or name), plans, schedules (file or name) and timelines (JSON)."""
+    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]
+    """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev); may be given
-    several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
+    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev), .pt.trace.json
+    (.gz) for tools that read torch.profiler's, a file a rank; may be given several times (default: timeline.html, and
+    beside a run .png and .perfetto.json)."""
     width: float = _STYLE.width
     """Of a picture [inch]."""
     dpi: float = _STYLE.dpi
@@ -63,9 +67,8 @@ def run(argv: Sequence[str]) -> int:
         check_out("-o", path)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
-    written = list(options.out) or _usual_outputs(options.inputs)
-    for path in written:
-        writer_of(path)(exhibits, path, style)
+    outputs = list(options.out) or _usual_outputs(options.inputs)
+    written = [made for path in outputs for made in writer_of(path)(exhibits, path, style)]
     if options.json:
         print(json.dumps({"written": list(map(str, written)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
         return 0
@@ -75,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for path in written:
-        print(f"{path}{_how_to_look(path)}")
+        print(f"{path}{how_to_look(path)}")
     return 0
 
 
@@ -93,42 +96,6 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
     return notes
 
 
-_Writer = Callable[[Sequence[Exhibit], Path, FigureStyle], None]
-
-
-def writer_of(path: Path) -> _Writer:
-    """The function that writes a file of this name; ValueError where there is none."""
-    writers: dict[str, _Writer] = {
-        ".html": _write_page,
-        ".png": _write_figure,
-        ".svg": _write_figure,
-        ".json": _write_perfetto,
-    }
-    if path.suffix.lower() not in writers:
-        raise ValueError(f"-o {path}: expected a name that ends in {', '.join(writers)}")
-    return writers[path.suffix.lower()]
-
-
-def _write_page(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
-    del style
-    write_explorer(exhibits, path)
-
-
-def _write_figure(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
-    write_figure(comparison_figure(exhibits, style=style), path)
-
-
-def _write_perfetto(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> None:
-    del style
-    several = len(exhibits) > 1
-    named = [(f"{each.name} {c}" if several else c, t) for each in exhibits for c, t in each.timelines]
-    if not named:
-        raise ValueError(
-            f"-o {path}: {exhibits[0].name} has no timeline, only slices of an unknown kind: expected .html, .png, .svg"
-        )
-    write_perfetto(named, path)
-
-
 def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
     """Files beside a run that stands alone; else in the current folder."""
     from ..training.run_folder import RUNS
@@ -138,11 +105,6 @@ def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
         if len(inputs) == 1 and folder.is_dir():
             return [folder / f"{_FIRST}{end}" for end in ends]
     return [Path(f"{_FIRST}{end}") for end in ends[2:]]
-
-
-def _how_to_look(path: Path) -> str:
-    told = {".json": ": open it at https://ui.perfetto.dev", ".html": ": open it in a browser"}
-    return told.get(path.suffix.lower(), "")
 
 
 def _facts(exhibit: Exhibit) -> dict[str, object]:

@@ -358,12 +358,12 @@ def test_one_rank_twice(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, pool) -> None:
+def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> None:
     """Live: names and files of the torch that runs, around its own schedules on two gloo processes."""
     from support import torch_traces
 
     for name in torch_traces.CHUNKS:
-        pool.run(torch_traces.trace_own, ranks=2, args=(name, str(tmp_path)), timeout=120)
+        gloo.run(torch_traces.trace_own, ranks=2, args=(name, str(tmp_path)), timeout=120)
         paths = sorted(tmp_path.glob(f"{name}.rank*.json"))
         exhibit = exhibit_of_traces(paths, name=name)
         if name == "1f1b":

@@ -88,10 +88,10 @@ def _steps(by_rank: Mapping[int, Process], size: int, num_chunks: int) -> dict[i
         times: Counter[Named] = Counter()
         for ran in process.ran:
             if marked:
-                inside = [number for number, start, end in process.steps if start <= ran.begun < end]
+                inside = [number for number, start, end in process.steps if start <= ran.begun <= end]
                 if not inside:
                     continue
-                number = inside[0]
+                number = inside[-1]  # of two that touch, the one that begins
             elif ran.what.index is None:
                 number = 0
             else:
@@ -142,7 +142,7 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
     programs: list[tuple[Action, ...]] = [() for _ in range(size)]
     placement: list[set[int]] = [set() for _ in range(size)]
     for rank, done in step.items():
-        programs[rank] = tuple(each.action for each in done)
+        programs[rank] = tuple(each.action for each in done if each.action.op is not Op.U)  # those follow the program
         placement[rank] = {each.action.stage for each in done}
     seen = set().union(*placement)
     unseen = [stage for stage in range(max(seen)) if stage not in seen]
@@ -157,7 +157,7 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
         name=name,
         placement=tuple(tuple(sorted(stages)) for stages in placement),
         programs=tuple(programs),
-        num_microbatches=1 + max(action.index for action in actions),
+        num_microbatches=1 + max((action.index for action in actions), default=0),
     )
     if not absent:
         try:
@@ -179,19 +179,19 @@ def _over_replicas(step: _Step) -> _Step:
     ranks_of: dict[Action, list[int]] = {}
     for rank, done in sorted(step.items()):
         for each in done:
-            ranks_of.setdefault(each.action, []).append(rank)
-    most = max(map(len, ranks_of.values()))
+            if each.action.op is not Op.U:  # every replica updates
+                ranks_of.setdefault(each.action, []).append(rank)
+    most = max(map(len, ranks_of.values()), default=1)
     if most == 1:
         return step
-    return {
-        rank: [
-            each._replace(
-                action=each.action._replace(index=each.action.index * most + ranks_of[each.action].index(rank))
-            )
-            for each in done
-        ]
-        for rank, done in step.items()
-    }
+
+    def renumbered(rank: int, each: _Done) -> _Done:
+        if each.action not in ranks_of:
+            return each
+        index = each.action.index * most + ranks_of[each.action].index(rank)
+        return each._replace(action=each.action._replace(index=index))
+
+    return {rank: [renumbered(rank, each) for each in done] for rank, done in step.items()}
 
 
 def _record(schedule: Schedule, done: Sequence[_Done]) -> RankRecord:
@@ -213,7 +213,7 @@ def _message(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action of a plain chain of stages takes from another rank."""
     stage, op, index = action
     src = stage - 1 if op is Op.F else stage + 1
-    if op is Op.W or not 0 <= src < schedule.num_stages:
+    if op in (Op.W, Op.U) or not 0 <= src < schedule.num_stages:
         return None
     if schedule.owner(src, index) == schedule.owner(stage, index):
         return None

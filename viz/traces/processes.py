@@ -81,7 +81,7 @@ def _process(name: str, rank: int | None, file: TraceFile, slices: tuple[Event, 
         rank=rank,
         file=file,
         slices=slices,
-        ran=tuple(sorted(_ran(slices), key=lambda each: each.computed)),
+        ran=tuple(sorted(_ran(slices), key=lambda each: (each.computed, each.end))),
         steps=tuple((number, start, end) for number, (start, end) in sorted(steps.items())),
     )
 

@@ -1,0 +1,165 @@
+"""Rules of trace files that hold for any timeline: what Perfetto, TensorBoard and Holistic Trace Analysis rely on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.schedules import Costs, RankTrace, Timeline, build, simulate
+from stagewright.schedules.builders.replicas import replicate
+from stagewright.schedules.versions import derive_versions
+from stagewright.viz import exhibit_of_traces, read_perfetto, write_kineto, write_perfetto
+
+Trace = dict[str, Any]
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Of any family, with uneven costs, messages, updates, sums; at any origin; measured ones of a few batches."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "2bw", "pipedream", "replicas"]))
+    ranks = draw(st.integers(1, 3))
+    sizes = {"num_ranks": ranks, "num_microbatches": ranks * draw(st.integers(1, 3))}
+    if name == "replicas":
+        schedule = replicate(build("1f1b", **sizes), 2)
+    elif name in ("2bw", "pipedream"):
+        schedule = build(name, **sizes, num_batches=3)
+    else:
+        schedule = build(name, **sizes)
+    seconds = st.floats(1e-7, 10.0)
+    stages = schedule.num_stages
+    costs = Costs(
+        forward=[draw(seconds) for _ in range(stages)],
+        input_grad=[draw(seconds) for _ in range(stages)],
+        weight_grad=draw(seconds),
+        latency=draw(st.sampled_from([0.0, 1e-7, 0.3])),
+        update=draw(st.sampled_from([0.0, 0.01])),
+        reduce_grad=draw(st.sampled_from([0.0, 0.5])),
+    )
+    timeline = simulate(schedule, costs).shifted(draw(st.sampled_from([0.0, -3.0, 1.7e9 + 0.1])))
+    errors = tuple(1e-5 * rank for rank in range(schedule.num_ranks)) if draw(st.booleans()) else ()
+    return replace(timeline, clock_error=errors)
+
+
+def slices_by_track(events: list[Trace]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Starts and ends in whole nanoseconds, as readers have them."""
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            start, length = (event[key] * 1000 for key in ("ts", "dur"))
+            assert start == int(start) >= 0
+            assert length == int(length) >= 0
+            tracks[event["pid"], event["tid"]].append((int(start), int(start + length)))
+    return tracks
+
+
+def check_rules(events: list[Trace]) -> None:
+    """Slices of a track nest; flows pair up, go forwards, and stand on slices; tracks have names, ids are unique."""
+    tracks = slices_by_track(events)
+    for slices in tracks.values():
+        around: list[int] = []
+        for start, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while around and around[-1] <= start:
+                around.pop()
+            assert not around or end <= around[-1]
+            around.append(end)
+    names = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert tracks.keys() <= names
+    assert {pid for pid, _ in tracks} <= {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    flows = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            assert event["ph"] not in flows[event["cat"], event["id"]]
+            flows[event["cat"], event["id"]][event["ph"]] = event
+    for ends in flows.values():
+        leaves, arrives = ends["s"], ends["f"]
+        assert arrives["bp"] == "e"
+        assert leaves["ts"] <= arrives["ts"]
+        for end in (leaves, arrives):
+            at = round(end["ts"] * 1000)
+            assert any(start <= at <= stop for start, stop in tracks[end["pid"], end["tid"]])
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+
+
+@settings(max_examples=25, deadline=None)
+@given(timeline=timelines())
+def test_perfetto(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline) -> None:
+    """The rules, and the timelines themselves, come back to the last bit."""
+    path = tmp_path_factory.mktemp("perfetto") / "t.json"
+    write_perfetto([("a", timeline), ("b", timeline)], path)
+    data = json.loads(path.read_text())
+    check_rules(data["traceEvents"])
+    assert read_perfetto(data, source="t") == [("a", timeline), ("b", timeline)]
+    assert len(slices_by_track(data["traceEvents"])) > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(timeline=timelines(), packed=st.booleans())
+def test_kineto(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline, packed: bool) -> None:
+    """The rules in each rank's file, the keys that readers ask for, one clock; read back, the same order and times."""
+    folder = tmp_path_factory.mktemp("kineto")
+    paths = write_kineto(timeline, folder / f"t.pt.trace.json{'.gz' * packed}", step=7)
+    assert len(paths) == len(timeline.ranks)
+    for rank, path in enumerate(paths):
+        data = json.loads(gzip.decompress(path.read_bytes()) if packed else path.read_text())
+        check_rules(data["traceEvents"])
+        assert data["schemaVersion"] == 1
+        assert data["distributedInfo"]["rank"] == rank
+        assert data["distributedInfo"]["world_size"] == len(paths)
+        assert isinstance(data["deviceProperties"], list)
+        slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+        assert all({"name", "cat", "ts", "dur", "pid", "tid", "args"} <= e.keys() for e in slices)
+        (step,) = [e for e in slices if e["name"].startswith("ProfilerStep#")]
+        assert step["ts"] == 0
+        assert step["dur"] == pytest.approx(timeline.makespan * 1e6, abs=0.2)
+        named = [e["name"] for e in slices if "stream" in e["args"]]
+        assert Counter(named) == Counter(f"PP:{action}" for action in timeline.ranks[rank].actions)
+    (found,) = exhibit_of_traces(paths, name="t").measured
+    assert found.number == 7
+    for ours, theirs in zip(found.timeline.ranks, timeline.ranks, strict=True):
+        assert [a for a in ours.actions if a.op != "U"] == [a for a in theirs.actions if a.op != "U"]
+        for a, b in zip(sorted(ours.compute), sorted(theirs.compute), strict=True):
+            assert a.start == pytest.approx(b.start - timeline.start, abs=3e-7)
+
+
+def args_of(path: Path) -> dict[str, Trace]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return {e["args"]["action"]: e["args"] for e in events if e["ph"] == "X" and "action" in e["args"]}
+
+
+def test_slices_say_the_version_of_their_weights_and_the_error_of_their_clock(tmp_path: Path) -> None:
+    schedule = build("2bw", num_ranks=2, num_microbatches=2, num_batches=3)
+    timeline = replace(simulate(schedule, Costs(latency=0.5)), clock_error=(0.0, 12.5e-6))
+    write_perfetto(timeline, tmp_path / "p.json")
+    _, second = write_kineto(timeline, tmp_path / "k.pt.trace.json")
+    used = derive_versions(schedule).used
+    for args in (args_of(tmp_path / "p.json"), args_of(second)):
+        for stage, index in ((1, 0), (1, 5)):
+            for op in "FB":
+                assert args[f"{stage}{op}{index}"]["weight_version"] == used[stage, index]
+                assert args[f"{stage}{op}{index}"]["clock_error_us"] == 12.5
+        assert "weight_version" not in args["1U0"]
+        assert args["1F0"]["idle_cause"] == "warm_up"
+    assert json.loads((tmp_path / "p.json").read_text())["otherData"]["timeline"]["clock_error_us"] == [0.0, 12.5]
+
+
+def test_a_missing_rank_has_no_file(tmp_path: Path) -> None:
+    timeline = simulate(build("1f1b", num_ranks=3, num_microbatches=3), Costs())
+    lost = replace(
+        timeline, ranks=(timeline.ranks[0], RankTrace(compute=()), timeline.ranks[2]), missing=(1,), measured=True
+    )
+    paths = write_kineto(lost, tmp_path / "t.pt.trace.json")
+    assert [path.name for path in paths] == ["t.rank0.pt.trace.json", "t.rank2.pt.trace.json"]
+    assert exhibit_of_traces(paths, name="t").measured[0].timeline.missing == (1,)
+    with pytest.raises(ValueError, match=r"t.json: expected a name that ends in .pt.trace.json"):
+        write_kineto(timeline, tmp_path / "t.json")
