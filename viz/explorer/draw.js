@@ -209,7 +209,7 @@
 
     labels(panel, row, track, from, to, top, height) {
       const { view, context } = this;
-      const size = Math.min(12, Math.max(8, height - 4));
+      const size = Math.min(11, Math.max(8, height - 4));
       this.font(size);
       context.textBaseline = "middle";
       const names = track.kind === "foreign" ? panel.names : null;

@@ -8,6 +8,7 @@ from typing import Any
 from ...schedules import Action, Idle, MessageKind, Op, RankTrace, Timeline
 from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.needs import Needs
+from ...schedules.timing.clocks import clock_note
 from ...schedules.timing.links import wire_bytes
 from ...schedules.versions import derive_versions
 from ..arrows import find_arrows
@@ -92,7 +93,7 @@ class _Panel:
             "rows": [self._row(rank, *at) for rank, at in enumerate(zip(lanes, idle_stretches(timeline), strict=True))],
             "idle_shares": [[round(share, 6) for share in idle] for idle in idle_shares(timeline)],
             "missing": list(timeline.missing),
-            "clock_error": max(timeline.clock_error, default=0.0),
+            "clocks": clock_note(timeline),
             "messages": self._messages(lanes),
             "path": path_columns(timeline, self.number_of, self._ticks),
             "memory": memory_columns(self.exhibit, timeline, self._ticks),
@@ -173,7 +174,7 @@ class _Panel:
                     user,
                     receiver,
                     self._ticks(start),
-                    self._ticks(end),
+                    self._ticks(max(start, end)),  # clocks of two hosts may disagree
                     lane,
                 )
             )

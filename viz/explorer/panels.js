@@ -22,12 +22,13 @@
     const { data } = panel;
     if (panel.kind === "foreign") return time(panel.makespan) + ", " + panel.rows.length + (panel.rows.length === 1 ? " row" : " rows");
     const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
+    const clocks = data.clocks ? ", " + data.clocks : "";
     const ratio = (own, other) => (before && other > 0 ? " (" + app.words.digits(own / other, 4) + " times predicted)" : "");
     if (panel.schedule.asynchronous) {
       const times = ratio(data.batch_seconds, before && before.data.batch_seconds);
-      return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan);
+      return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
     }
-    return "makespan " + time(data.makespan) + ratio(data.makespan, before && before.data.makespan) + ", bubble " + percent(data.bubble);
+    return "makespan " + time(data.makespan) + ratio(data.makespan, before && before.data.makespan) + ", bubble " + percent(data.bubble) + clocks;
   }
 
   // Name and schedule of an exhibit, and its sizes.
@@ -69,7 +70,7 @@
       if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
       const other = { predicted: "lower bound", measured: "predicted" }[label];
       const beside = other && given.has(other) ? " " + digits(found.seconds / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") : "";
-      const how = /median/.test(found.how) ? ", " + found.how : "";
+      const how = /^median/.test(found.how) ? ", " + found.how : "";
       return make("td", { class: first, title: found.how }, time(found.seconds), make("small", {}, beside + how));
     };
     const stream = page.panels.some((panel) => panel.schedule && panel.schedule.asynchronous);
@@ -150,14 +151,26 @@
       keys.push(make("span", { class: "break" }), make("span", {}, "Idle by cause:"));
       for (const [hue, text] of causes) keys.push(make("span", { class: "key" }, swatch(hue), text));
     }
-    document.getElementById("legend").replaceChildren(...keys);
+    const place = document.getElementById("legend");
+    place.hidden = !keys.length;
+    place.replaceChildren(...keys);
   }
 
   // --- the sections at the right ---
 
-  function section(id, heading) {
-    const found = make("section", { id }, make("h2", {}, heading));
-    document.getElementById("aside").append(found);
+  // A section whose heading, its first child, folds it away.
+  // before: the section that it comes in front of; at the end by default.
+  function section(id, heading, before = null) {
+    const head = make("h2", { role: "button", tabindex: "0", "aria-expanded": "true" }, heading);
+    const found = make("section", { id }, head);
+    const flip = () => head.setAttribute("aria-expanded", String(!found.classList.toggle("folded")));
+    head.addEventListener("click", flip);
+    head.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      flip();
+    });
+    document.getElementById("aside").insertBefore(found, before);
     return found;
   }
 
@@ -311,5 +324,5 @@
     path(page);
   }
 
-  app.panels = { make, summary, section, chosen, facts, help, start, refresh };
+  app.panels = { make, summary, section: (id, heading) => section(id, heading, document.getElementById("idle")), chosen, facts, help, start, refresh };
 })(stagewright);

@@ -33,7 +33,8 @@
   }
 
   function percent(share, places = 1) {
-    return (100 * share).toFixed(places) + "%";
+    const text = (100 * share).toFixed(places);
+    return (Number(text) === 0 ? text.replace("-", "") : text) + "%"; // rounding leaves a minus before 0
   }
 
   // Causes of the idle time right before box i: [[cause, seconds]].
