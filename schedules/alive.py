@@ -6,6 +6,7 @@ The checker, the simulator's timelines and the planner count with these, and nob
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from .ir import LAST_USES, Action, Op
 from .messages import Message, Transfer
@@ -39,14 +40,21 @@ def peak_activations(program: Sequence[Action]) -> int:
     return max((sum(alive.values()) for _, alive in activations(program)), default=0)
 
 
-def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:
-    """Each step of a rank with the messages whose tensors it holds then.
+class Change(NamedTuple):
+    """Messages whose tensors a rank begins to hold in front of a step, and lets go of behind it."""
+
+    step: Step
+    added: Sequence[Message]
+    removed: Sequence[Message]
+
+
+def message_changes(program: RankProgram) -> Iterator[Change]:
+    """Each step of a rank with the messages that come and go with it. O(steps + messages).
 
     Receives count from their posting to the last step that uses them, sends from the first step that makes a part of
-    them until an arrival proves them received. The collection is one and the same, and holds until the next step of the
-    iteration.
+    them until an arrival proves them received.
     """
-    held: dict[Message, None] = {}  # in the order in which they came
+    held: set[Message] = set()
     sent = {step.message for step in program.steps if isinstance(step, Transfer) and step.is_send}
     begun: dict[Step, list[Message]] = {}
     over: dict[Step, list[Message]] = {}
@@ -55,13 +63,30 @@ def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Messa
         table.setdefault(action, []).append(message)
     for step in program.steps:
         if isinstance(step, Transfer):
-            held[step.message] = None
-            yield step, held
+            added = [] if step.message in held else [step.message]
+            held.update(added)
+            yield Change(step, added, ())
             continue
-        held.update(dict.fromkeys(begun.get(step, ())))
+        added = [message for message in begun.get(step, ()) if message not in held]
+        held.update(added)
+        through = [
+            done
+            for message in program.inputs.get(step, ())
+            for done in (*(() if message in program.shared else (message,)), *program.proves.get(message, ()))
+        ]
+        removed = [message for message in dict.fromkeys([*through, *over.get(step, ())]) if message in held]
+        held.difference_update(removed)
+        yield Change(step, added, removed)
+
+
+def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:
+    """Each step of a rank with the messages whose tensors it holds then, see `message_changes`.
+
+    The collection is one and the same, and holds until the next step of the iteration.
+    """
+    held: dict[Message, None] = {}  # in the order in which they came
+    for step, added, removed in message_changes(program):
+        held.update(dict.fromkeys(added))
         yield step, held
-        for message in program.inputs.get(step, ()):
-            for done in (*(() if message in program.shared else (message,)), *program.proves.get(message, ())):
-                held.pop(done, None)
-        for message in over.get(step, ()):
-            held.pop(message, None)
+        for message in removed:
+            del held[message]

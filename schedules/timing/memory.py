@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ..alive import messages_held
+from ..alive import message_changes
 from ..ir import BACKWARD_OPS, LAST_USES, Action, Op
 from ..lowering.lower import lower
 from ..messages import Message
@@ -175,7 +175,8 @@ class _Rank:
         return MemoryCurve(times=tuple(times.tolist()), parts=parts)
 
     def _change(self, time: float, changes: Mapping[MemoryPart, float]) -> None:
-        self._changes.append((time, tuple(changes.get(part, 0.0) for part in _PARTS)))
+        if any(changes.values()) or not self._changes:
+            self._changes.append((time, tuple(changes.get(part, 0.0) for part in _PARTS)))
 
     def _begin(self) -> None:
         """There from the start: of a window of a stream, activations whose F lies before it, too."""
@@ -198,34 +199,31 @@ class _Rank:
         """Actions, and the messages that are there beside them."""
         spans = {span.what: span for span in self._trace.compute}
         forward_only = all(what.op is Op.F for what in spans)
-        now, level = self._timeline.start, 0.0
-        before = 0.0  # in front of the first action: receives posted at once; of a window, what is there by then
-        waiting = True
-        held: Collection[Message] = ()
-        for step, held in messages_held(self._program):
-            size = self._size(held)
+        now, level = self._timeline.start, 0.0  # level: bytes of messages, in front of the first action
+        is_before = True  # the first action: receives are posted at once; of a window, all that is there by then
+        for step, added, removed in message_changes(self._program):
+            come, gone = self._size(added), self._size(removed)
             span = spans.pop(step, None) if isinstance(step, Action) else None
-            if waiting and span is None:
-                before = size
-                continue
-            if span is None and isinstance(step, Action):
-                break  # behind the window
-            if waiting:
-                self._change(now, {MemoryPart.MESSAGES: before})
-                level, waiting = before, False
-            # What the action before was the last to use went at its end.
-            self._change(now if span is None or size < level else span.start, {MemoryPart.MESSAGES: size - level})
-            level = size
+            if is_before:
+                if span is None:
+                    level += come - gone
+                    continue
+                self._change(now, {MemoryPart.MESSAGES: level})
+                is_before = False
             if span is not None:
-                now = span.end
+                self._change(span.start, {MemoryPart.MESSAGES: come})
                 self._act(span, forward_only=forward_only)
-        else:
-            self._change(now, {MemoryPart.MESSAGES: self._size(held) - level})
+                now = span.end
+            elif isinstance(step, Action):
+                break  # behind the window
+            else:
+                self._change(now, {MemoryPart.MESSAGES: come})
+            self._change(now, {MemoryPart.MESSAGES: -gone})
         for span in spans.values():  # the updates behind a flush
             self._act(span, forward_only=forward_only)
 
-    def _size(self, held: Collection[Message]) -> float:
-        return sum(self._stages[self._needs.wire(message).producer].output for message in held)
+    def _size(self, messages: Collection[Message]) -> float:
+        return sum(self._stages[self._needs.wire(message).producer].output for message in messages)
 
     def _act(self, span: Span[Action], *, forward_only: bool) -> None:
         (stage, op, _), start, end = span

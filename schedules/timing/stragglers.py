@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..ir import COMPUTE_OPS
-from ..needs import Needs
 from .timeline import Timeline
 
 SLOW_RANK = 1.15
@@ -96,12 +95,12 @@ def _actions(timeline: Timeline) -> _Taken:
 
 
 def _messages(timeline: Timeline) -> _Taken:
-    needs, owner = Needs(timeline.schedule), timeline.schedule.owner
+    owner = timeline.schedule.owner  # of those that make a message together all stand on the same ranks
     found: dict[Who, list[tuple[object, object, float]]] = {}
     for rank, trace in enumerate(timeline.ranks):
         for message, made, there in trace.comm:
-            maker = needs.maker(message)
-            found.setdefault((owner(maker.stage, maker.index), rank), []).append((message, message.kind, there - made))
+            sender = owner(message.src, message.index)
+            found.setdefault((sender, rank), []).append((message, message.kind, there - made))
     return found
 
 
