@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 from ..names import check_known
 from .records import Backend
 
 Say = Callable[[str], None]
 
-# name -> module beside this one, and what in it makes the back end: called with `say=`
+# name -> module beside this one, and what in it makes the back end: called with `say=` and what its options make
 BACKENDS = {
     "local": ("local", "LocalBackend"),
     "netns": ("netns", "NetnsBackend"),
@@ -20,18 +22,45 @@ BACKENDS = {
 }
 
 
-def backend(name: str, *, say: Say) -> Backend:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How nodes elsewhere are got.
+
+    Arguments:
+        hosts: file of hosts, for ssh.
+        slurm: options of sbatch, each "name=value", for slurm.
+        interface: of the network for gloo, on nodes elsewhere; empty: the one through which a node reaches node 0.
+    """
+
+    hosts: Path | None = None
+    slurm: tuple[str, ...] = ()
+    interface: str = ""
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """What the maker of a back end takes of it. Raises ValueError where something is missing or cannot be read."""
+        if name == "ssh":
+            from .hosts import read_hosts
+
+            if self.hosts is None:
+                raise ValueError("--backend ssh: type --hosts FILE, one host a line, such as user@host:22 slots=4")
+            return {"hosts": read_hosts(self.hosts), "interface": self.interface}
+        if name == "slurm":
+            pairs = [option.partition("=") for option in self.slurm]
+            if wrong := [option for option, pair in zip(self.slurm, pairs, strict=True) if not (pair[0] and pair[2])]:
+                raise ValueError(f"--slurm {wrong[0]}: expected NAME=VALUE, such as partition=long")
+            return {"options": {key: value for key, _, value in pairs}, "interface": self.interface}
+        return {}
+
+
+def backend(name: str, *, say: Say, access: Access | None = None) -> Backend:
     """The back end of this name; ValueError, with near matches, where there is none.
 
     Arguments:
         say: takes its lines for people.
+        access: to nodes elsewhere.
     """
     check_known("unknown back end", name, BACKENDS, listed="back ends")
     module, maker = BACKENDS[name]
-    try:
-        made = getattr(importlib.import_module(f".{module}", __package__), maker)(say=say)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.{module}":
-            raise
-        raise ValueError(f"back end {name!r} is not part of this version of stagewright") from None
+    arguments = (access or Access()).arguments(name)
+    made = getattr(importlib.import_module(f".{module}", __package__), maker)(say=say, **arguments)
     return cast(Backend, made)

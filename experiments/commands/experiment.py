@@ -15,7 +15,7 @@ import tyro
 
 from ...partition import quantities
 from ...schedules.wording import count, duration
-from ..backends.registry import BACKENDS, backend
+from ..backends.registry import BACKENDS, Access, backend
 from ..help_text import plain_help
 from ..jobs import catalog
 from ..jobs.job import Changes, Job, jobs_of
@@ -73,6 +73,12 @@ class RunOptions:
     """Run again what is done."""
     any_code: bool = False
     """Jobs that another version of the code has done count as done."""
+    hosts: Path | None = None
+    """Hosts of --backend ssh: a file with one a line, such as user@host:22 slots=4 python=/path/of/python."""
+    slurm: tuple[str, ...] = ()
+    """Options of sbatch for --backend slurm, by submitit's names, such as partition=long account=mine."""
+    interface: str | None = None
+    """Network interface for gloo on the nodes of ssh and slurm (default: the one through which they reach node 0)."""
     workers: int | None = None
     """Jobs in one process that run at once (default: one a core)."""
     folder: Path = Path("runs/experiments")
@@ -88,6 +94,9 @@ class RunOptions:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ValueError(f"--{option} {value}: expected at least 1")
+        for option, of in (("hosts", "ssh"), ("slurm", "slurm")):
+            if getattr(self, option) and self.backend not in (None, of):
+                raise ValueError(f"--{option} is for --backend {of}, not for --backend {self.backend}")
         if self.bandwidth is not None:
             quantities.bandwidth("--bandwidth", self.bandwidth)
         if self.latency is not None:
@@ -198,7 +207,8 @@ def _run(argv: Sequence[str]) -> int:
         to_run = sum(intent.runs for intent in intents)
         progress = make_progress(total=to_run, stream=sys.stderr)
         _tell(intents, progress.note)
-        make_backend = partial(backend, say=progress.note)
+        access = Access(hosts=options.hosts, slurm=options.slurm, interface=options.interface or "")
+        make_backend = partial(backend, say=progress.note, access=access)
         with progress:
             ended = run_jobs(intents, progress=progress, make_backend=make_backend, workers=options.workers)
         states = Counter(status.state for status in ended)
