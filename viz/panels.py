@@ -112,7 +112,7 @@ class RowsPanel:
     rows: tuple[Row, ...]
 
     @cached_property
-    def _lines(self) -> list[tuple[str, Sequence[Slice]]]:
+    def lines(self) -> list[tuple[str, Sequence[Slice]]]:
         """Names and slices of the lanes of all rows."""
         lines: list[tuple[str, Sequence[Slice]]] = []
         for row in self.rows:
@@ -137,7 +137,7 @@ class RowsPanel:
     @property
     def num_rows(self) -> int:
         """Number of lanes."""
-        return max(1, len(self._lines))
+        return max(1, len(self.lines))
 
     @property
     def heading(self) -> str:
@@ -157,7 +157,7 @@ class RowsPanel:
         from matplotlib.collections import PolyCollection
 
         boxes, colours, texts = [], [], []
-        for row, (_, slices) in enumerate(self._lines):
+        for row, (_, slices) in enumerate(self.lines):
             for each, depth in zip(slices, depths(slices), strict=True):
                 inset = scale.box_height * (1 - 0.8**depth)
                 x, width = (each.start - self.start) / scale.unit, (each.end - each.start) / scale.unit
@@ -174,7 +174,7 @@ class RowsPanel:
             axes.text(*place, f" {text}", size=0.75 * scale.font, color=colour, va="top", parse_math=False)
         axes.set_xlim(0, scale.length / scale.unit)
         style_rows(axes, self.num_rows, scale)
-        name_rows(axes, [name[:10] for name, _ in self._lines], scale)
+        name_rows(axes, [name[:10] for name, _ in self.lines], scale)
 
 
 def depths(slices: Sequence[Slice]) -> list[int]:

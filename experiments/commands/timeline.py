@@ -52,6 +52,8 @@ class TimelineOptions(CostOptions):
     """Leave the title to a paper's caption."""
     idle: Literal["cause", "hatch"] = _STYLE.idle
     """cause: idle time in the hue of its cause. hatch: all alike."""
+    terminal: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Draw in the terminal, and write only what -o asks for; NO_COLOR=1: without colours."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -62,17 +64,23 @@ def run(argv: Sequence[str]) -> int:
     style = FigureStyle(
         width=options.width, dpi=options.dpi, font=options.font, title=not options.no_title, idle=options.idle
     )
+    if options.terminal and options.json:
+        raise ValueError("--terminal beside --json: expected one of them")
     for path in options.out:
         writer_of(path)
         check_out("-o", path)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
-    outputs = list(options.out) or _usual_outputs(options.inputs)
+    outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
     written = [made for path in outputs for made in writer_of(path)(exhibits, path, style)]
     if options.json:
         print(json.dumps({"written": list(map(str, written)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
         return 0
-    for exhibit in exhibits:
+    if options.terminal:
+        from ...viz.terminal import render_terminal
+
+        print(render_terminal(exhibits))
+    for exhibit in () if options.terminal else exhibits:
         for caption, timeline in exhibit.timelines:
             print(f"{exhibit.name}, {caption}: {timeline.batch_seconds:.6g} s a batch, bubble {timeline.bubble:.1%}")
     for note in notes:

@@ -217,3 +217,18 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.startswith("stagewright: error: ")
+
+
+def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(files.iterdir())
+    assert main(["timeline", "runs/gpt", "1f1b", "--ranks", "3", "--microbatches", "4", "--terminal"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("rank 0 |F0") == 3  # predicted, measured, and the schedule
+    assert "\x1b" not in printed
+    assert set(files.iterdir()) == before
+    assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0
+    assert Path("a.svg").is_file()
+    assert main(["timeline", "measured.json", "--terminal", "--json"]) == 2
+    assert "--terminal beside --json: expected one of them" in capsys.readouterr().err
