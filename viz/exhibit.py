@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..schedules import Costs, Links, MemoryCurve, StageBytes, Timeline, memory_curves
+from ..schedules.wording import duration
 
 
 class MeasuredStep(NamedTuple):
@@ -18,6 +19,12 @@ class MeasuredStep(NamedTuple):
 
     number: int
     timeline: Timeline
+
+    @property
+    def caption(self) -> str:
+        """Its number, and how far the clocks of its ranks may be apart."""
+        errors = self.timeline.clock_error
+        return f"measured, step {self.number}" + (f", clocks ±{duration(max(errors))}" if errors else "")
 
 
 class Slice(NamedTuple):
@@ -74,7 +81,7 @@ class Exhibit:
     def timelines(self) -> tuple[tuple[str, Timeline], ...]:
         """Captions and timelines: the predicted one, then the newest step."""
         found = [] if self.predicted is None else [("predicted", self.predicted)]
-        found += [(f"measured, step {number}", timeline) for number, timeline in self.measured[-1:]]
+        found += [(step.caption, step.timeline) for step in self.measured[-1:]]
         return tuple(found)
 
     def curves(self, timeline: Timeline) -> tuple[MemoryCurve, ...] | None:

@@ -90,6 +90,9 @@ def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels, 
     _draw_labels(axes, boxes, scale, labels)
     if scale.with_lanes:
         _draw_lanes(axes, timeline, scale)
+    for rank in timeline.missing:
+        size = min(0.85 * scale.font, 0.5 * scale.row)
+        axes.text(0.0, rank + scale.middle, " nothing was recorded", size=size, va="center", color="#606060")
     axes.set_xlim(0, scale.length / scale.unit)
     style_rows(axes, len(timeline.ranks), scale)
     name_rows(axes, [f"rank {rank}" for rank in range(len(timeline.ranks))], scale)

@@ -31,7 +31,8 @@ class IdleStretch(NamedTuple):
 def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
     """Per rank, its idle time in order. Late peers and imbalance are one cause here: which is which shows in sums only.
 
-    In a window of a stream (see `is_window`) a rank's time begins and ends with its own actions.
+    In a window of a stream (see `is_window`) a rank's time begins and ends with its own actions. Of a rank that is
+    missing nobody knows.
     """
     within = is_window(timeline)
     found = []
@@ -41,7 +42,7 @@ def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
             if what in gaps and not (within and gaps[what].warm_up):
                 own += _parts(start, {c: s for c, s in gaps[what]._asdict().items() if c != "action" and s > 0})
         end = trace.compute[-1].end if trace.compute else timeline.start
-        if timeline.end > end and not within:
+        if timeline.end > end and not within and len(found) not in timeline.missing:
             own.append(IdleStretch("drain", end, timeline.end))
         found.append(own)
     return found
@@ -94,7 +95,9 @@ def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float
     axes.set_yticks([])
     style_rows(axes, len(timeline.ranks), scale)
     if scale.row >= _ROOM_FOR_TOTALS:
-        for y, total in zip(rows, left, strict=True):
+        for rank, (y, total) in enumerate(zip(rows, left, strict=True)):
+            if rank in timeline.missing:
+                continue
             size = 0.85 * scale.font
             axes.text(total + 0.02 * limit, y, f"{total:.0f}%", size=size, va="center", color="#404040")
 

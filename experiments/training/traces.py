@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import Timeline, simulate
+from ...schedules.timing.clocks import clock_note
 from ...schedules.timing.run_file import NAME, RunFile
 from ...schedules.timing.trace_reader import find_traces, read_traces, starts_of
 from ...viz.exhibit import Exhibit, MeasuredStep
@@ -38,6 +39,8 @@ def read_run(*folders: Path) -> Exhibit:
     if file is None and not measured:
         why = "; ".join(notes)
         raise ValueError(f"nothing to show in {_told(folders)}: {why}; expected the folder of a run that traced steps")
+    if measured and (note := clock_note(measured[-1].timeline)):
+        notes.append(f"step {measured[-1].number}: {note}")
     if not measured:
         notes.append(f"no step was traced: {first} has no {trace_names()}" if not paths else "no traced step is left")
     return Exhibit(

@@ -84,8 +84,7 @@
     }
 
     get caption() {
-      if (this.kind === "measured") return "measured, step " + this.data.step;
-      return { predicted: "predicted", foreign: "trace", supposed: this.data.caption }[this.kind];
+      return this.data.caption || { predicted: "predicted", foreign: "trace" }[this.kind];
     }
   }
 

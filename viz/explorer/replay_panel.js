@@ -169,7 +169,6 @@
       rows,
       idle_shares: shares,
       missing: [],
-      clock_error: 0,
       messages: {
         kind: column((each) => kinds.indexOf(each.kind)),
         src: column((each) => each.src),
