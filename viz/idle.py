@@ -35,7 +35,7 @@ def idle_stretches(timeline: Timeline) -> list[list[IdleStretch]]:
     missing nobody knows.
     """
     within = is_window(timeline)
-    found = []
+    found: list[list[IdleStretch]] = []
     for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
         own: list[IdleStretch] = []
         for what, start, _ in trace.compute:

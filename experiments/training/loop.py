@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ...partition.plans.plan import Plan
-from ...partition.profiler.live_bytes import LiveBytes
 from ...pipe import StepRecord, StepResult
 from ...pipe.measure.tracer import FIRST_TRACED
 from ...schedules import Schedule, Timeline, simulate
@@ -206,21 +205,21 @@ class _Training:
         self.told.clear()
 
     def _step(self, step: int, batch: Batch) -> StepResult:
-        """One batch; one of the first of a plan is watched for what it allocates, in a pipeline that was empty."""
-        if self.pipe.plan is None or step != min(WATCHED_STEP, self.options.steps - 1):  # after going on, none may be
+        """One batch; one of the first is watched for what it allocates, in a pipeline that was empty."""
+        # After going on, none may be. What slows the only step that is traced, or drains a stream, is for plans alone.
+        watched, last = WATCHED_STEP, self.options.steps - 1
+        if self.pipe.plan is not None:
+            watched = min(watched, last)
+        elif self.pipe.schedule.is_asynchronous or watched == last:
+            watched = -1
+        if step != watched:
             return self.pipe.train_step(*batch.args, **batch.kwargs)
         self.pipe.flush()
-        held = self.pipe.held_bytes()
-        if self.pipe.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.pipe.device)
+        with self.pipe.watch_memory() as memory:
             result = self.pipe.train_step(*batch.args, **batch.kwargs)
             self.pipe.flush()
-            self.record.tensor_bytes = torch.cuda.max_memory_allocated(self.pipe.device)
-            return result
-        with LiveBytes(p.grad for p in self.pipe.parameters() if p.grad is not None) as live:
-            result = self.pipe.train_step(*batch.args, **batch.kwargs)
-            self.pipe.flush()
-        self.record.tensor_bytes = held + live.most
+        self.record.tensor_bytes = memory.peak_bytes
+        self.tracer.note_bytes(self.pipe.stage_bytes(memory))
         return result
 
     def _gather(self, result: StepResult) -> None:
@@ -287,7 +286,7 @@ class _Training:
             bubble=statistics.median(record.bubbles),
             predicted_bubble=statistics.median(record.predicted_bubbles),
             peak_memory_bytes=resident,
-            peak_tensor_bytes=None if plan is None or not any(tensors) else tensors,
+            peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
             planned_memory_bytes=None if plan is None else _by_process(plan, len(resident)),
             checkpoints=0 if saved is None else saved.number,

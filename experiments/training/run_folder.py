@@ -109,8 +109,9 @@ class Summary:
         step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
         bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
         peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
-        peak_tensor_bytes, planned_memory_bytes: per rank, bytes of tensors at the peak of one watched step, measured
-            and predicted by the plan; None without a plan, as is planned_step_seconds.
+        peak_tensor_bytes: per process, bytes of tensors at the peak of one watched step; None where none was, as of a
+            stream without a plan.
+        planned_memory_bytes: the same as the plan predicts it; None without a plan, as is planned_step_seconds.
         resumed_at: first step of each time that the run went on.
         checkpoints, failed_checkpoints: saved before the end, since the run last went on; checkpoint_every: steps from
             one to the next at the end; checkpoint_overhead: share of undisturbed training that they took, on rank 0.

@@ -13,7 +13,7 @@ import platform
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Literal
 
 from ...comm import Collectives, Guard, HostClocks
 from ...partition.plans.plan import Plan
-from ...schedules import Costs, Schedule, simulate
+from ...schedules import Costs, Schedule, StageBytes, simulate
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.run_file import RunFile
 from ...schedules.timing.trace_file import (
@@ -107,6 +107,7 @@ class Tracer:
         self._newest: tuple[int, Snapshots] | None = None  # of no step that was written
         self._compared = float("-inf")  # when the newest reading was taken that is in the file
         self._next = traced.num_steps()
+        self._stages: tuple[StageBytes, ...] = ()
         with traced.guard.together():
             traced.clocks.compare()
             mine = (secrets.token_hex(4), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
@@ -122,6 +123,10 @@ class Tracer:
         self._newest = (step, self._traced.snapshots())
         return self._write_newest() if is_traced(step, self._every) else False
 
+    def note_bytes(self, stages: Sequence[StageBytes]) -> None:
+        """Bytes of the stages (`PipelineModule.stage_bytes`), for timeline.json where no plan has them."""
+        self._stages = tuple(stages)
+
     def write_prediction(self, costs: Costs) -> None:
         """Process 0 writes timeline.json, simulated from these costs; the others do nothing."""
         if self._traced.collectives.rank != 0:
@@ -131,7 +136,7 @@ class Tracer:
             schedule=schedule,
             predicted=simulate(schedule, costs),
             costs=costs,
-            memory=() if plan is None else plan.stage_bytes,
+            memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
             memory_limit=None if plan is None else _by_rank(plan.memory_limits, schedule.num_ranks),
             predicted_peak=None if plan is None else _by_rank(plan.memory_bytes, schedule.num_ranks),
         )

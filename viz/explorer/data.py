@@ -52,7 +52,6 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
         "measured": [
             {
                 "step": step.number,
-                "caption": step.caption,
                 **timeline_panel(exhibit, step.timeline, tick, programs),
                 "difference": difference_columns(predicted, step.timeline),
             }

@@ -84,7 +84,8 @@
     }
 
     get caption() {
-      return this.data.caption || { predicted: "predicted", foreign: "trace" }[this.kind];
+      if (this.kind === "measured") return "measured, step " + this.data.step;
+      return { predicted: "predicted", foreign: "trace", supposed: this.data.caption }[this.kind];
     }
   }
 

@@ -169,6 +169,7 @@
       rows,
       idle_shares: shares,
       missing: [],
+      clock_error: 0,
       messages: {
         kind: column((each) => kinds.indexOf(each.kind)),
         src: column((each) => each.src),
