@@ -209,8 +209,9 @@
 
     labels(panel, row, track, from, to, top, height) {
       const { view, context } = this;
-      const size = Math.min(11, Math.max(8, height - 4));
-      this.font(size);
+      const largest = Math.min(11, Math.max(8, height - 4));
+      const sizes = largest > 9 ? [largest, 9] : [largest]; // [pixels]
+      this.font(largest);
       context.textBaseline = "middle";
       const names = track.kind === "foreign" ? panel.names : null;
       const versions = row.program && row.program.versions.length ? row.program.versions : null;
@@ -225,43 +226,51 @@
         }
         const op = row.program.ops[i];
         const text = op === "U" ? (panel.schedule.batches > 1 ? "U" + row.program.indices[i] : "U") : String(row.program.indices[i]);
-        const badge = versions && versions[i] >= 0 && op === "F" && height >= 22;
-        const fits = this.measure(text) + 2 <= width;
-        if (!fits) {
-          if (size < 10) continue;
-          this.font(9);
-          if (this.measure(text) + 1 > width) {
-            this.font(size);
-            continue;
-          }
-        }
+        const size = sizes.find((each) => {
+          this.font(each);
+          return this.measure(text) + 2 <= width;
+        });
+        if (!size) continue;
+        const wide = this.measure(text);
+        const middle = top + height / 2;
+        const badge = versions && versions[i] >= 0 && op === "F" ? this.badgeAt("v" + versions[i], begin, width, wide, top, height) : null;
+        this.font(size);
         context.textAlign = "center";
-        if (style.hatched) this.plate(begin + width / 2, top + height / 2, this.measure(text), size, style);
+        const x = badge ? badge.number[0] : begin + width / 2;
+        if (style.hatched) this.plate(x, middle, wide, size, style);
         context.fillStyle = style.ink;
-        context.fillText(text, begin + width / 2, top + height / 2 + 0.5 + (badge && width > 16 ? 3 : 0));
-        if (badge) this.badge("v" + versions[i], begin, width, top, style, size);
-        if (!fits) this.font(size);
+        context.fillText(text, x, (badge ? badge.number[1] : middle) + 0.5);
+        if (badge) this.badge("v" + versions[i], badge, style);
       }
+    }
+
+    // Where a version's badge of a box stands, and its number then: beside it, else above it, or null.
+    badgeAt(text, begin, width, wide, top, height) {
+      this.font(8, 600);
+      const own = this.measure(text) + 4;
+      const both = wide + 3 + own;
+      if (both + 2 <= width) {
+        const left = begin + (width - both) / 2;
+        return { left: left + wide + 3, top: top + height / 2 - 5.5, own, number: [left + wide / 2, top + height / 2] };
+      }
+      if (height < 25 || own + 2 > width) return null;
+      return { left: begin + (width - own) / 2, top: top + 2, own, number: [begin + width / 2, top + height / 2 + 5] };
+    }
+
+    // The weight version of a forward.
+    badge(text, { left, top, own }, style) {
+      const { context } = this;
+      this.font(8, 600);
+      context.fillStyle = style.ink === "black" ? "rgba(0,0,0,.75)" : "rgba(255,255,255,.9)";
+      context.fillRect(left, top, own, 11);
+      context.fillStyle = style.ink === "black" ? "#fff" : "#000";
+      context.fillText(text, left + own / 2, top + 6);
     }
 
     // A quiet ground under a number on a hatched box.
     plate(x, y, width, size, style) {
       this.context.fillStyle = style.colour;
       this.context.fillRect(x - width / 2 - 2, y - size / 2, width + 4, size);
-    }
-
-    // The weight version of a forward, in its upper right corner.
-    badge(text, begin, width, top, style, size) {
-      const { context } = this;
-      this.font(8.5, 600);
-      const wide = this.measure(text) + 5;
-      if (wide + 2 <= width) {
-        context.fillStyle = style.ink === "black" ? "rgba(0,0,0,.72)" : "rgba(255,255,255,.88)";
-        context.fillRect(begin + width - wide - 1, top, wide, 10);
-        context.fillStyle = style.ink === "black" ? "#fff" : "#000";
-        context.fillText(text, begin + width - 1 - wide / 2, top + 5.5);
-      }
-      this.font(size);
     }
 
     inside(text, begin, width, middle, ink) {
