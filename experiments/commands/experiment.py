@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ..jobs.job import Changes, Job, jobs_of
 from ..jobs.progress import make_progress
 from ..jobs.report import write_report
 from ..jobs.results import Results, gather
-from ..jobs.runner import Intent, alone, intend, run_jobs
+from ..jobs.runner import Intent, alone, intend, is_held, run_jobs
 from ..jobs.selection import select
 from ..jobs.status import State, Status
 from ..names import check_known
@@ -180,6 +180,9 @@ def _show(argv: Sequence[str]) -> int:
     folder = options.folder / declaration.name / "jobs"
     intents = [intend(job, folder / job.name) for job in jobs_of(declaration)]
     statuses = [Status.read(intent.folder) for intent in intents]
+    if is_held(options.folder / declaration.name):  # what looks interrupted is under way
+        running = [status.state is State.RUNNING for status in statuses]
+        intents = [replace(i, why="") if at else i for i, at in zip(intents, running, strict=True)]
     if options.json:
         rows = [
             {"job": intent.job.name, "runs": intent.runs, "why": intent.why, **asdict(status)}

@@ -113,8 +113,8 @@ def _legend(picture: Any, lines: Sequence[Case], ways: set[How]) -> None:
 
 
 def _name(line: Case) -> str:
-    """Of one key, its value says enough."""
-    return shown_value(line.items[0][1]) if len(line.items) == 1 else str(line)
+    """Text alone says enough, a number does not."""
+    return " ".join(value if isinstance(value, str) else f"{key} = {shown_value(value)}" for key, value in line.items)
 
 
 def _number(cell: Cell, plot: Plot) -> float:

@@ -31,19 +31,20 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
         for plot in declaration.layout.plots
         if (path := plots.draw(plot, results.figures, folder)) is not None
     ]
-    made = [tables.markdown(table, results.figures) for table in declaration.layout.tables]
-    section = "\n\n".join(
-        [
-            _origin(declaration, results),
-            *_findings(declaration, results.figures),
-            *(f"![{title}]({name})" for title, name in pictures),
-            *made,
-        ]
-    )
     path = folder / "README.md"
+    section = section_of(declaration, results, pictures)
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
     write_whole(path, with_section(before, section, name=declaration.name, source=str(path)))
     return path
+
+
+def section_of(declaration: Declaration, results: Results, pictures: Sequence[tuple[str, str]]) -> str:
+    """Origin, findings, pictures (title and file of each) and tables, in Markdown."""
+    parts = [_origin(declaration, results)]
+    parts += _findings(declaration, results.figures)
+    parts += [f"![{title}]({name})" for title, name in pictures]
+    parts += [tables.markdown(table, results.figures) for table in declaration.layout.tables]
+    return "\n\n".join(parts)
 
 
 def with_section(text: str, section: str, *, name: str, source: str) -> str:

@@ -92,6 +92,18 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process runs the experiment of this folder."""
+    try:
+        with (folder / "lock").open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # nobody ever ran it
+        return False
+    return False
+
+
 def run_jobs(
     intents: Sequence[Intent], *, progress: Progress, make_backend: Callable[[str], Backend], workers: int | None = None
 ) -> list[Status]:

@@ -192,6 +192,8 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["ptd-p"], "ptd-p has no options of its own: type `stagewright experiment run ptd-p`"),
         (["run", "ptd-p", "--backend", "slrum"], "--backend: unknown back end 'slrum'; did you mean slurm"),
         (["run", "ptd-p", "--nodes", "0"], "--nodes 0: expected at least 1"),
+        (["run", "2bw", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
+        (["run", "2bw", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
         (["run", "ptd-p", "--bandwidth", "1"], "--bandwidth: '1': expected a number and a unit"),
         (["run", "ptd-p", "--latency", "1"], "--latency: '1': expected a number and a unit"),
         (["run", "ptd-p", "--only", "emulated"], "--only: unknown part 'emulated'"),
@@ -201,7 +203,10 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         ),
     ],
 )
-def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mistake(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # jobs would go to runs/
     assert main(["experiment", *argv]) == 2
     assert message in capsys.readouterr().err
 
