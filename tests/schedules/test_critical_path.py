@@ -201,6 +201,21 @@ def test_a_pause_is_a_wait_of_the_rank_that_paused() -> None:
     assert (wait.rank, wait.seconds) == (0, 3.0)
 
 
+def test_an_update_does_not_wait_for_what_ends_later() -> None:
+    """No norm: rank 0 pauses and updates long, while rank 1 still computes."""
+    timeline = simulate(by_hand("0F0 0B0", "1F0 1B0", microbatches=1), Costs(forward=1.0, backward=1.0, update=1.0))
+    first, second = (list(rank.compute) for rank in timeline.ranks)
+    first[-1] = first[-1]._replace(start=4.5, end=9.0)
+    second[-2:] = [second[-2]._replace(end=5.0), second[-1]._replace(start=5.0, end=6.0)]
+    ranks = (RankTrace(compute=tuple(first)), RankTrace(compute=tuple(second)))
+    path = check_tiles(replace(timeline, ranks=ranks, measured=True))
+    assert [(step.rank, step.kind, step.seconds) for step in path.steps[-3:]] == [
+        (0, PathKind.BACKWARD, 1.0),
+        (0, PathKind.BEFORE_UPDATE, 0.5),
+        (0, PathKind.UPDATE, 4.5),
+    ]
+
+
 def test_everything_at_no_cost_ends() -> None:
     schedule = build("interleaved", num_ranks=3, num_microbatches=6)
     nothing = simulate(schedule, Costs(forward=0.0, backward=0.0, norm=0.0))
