@@ -36,7 +36,7 @@ class CompareOptions(CostOptions):
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A [B]")]
     """Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw both in, by its end: .html, .png, .svg, .json for Perfetto; may be given several times."""
+    """File to draw both in, by its end, as those of `stagewright timeline`; may be given several times."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 

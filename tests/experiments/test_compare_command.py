@@ -10,9 +10,11 @@ import pytest
 
 from stagewright.experiments.cli import main
 from stagewright.experiments.commands.comparison import compare_exhibits
-from stagewright.experiments.training.traces import Traces
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, RankTrace, StageBytes, Timeline, build, simulate
+from stagewright.schedules.timing.records import RankRecord
+from stagewright.schedules.timing.run_file import RunFile
+from stagewright.schedules.timing.trace_file import TraceHeader, digest, header_line, step_line, trace_path
 from stagewright.viz import Exhibit
 from stagewright.viz.exhibit import MeasuredStep, Row, Slice
 
@@ -33,10 +35,30 @@ def slowed(timeline: Timeline, rank: int) -> Timeline:
     return replace(timeline, ranks=ranks, measured=True)
 
 
-def write_run(name: str, traces: Traces, **config: object) -> None:
+def write_run(name: str, predicted: Timeline, measured: Timeline, **config: object) -> None:
+    """What a run in one process leaves, with one traced step."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
-    traces.write(folder)
+    schedule = predicted.schedule
+    RunFile(schedule=schedule, predicted=predicted).write(folder)
+    header = TraceHeader(
+        run=name,
+        started="2026",
+        process=0,
+        num_processes=1,
+        ranks=tuple(range(schedule.num_ranks)),
+        machine="a",
+        origin="a",
+        host="a",
+        first_step=0,
+        digest=digest(schedule),
+        schedule=schedule,
+    )
+    records = {
+        rank: RankRecord(compute=trace.compute, arrivals=tuple((m, made, there) for m, made, there in trace.comm))
+        for rank, trace in enumerate(measured.ranks)
+    }
+    trace_path(folder, 0).write_bytes(header_line(header) + step_line(name, 3, records))
     manifest = {"name": name, "config": {"name": name, **config}, "versions": {"torch": "2.13"}, "host": {"name": "a"}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -45,8 +67,8 @@ def write_run(name: str, traces: Traces, **config: object) -> None:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     fast = timeline(measured=True)
-    write_run("fast", Traces(predicted=timeline(), measured=fast), layers=4, schedule="1f1b")
-    write_run("slow", Traces(predicted=timeline(), measured=slowed(fast, 1)), layers=8, schedule="1f1b")
+    write_run("fast", timeline(), fast, layers=4, schedule="1f1b")
+    write_run("slow", timeline(), slowed(fast, 1), layers=8, schedule="1f1b")
     return tmp_path
 
 
@@ -140,14 +162,14 @@ def test_the_step_in_the_middle_speaks_for_a_run() -> None:
         (["fast", "slow", "fast"], "3 inputs: expected two to compare, or a run alone"),
         (["fast", "gone"], "gone: no such file, run folder or schedule"),
         (["1f1b", "--ranks", "2", "--microbatches", "4"], "1f1b has no measurement to compare with: expected a second"),
-        (["fast", "slow", "-o", "a.doc"], "-o a.doc: expected a name that ends in .html"),
+        (["fast", "slow", "-o", "a.doc"], "-o a.doc: expected a name that ends in"),
         (["fast", "slow", "-o", "none/a.html"], "-o none/a.html: cannot write"),
         (["fast", "broken"], "broken/manifest.json is unreadable"),
         (["fast", "slow", "--ranks", "3"], "--ranks beside fast, slow"),
     ],
 )
 def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    write_run("broken", Traces(predicted=timeline(), measured=timeline(measured=True)))
+    write_run("broken", timeline(), timeline(measured=True))
     Path("runs/broken/manifest.json").write_text("{")
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
