@@ -330,7 +330,7 @@ def _end(running: list[_Running]) -> None:
             _kill(node, signal.SIGKILL)
             node.process.wait()
         for thread, stream in zip(node.threads, (node.process.stdout, node.process.stderr), strict=True):
-            thread.join(timeout=1.0)
+            thread.join(timeout=_LET_GO)  # its stream ends with the last process that may write to it
             if stream is not None and not thread.is_alive():
                 stream.close()
 

@@ -56,6 +56,11 @@ def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:
     raise AssertionError(f"{count} ranks did not start within {within} s: {list(folder.iterdir())}")
 
 
+def parent(process: int) -> int:
+    """The process that started this one, or adopted it."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def gone(ids: list[int], *, within: float = 10.0) -> bool:
     """Whether all of these processes end within the time."""
     until = time.monotonic() + within

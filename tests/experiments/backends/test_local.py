@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from stagewright.experiments.backends.node import STARTER
 from stagewright.experiments.backends.records import Nodes, Shape
 from stagewright.experiments.backends.supervise import NodeStart, run_nodes
 
-from .nodes import HOSTILE, SLEEP, TELL, gone, processes, work
+from .nodes import HOSTILE, SLEEP, TELL, gone, parent, processes, work
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -69,9 +70,9 @@ def test_the_first_failure_is_named_and_the_other_node_ends(tmp_path: Path, monk
 
 
 def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    outcome = LocalBackend(say=lambda _: None).run(work(tmp_path, SLEEP, timeout=2.0), TWO)
+    outcome = LocalBackend(say=lambda _: None).run(work(tmp_path, SLEEP, timeout=1.0), TWO)
     assert (outcome.status, outcome.timed_out) == (124, True)
-    assert outcome.report == "node 0, node 1: not done after 2 s; stopped"
+    assert outcome.report == "node 0, node 1: not done after 1 s; stopped"
     assert gone([int(path.read_text()) for path in tmp_path.glob("pid*")])
 
 
@@ -94,6 +95,25 @@ def test_nothing_is_left_of_a_command_that_is_interrupted_or_killed(tmp_path: Pa
         process.send_signal(number)
         assert gone(ranks)
         assert process.wait(timeout=20) != 0
+
+
+@pytest.mark.parametrize(
+    "torch",
+    [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.slow, pytest.mark.nightly])],
+    ids=["stand-in", "torchrun"],
+)
+@pytest.mark.parametrize("victim", ["agent", "starter"])
+def test_ranks_do_not_outlive_an_agent_or_a_starter_that_is_killed(tmp_path: Path, victim: str, torch: bool) -> None:
+    """Ranks stand in sessions of their own, and would go on."""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(LocalBackend(say=lambda _: None).run, work(tmp_path, SLEEP, torch=torch), Nodes())
+        ranks = processes(tmp_path, 1, within=60.0)
+        agent = parent(ranks[0])
+        os.kill(agent if victim == "agent" else parent(agent), signal.SIGKILL)
+        assert gone(ranks)
+        outcome = run.result()
+    assert outcome.status == 128 + signal.SIGKILL
+    assert outcome.report.startswith("node 0: failed (exit status 137)")
 
 
 def start(command: tuple[str, ...], rank: int) -> NodeStart:

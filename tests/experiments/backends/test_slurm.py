@@ -121,7 +121,7 @@ def test_a_node_that_fails_is_named_and_the_job_ends(tmp_path: Path, submitit, m
     assert gone(processes(tmp_path, 1))
 
 
-@pytest.mark.parametrize("how", ["interrupt", "time"])
+@pytest.mark.parametrize("how", ["interrupt", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_job_is_cancelled_when_this_side_ends_or_its_time_is_over(tmp_path: Path, submitit, how: str) -> None:
     def interrupt(_: str) -> None:
         if how == "interrupt" and len(list(tmp_path.glob("pid*"))) == 2:

@@ -183,7 +183,9 @@ def test_hosts_that_cannot_be_reached_or_lack_something_are_named(server: Server
     assert "Host key verification failed" in report(server.host(host="localhost"))
 
 
-@pytest.mark.parametrize("how", ["interrupt", "kill", "connection", "silence"])
+@pytest.mark.parametrize(
+    "how", ["kill", "connection", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("interrupt", "silence"))]
+)
 def test_ranks_behind_ssh_end_with_this_side_and_with_the_connection(server: Server, tmp_path: Path, how: str) -> None:
     """Ctrl-C, kill -9 of the command, an ssh that dies, and one that says nothing any more, as over a dead network."""
     program = tmp_path / "program_here.py"
