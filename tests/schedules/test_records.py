@@ -7,11 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.schedules import Collective, Costs, Idle, Op, Span, Timeline, attribute_idle, build, simulate
+from stagewright.schedules import (
+    Collective,
+    Costs,
+    Idle,
+    Op,
+    Span,
+    StageBytes,
+    Timeline,
+    attribute_idle,
+    build,
+    memory_curves,
+    simulate,
+)
 from stagewright.schedules.lowering.stream import make_stream
 from stagewright.schedules.messages import NOTHING_SHARED, Message, MessageKind
 from stagewright.schedules.needs import Needs
 from stagewright.schedules.timing.attribution import find_gaps
+from stagewright.schedules.timing.critical_path import critical_path
+from stagewright.schedules.timing.difference import compare
 from stagewright.schedules.timing.records import RankRecord, assemble_stream, assemble_timeline
 
 
@@ -124,3 +138,26 @@ def test_only_what_was_waited_for_is_seen_to_arrive() -> None:
     assert [span.what for span in assemble_timeline(simulated.schedule, [first, second]).ranks[1].comm] == [message]
     early = replace(second, arrivals=tuple((m, there - 1e-6, there) for m, _, there in second.arrivals))
     assert assemble_timeline(simulated.schedule, [first, early]).ranks[1].comm == ()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw"])
+def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: str) -> None:
+    """Nothing raises, and nothing takes less than no time."""
+    schedule = build(name, num_ranks=4, num_microbatches=4)
+    stream = make_stream(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
+    simulated = simulate(schedule if stream is None else stream.unrolled(3), Costs(latency=0.25, update=0.5))
+    stages = [StageBytes(weights=1.0, activations=1.0)] * schedule.num_stages
+    for missing in ((), (0,), (1, 2), (0, 1, 2, 3)):
+        for off in (-0.7, 0.6):
+            records = [
+                None if rank in missing else replace(record, offset=off * rank, error=0.1 * rank)
+                for rank, record in enumerate(records_of(simulated))
+            ]
+            measured = assemble_timeline(schedule, records) if stream is None else assemble_stream(stream, records)
+            assert all(step.end >= step.start for step in critical_path(measured).steps)
+            assert len(memory_curves(measured, stages)) == 4
+            for gaps in find_gaps(measured):
+                assert all(seconds >= 0 for gap in gaps.values() for seconds in gap[1:])
+            assert Timeline.from_json(measured.to_json()) == measured
+            for before, after in ((simulated, measured), (measured, simulated)):
+                compare(before, after)

@@ -358,3 +358,15 @@ def test_idle_stretches_add_up_to_the_causes(costs):
             assert total == pytest.approx(getattr(idle, cause), abs=1e-9)
         late = sum(end - start for c, start, end in stretches if c == "late_peer")
         assert late == pytest.approx(idle.late_peer + idle.imbalance, abs=1e-9)
+
+
+def test_a_missing_rank_is_said_and_clocks_are(tmp_path, texts):
+    predicted = example(latency=0.5)
+    ranks = (predicted.ranks[0], RankTrace(compute=()))
+    measured = replace(predicted, ranks=ranks, measured=True, missing=(1,), clock_error=(0.0, 0.002))
+    exhibit = Exhibit(name="run", predicted=predicted, measured=(MeasuredStep(7, measured),))
+    write_figure(comparison_figure([exhibit]), tmp_path / "t.png")
+    assert " nothing was recorded" in texts
+    assert any(text.startswith("measured, step 7, clocks \u00b12.00 ms:") for text in texts)
+    assert idle_stretches(measured)[1] == []
+    assert sum("%" in text and len(text) < 5 for text in texts) == 3  # totals of three ranks out of four
