@@ -154,9 +154,9 @@ class Evaluator:
         seconds = seconds_of_long_batch(partial(self._simulate, evaluated), c, m) if c.is_equal else None
         if seconds is not None:
             busy = m / c.pipeline * float(evaluated.seconds.work.sum())
-            return Simulated(seconds=seconds, bubble=1 - busy / seconds if seconds > 0 else 0.0)
+            return Simulated(seconds=seconds, bubble=max(0.0, 1 - busy / seconds) if seconds > 0 else 0.0)
         whole = self._simulate(evaluated, m)
-        return Simulated(seconds=whole.batch_seconds, bubble=whole.bubble)
+        return Simulated(seconds=whole.batch_seconds, bubble=max(0.0, whole.bubble))  # rounding may take it below
 
     def _simulate(self, evaluated: Evaluated, num_microbatches: int) -> Timeline:
         c, s = evaluated.configuration, evaluated.seconds

@@ -1,0 +1,52 @@
+"""The experiment on slow networks: what the planner makes of its model, and what the report says of it."""
+
+import time
+
+import pytest
+import torch
+
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import Figure, How
+from stagewright.experiments.works import slow_network
+from stagewright.partition import Cluster, Plan
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_the_planner_is_never_behind_the_ways_it_may_choose_among(nodes):
+    for rate in ("125MB/s", "1.2GB/s"):
+        ways = slow_network.ways_of(Cluster.parse(f"{nodes}:eth={rate}@0.1ms"))
+        seconds = {way: found.simulated_step_time for way, found in ways.items()}
+        assert seconds["planner"] <= min(seconds["data parallel"], seconds["pipeline"]) + 1e-12
+        assert all(Plan.from_json(found.to_json()) == found for found in ways.values())  # as ranks get them
+
+
+def test_slow_links_turn_the_choice_around():
+    slow = slow_network.ways_of(Cluster.parse("4:eth=125MB/s@0.1ms"))
+    fast = slow_network.ways_of(Cluster.parse("4:eth=1.2GB/s@0.1ms"))
+    assert slow["pipeline"].simulated_step_time < slow["data parallel"].simulated_step_time
+    assert fast["pipeline"].simulated_step_time > fast["data parallel"].simulated_step_time
+    assert len(slow["planner"].stages) > 1
+    assert len(fast["planner"].stages) == 1
+
+
+def test_a_unit_sleeps_and_has_real_gradients():
+    unit = slow_network._unit(slow_network.Unit(seconds=0.01, sent=400.0, held=80.0))
+    x = torch.zeros(2, 8, requires_grad=True)
+    began = time.perf_counter()
+    out = unit(x)
+    assert out.shape == (2, 100)
+    out.sum().backward()
+    assert time.perf_counter() - began >= 0.06  # two samples: 20 ms forward, 40 ms backward
+    assert unit.weight.grad.shape == (20,)
+    assert x.grad.shape == x.shape
+
+
+def test_findings_compare_the_planner_with_the_best_of_the_others():
+    def took(way: str, seconds: float) -> Figure:
+        case = Case.of({"nodes": 2, "bandwidth": "1gbit", "way": way})
+        return Figure(case=case, name="batch", value=seconds, unit="s", how=How.EMULATED, note="1f1b")
+
+    (said,) = slow_network.findings(
+        [took("pipeline", 2.0), took("data parallel", 3.0), took("planner", 1.0), took("planner, 2bw", 0.5)]
+    )
+    assert "takes 1.00 s a batch, the best of the others (pipeline) 2.00 s: 2.00 times as long" in said
