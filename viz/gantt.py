@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..schedules import Action, MessageKind, Op, RankTrace, Timeline
+from ..schedules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .lanes import assign_lanes
 from .palette import (
@@ -36,6 +37,7 @@ _DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in f
 _FILL = 0.82  # of a box's width, at the most, goes to its number
 _NARROW = 2.0  # an update narrower than this is a line [inch / 100]
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
+_VERSION, _ROOM_FOR_VERSION = 0.6, 2.0  # size of a weight version, and least height of a box with one, in word sizes
 _ROW_OF_NAMES = 14.0  # least height from name to name [inch / 100]
 
 
@@ -61,6 +63,8 @@ class _Box:
     start: float  # [s] from the timeline's own start
     width: float  # [s]
     op: Op
+    stage: int
+    index: int
     label: str
     colour: RGB
 
@@ -78,7 +82,18 @@ def _boxes(timeline: Timeline) -> list[_Box]:
             number = "" if action.op is Op.U and not shows_batches(timeline) else str(action.index)
             label = f"U{number}" if action.op is Op.U else number
             at, width = start - timeline.start, end - start
-            boxes.append(_Box(rank=rank, start=at, width=width, op=action.op, label=label, colour=colour))
+            boxes.append(
+                _Box(
+                    rank=rank,
+                    start=at,
+                    width=width,
+                    op=action.op,
+                    stage=action.stage,
+                    index=action.index,
+                    label=label,
+                    colour=colour,
+                )
+            )
     return boxes
 
 
@@ -88,6 +103,8 @@ def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Labels, 
     draw_idle(axes, timeline, scale, idle)
     _draw_boxes(axes, boxes, scale)
     _draw_labels(axes, boxes, scale, labels)
+    if shows_versions(timeline, scale, labels):
+        _draw_versions(axes, timeline, scale)
     if scale.with_lanes:
         _draw_lanes(axes, timeline, scale)
     for rank in timeline.missing:
@@ -177,6 +194,34 @@ def _draw_labels(axes: Axes, boxes: Sequence[_Box], scale: Scale, labels: Labels
                 ha="center",
                 va="center_baseline",
             )
+
+
+def shows_versions(timeline: Timeline, scale: Scale, labels: Labels) -> bool:
+    """Whether forwards wear the version of their weights: in streams, where most have room for it above a number."""
+    if not timeline.schedule.is_asynchronous or points(scale.box_height * scale.row) < _ROOM_FOR_VERSION * scale.font:
+        return False
+    widths = sorted(scale.on_page(e - s) for r in timeline.ranks for what, s, e in r.compute if what.op is Op.F)
+    room = 2.5 * _DIGIT * _VERSION * scale.font
+    return bool(widths) and Op.F in labels.ops and points(widths[len(widths) // 2]) >= room
+
+
+def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+    """Small in the upper right corner of each forward: `v2`."""
+    used = derive_versions(timeline.schedule).used
+    size = _VERSION * scale.font
+    for box in (box for box in _boxes(timeline) if box.op is Op.F):
+        text = f"v{used.get((box.stage, box.index), 0)}"
+        if points(scale.on_page(box.width)) < _DIGIT * size * (len(text) + 0.3):
+            continue
+        axes.text(
+            (box.start + box.width) / scale.unit,
+            box.rank + TOP + 0.05 * scale.box_height,
+            f"{text} ",
+            size=size,
+            color=ink(box.colour),
+            ha="right",
+            va="top",
+        )
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:

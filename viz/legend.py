@@ -22,6 +22,7 @@ from .palette import (
     batch_shade,
     shade,
 )
+from .path_marks import PATH_INK
 from .scale import UNITS_AN_INCH
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Shown:
         batches: True where every other batch is paler.
         marks_end: True where a dashed line marks the predicted end.
         versions: True where forwards wear their weight version.
+        paths: a sentence on each critical path that is marked.
     """
 
     ops: Collection[Op]
@@ -69,15 +71,18 @@ class Shown:
     batches: bool
     marks_end: bool
     versions: bool = False
+    paths: Sequence[str] = ()
 
 
 def legend_lines(shown: Shown, *, idle: IdleFill, font: float, width: float) -> list[Line]:
     """Lines no wider than `width` [points], in words of `font` points."""
     causes = [Key(_patch(CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in shown.causes]
     room = width / font - _HEADING
+    paths = [Key(_frame(), words) for words in shown.paths]
     return [
         *_broken("timeline:", list(_timeline_keys(shown, idle)), room),
         *_broken("idle by cause:", causes, room),
+        *_broken("critical path:", paths, room),
     ]
 
 
@@ -107,7 +112,7 @@ def _timeline_keys(shown: Shown, idle: IdleFill) -> Iterator[Key]:
     if shown.causes and idle == "hatch":
         yield Key(Patch(facecolor=IDLE_FILL, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0), "idle")
     if shown.versions:
-        yield Key(Line2D([], [], linestyle="", marker="$v1$", color=_INK, markersize=9), "weight version")
+        yield Key(Line2D([], [], linestyle="", marker=r"$\mathrm{v1}$", color=_INK, markersize=11), "weight version")
     for kind in (kind for kind in MessageKind if kind in shown.kinds):
         yield Key(Line2D([], [], color=MESSAGE_HUES[kind], linewidth=3), MESSAGE_WORDS[kind])
     for op in (op for op in Op if op in shown.together):
@@ -121,6 +126,12 @@ def _patch(colour: Any) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(facecolor=colour)
+
+
+def _frame() -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor="none", edgecolor=PATH_INK, linewidth=1.6)
 
 
 def _op_handle(op: Op, shown: Shown) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..schedules import Op, Timeline
+from ..schedules import CriticalPath, Op, Timeline, critical_path
 from .exhibit import Exhibit, Row, Slice
 from .gantt import Labels, batch_of, draw_timeline, name_rows, num_chunks, ops_of
 from .idle import IdleFill
@@ -86,6 +86,11 @@ class TimelinePanel:
         """Number of batches of which a forward is shown."""
         spans = (span.what for rank in self.timeline.ranks for span in rank.compute)
         return len({batch_of(self.timeline, a) for a in spans if a.op is Op.F})
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        """Chain that determines its end."""
+        return critical_path(self.timeline)
 
     @property
     def predicted_end(self) -> float | None:

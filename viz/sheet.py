@@ -19,10 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .gantt import collectives_of, message_kinds_of, num_chunks, ops_of, plan_labels, shows_batches
+from .gantt import (
+    collectives_of,
+    message_kinds_of,
+    num_chunks,
+    ops_of,
+    plan_labels,
+    shows_batches,
+    shows_versions,
+)
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
 from .legend import Shown, draw_line, legend_lines, line_height
 from .panels import RowsPanel, TimelinePanel, time_unit
+from .path_marks import draw_path, path_words
 from .scale import UNITS_AN_INCH, Scale, points
 
 if TYPE_CHECKING:
@@ -46,6 +55,7 @@ class FigureStyle:
         dpi: pixels an inch of a PNG.
         font: size of the words [points]; all others follow it.
         title: whether the schedule and its sizes stand above all; a paper's caption says that.
+        critical_path: whether the chain of actions and messages that determines the end is marked, with its shares.
         idle: "cause": idle time in the hue of its cause; "hatch": all of it hatched, for print without colours.
 
     Raises ValueError for sizes at which nothing could be read.
@@ -56,6 +66,7 @@ class FigureStyle:
     font: float = _USUAL_FONT
     title: bool = True
     idle: IdleFill = "cause"
+    critical_path: bool = False
 
     def __post_init__(self) -> None:
         if not _NARROWEST <= self.width <= 200:
@@ -113,10 +124,16 @@ class Sheet:
             causes=self.causes,
             chunks=max(num_chunks(t) for t in ts),
             batches=any(map(shows_batches, ts)),
+            versions=any(shows_versions(t, self.scale, self.labels) for t in ts),
+            paths=[f"{p.caption}: {path_words(p.path)}" for p in self._paths()],
             marks_end=any(isinstance(p, TimelinePanel) and p.predicted_end is not None for p in self.panels),
         )
         width = points(self.width - self.left)
         return legend_lines(shown, idle=self.style.idle, font=self.style.font, width=width)
+
+    def _paths(self) -> list[TimelinePanel]:
+        """Panels whose critical path is marked."""
+        return [p for p in self.panels if isinstance(p, TimelinePanel) and p.length > 0 and self.style.critical_path]
 
     def axes(self, figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
         """Axes at a place from the upper left corner."""
@@ -151,6 +168,8 @@ class Sheet:
         axes = self.axes(figure, self.left, top, scale.width, height)
         if isinstance(panel, TimelinePanel):
             panel.draw(axes, scale, self.labels, self.style.idle)
+            if panel in self._paths():
+                draw_path(axes, panel.timeline, panel.path, scale)
             if panel.predicted_end is not None:
                 axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
             if self.causes and panel.length > 0:

@@ -50,6 +50,8 @@ class TimelineOptions(CostOptions):
     """Size of a picture's words [points]."""
     no_title: tyro.conf.FlagCreatePairsOff[bool] = False
     """Leave the title to a paper's caption."""
+    critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Mark the chain of actions and messages that determines the end."""
     idle: Literal["cause", "hatch"] = _STYLE.idle
     """cause: idle time in the hue of its cause. hatch: all alike."""
     terminal: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -62,7 +64,12 @@ def run(argv: Sequence[str]) -> int:
     """Read, write, and say what was written and what is missing."""
     options = tyro.cli(TimelineOptions, args=argv, prog="stagewright timeline")
     style = FigureStyle(
-        width=options.width, dpi=options.dpi, font=options.font, title=not options.no_title, idle=options.idle
+        width=options.width,
+        dpi=options.dpi,
+        font=options.font,
+        title=not options.no_title,
+        idle=options.idle,
+        critical_path=options.critical_path,
     )
     if options.terminal and options.json:
         raise ValueError("--terminal beside --json: expected one of them")

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from matplotlib.figure import Figure
 
-from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, simulate
+from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, critical_path, simulate
 from stagewright.viz import (
     Exhibit,
     FigureStyle,
@@ -148,6 +148,27 @@ def test_split_backward_and_updates(tmp_path):
     assert {span.what.op for span in timeline.ranks[0].compute} == {Op.F, Op.I, Op.W, Op.U}
     render_timeline(timeline, tmp_path / "t.png")
     assert size_of(tmp_path / "t.png")[0] == 1600
+
+
+def test_the_critical_path_is_framed_and_its_shares_are_said(texts):
+    timeline = example(latency=0.5)
+    plain = timeline_figure(timeline)
+    figure = timeline_figure(timeline, style=FigureStyle(critical_path=True))
+    path = critical_path(timeline)
+    framed = [c for c in figure.axes[0].collections if c not in plain.axes[0].collections and len(c.get_linewidths())]
+    frames, lines = framed[-2:]
+    assert len(frames.get_paths()) == sum(isinstance(step.what, Action) for step in path.steps)
+    assert len(lines.get_paths()) == len(path.steps) - len(frames.get_paths()) > 0
+    said = [text.get_text() for line in figure.legends for text in line.get_texts()]
+    assert "simulated: backward 59%, forward 29%, message 12%" in said
+    assert not any("message" in text.get_text() for line in plain.legends for text in line.get_texts())
+
+
+def test_forwards_of_a_stream_wear_their_weight_version(texts):
+    figure = timeline_figure(simulate(build("2bw", num_ranks=2, num_microbatches=2, num_batches=5), Costs()))
+    found = [text.get_text().strip() for text in figure.axes[0].texts if text.get_text().startswith("v")]
+    assert sorted(found) == sorted(f"v{max(batch - 1, 0)}" for batch in range(5) for _ in range(2 * 2))
+    assert not any(text.get_text().startswith("v") for text in timeline_figure(example()).axes[0].texts)
 
 
 def stream(name="2bw", *, num_batches=None, **costs):
