@@ -83,7 +83,7 @@ class Outcome:
     Arguments:
         status: exit status for the whole, 0 when all is well.
         timed_out: whether it was stopped since its time was over.
-        report: for the user; empty when all is well.
+        report: for the user: why it failed, or what was not as asked for; empty when all is well.
         commands: the torchrun line of each node, as it could be typed there.
     """
 

@@ -34,7 +34,7 @@ class Progress:
             self.num_ended += 1
             spent = "" if status.seconds is None else f" in {duration(status.seconds)}"
             line = f"[{self.num_ended}/{self.total}] {name}: {status.state.value}{spent}"
-            if status.state is State.DONE:
+            if status.state is State.DONE and not status.reason:
                 self._done(line)
             else:
                 self.note(f"{line}: {status.reason}" if status.reason else line)

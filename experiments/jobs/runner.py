@@ -199,7 +199,7 @@ def _on_ranks(intent: Intent, progress: Progress, backend: Backend) -> Status:
     if outcome.status != 0:
         reason = outcome.report or f"exit status {outcome.status}"
         return _finished(begun, State.FAILED, reason, outcome.commands)
-    return _finished(begun, State.DONE, "", outcome.commands)
+    return _finished(begun, State.DONE, outcome.report, outcome.commands)
 
 
 def _in_process(intent: Intent, progress: Progress, stop: threading.Event) -> Status:

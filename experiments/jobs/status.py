@@ -29,7 +29,7 @@ class Status:
         machine: that it ran on, for people.
         started: [s] since the epoch.
         seconds: that it took; so far None.
-        reason: why it is not done, in one or several lines.
+        reason: why it is not done, or what was not as asked for; in one or several lines.
         commands: what each node ran, as it could be typed there.
     """
 
