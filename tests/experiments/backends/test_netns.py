@@ -188,14 +188,27 @@ def test_a_killed_owner_leaves_groups_that_the_next_run_removes_and_no_others(tm
         process.kill()
         process.wait()
         wait_for(lambda: are_gone(nodes))
-        said: list[str] = []
-        assert NetnsBackend(say=said.append).run(work(tmp_path / "next", LOOK), TWO).status == 0
-        for group in left:
-            assert not group.exists()
-            assert f"removed what an interrupted run left: control group {group.name}" in said
+        assert backend().run(work(tmp_path / "next", LOOK), TWO).status == 0
+        assert not any(group.exists() for group in left)
         assert foreign.exists()
     finally:
         foreign.rmdir()
+
+
+def test_only_groups_whose_owner_is_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_share, "group_root", lambda: tmp_path)
+    with cpu_share.shares(0.5, 1) as (prefix,):
+        own = Path(prefix[-1]).parent
+        process, start = own.name.split("-")[1:3]
+        earlier = (
+            tmp_path / f"stagewright-{process}-{int(start) - 1}-0"
+        )  # a process of the same number, which has ended
+        others = [tmp_path / name for name in ("stagewright", "stagewright-1", "stagewright-a-b-c", "other-1-1-1")]
+        for folder in (earlier, *others):
+            folder.mkdir()
+        assert cpu_share.remove_leftovers() == [earlier.name]
+        assert own.exists()
+        assert all(folder.exists() for folder in others)
 
 
 SPIN = """
