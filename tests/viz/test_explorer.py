@@ -180,12 +180,15 @@ def test_memory_is_drawn_and_told(browser):
 
 
 def test_names_are_text_whatever_they_hold(browser):
-    hostile = "</script><script>document.title = 'broken'</script><!-- \"'&<b>\u20ac @@DATA@@ \u2028"
-    rows = (Row(name=hostile, slices=(Slice(hostile, 0.0, 1.0, hostile), Slice("inner", 0.2, 0.4, hostile))),)
+    hostile = "</script ></script><script>document.title = 'broken'</script><!-- \"'&<b>\u20ac @@DATA@@ \u2028"
+    rows = (
+        Row(name=hostile, slices=(Slice(hostile, 0.0, 1.0, hostile), Slice("inner", 0.2, 0.4, hostile))),
+        Row(name="empty", slices=()),
+    )
     looked = browser.show(Exhibit(name=hostile, foreign=rows, notes=(hostile,)), example())
     looked.page.mouse.move(*looked.place(0, 0, 0))
     assert looked.said == []
-    assert looked.page.title().startswith("</script><script>")
+    assert looked.page.title().startswith("</script ></script><script>")
     for place in ("#title", "#notes", "#tooltip"):
         assert "</script><script>document.title" in looked.page.inner_text(place)
 

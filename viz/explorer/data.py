@@ -68,7 +68,7 @@ def _length(exhibit: Exhibit) -> float:
     lengths = [timeline.makespan for timeline in timelines]
     if spans:
         lengths.append(max(each.end for each in spans) - min(each.start for each in spans))
-    return max(lengths)
+    return max(lengths, default=0.0)
 
 
 def _tick(longest: float) -> float:
