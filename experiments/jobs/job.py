@@ -88,7 +88,8 @@ class Changes:
 
     def of(self, part: Part) -> str:
         """The changes that matter to a part, for people."""
-        skipped = () if part.on_ranks else ("backend", "nodes", "bandwidth", "latency")
+        skipped = [] if part.on_ranks else ["backend", "nodes", "bandwidth", "latency"]
+        skipped += [key for key in ("backend", "repetitions") if getattr(self, key) == getattr(part, key)]
         return " ".join(f"{k}={v}" for k, v in asdict(self).items() if v is not None and k not in skipped)
 
 
@@ -96,11 +97,12 @@ def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Jo
     """All jobs, in the order of the declaration; ValueError where changes ask for what cannot be."""
     changes = changes or Changes()
     jobs = []
-    for part in map(changes.made_to, declaration.parts):
+    for part in declaration.parts:
+        part, changed = changes.made_to(part), changes.of(part)
         for shared, cases in _groups(part).items():
             nodes = wanted(cases[0]) if part.on_ranks else None
             name = _folder_name(part.name, shared)
-            jobs.append(Job(name=name, part=part, cases=cases, nodes=nodes, changed=changes.of(part)))
+            jobs.append(Job(name=name, part=part, cases=cases, nodes=nodes, changed=changed))
     return jobs
 
 

@@ -53,7 +53,7 @@ def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     for axes in flat[len(panels) :]:
         axes.set_visible(False)
     if plot.y_scale == "linear":
-        flat[0].set_ylim(bottom=0)  # all share it
+        flat[0].set_ylim(0, 1.04 * flat[0].get_ylim()[1])  # all share it; room for a mark at the top
     for row in grid:
         row[0].set_ylabel(_label(plot.y, found[0].unit))
     picture.suptitle(plot.title, fontsize=11)

@@ -10,7 +10,7 @@ from ...schedules import Costs, Schedule, build
 from ...schedules.registry import family
 from ..jobs.case import Case
 
-FORWARD, BACKWARD = 0.015, 0.030  # [s] a rank and microbatch; of the split backward, I and W are half each
+FORWARD, BACKWARD = 0.020, 0.040  # [s] a rank and microbatch; of the split backward, I and W are half each
 _CHUNKS = 2  # of schedules that interleave, unless a case says otherwise
 
 
