@@ -201,7 +201,7 @@ def seconds_of(found: Plan, order: Sequence[Region], devices: int) -> float:
     sums = []
     for number, stage in enumerate(found.stages):
         if stage.replicas > 1:
-            ranks = [first // found.tensor for first in stage.ranks[:: found.tensor]]
+            ranks = schedule.owners[number]
             held = sum(nodes[name].parameter_bytes for name in stage.nodes)
             sums.append(_sum(number, ranks, where, held, divided=stage.optimizer_shards > 1))
     links = Links(network=_ways(schedule, where), activation_bytes=activation_bytes(found, devices), sums=tuple(sums))
