@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.schedules import FAMILIES, Costs, Edge, Links, Schedule, Sum, Way, build, simulate
 from stagewright.schedules.builders.late_updates import defer_updates
-from stagewright.schedules.builders.replicas import replicate
+from stagewright.schedules.builders.replicas import on_ranks, replicate
 from stagewright.viz import Exhibit
 from stagewright.viz.explorer.other_sizes import builder_of
 from stagewright.viz.explorer.whatif_data import whatif_data
@@ -106,6 +106,34 @@ def test_more_microbatches_of_a_stream_move_the_slider(browser: Any) -> None:
         f"a batch every {simulate(schedule, costs).batch_seconds:.4g} s → {timeline.batch_seconds:.4g}"
     )
     assert looked.evaluate("stagewright.page.panels[1].rows[2].program.versions[0]") == 0
+
+
+def test_a_prediction_of_other_costs_is_told(browser: Any) -> None:
+    schedule, costs = build("gpipe", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
+    looked = browser.show(replace(exhibit(schedule, costs), predicted=simulate(schedule, Costs(forward=2.0))))
+    move(looked, "Backward B", 2)
+    assert told(looked).startswith("makespan 15 s \u2192 25 s (1.667 times)")
+    assert told(looked).endswith("15 s would be predicted, not the 30 s above: compare with the former.")
+
+
+def test_edges(browser: Any) -> None:
+    """One rank; no time at all; ranks with nothing to do."""
+    free = Costs(forward=0.0, backward=0.0)
+    alone = build("1f1b", num_ranks=1, num_microbatches=1)
+    wide = on_ranks(build("1f1b", num_ranks=2, num_microbatches=2), (1, 3), num_ranks=4)
+    looked = browser.show(exhibit(alone, free), exhibit(wide, Costs(forward=1.0)))
+    move(looked, "Update", 1.0)
+    assert panels(looked)[1] == ["what if: Update + 1 s", 1.0]
+    looked.evaluate(
+        """() => { const box = document.querySelectorAll(".whatif")[1].querySelector("input[type=number]");
+                   box.value = 3; box.dispatchEvent(new Event("change")); }"""
+    )
+    looked.settle()
+    assert panels(looked)[3] == [
+        "what if: Forward F \u00d7 3",
+        simulate(wide, Costs(forward=3.0, backward=2.0)).makespan,
+    ]
+    assert looked.said == []
 
 
 def test_what_cannot_be_varied_says_why(browser: Any) -> None:

@@ -92,10 +92,16 @@
   // "makespan 12 s to 10 s (0.83 times), bubble 20.0% to 15.0%"
   function told(before, run) {
     const { time, percent, digits } = app.words;
-    const steady = before.schedule.asynchronous;
-    const [old, now] = [before.data.batch_seconds, run.batchSeconds];
+    const [old, now] = [before.batchSeconds, run.batchSeconds];
     const times = old > 0 ? " (" + digits(now / old, 4) + " times)" : "";
-    return (steady ? "a batch every " : "makespan ") + time(old) + " → " + time(now) + times + ", bubble " + percent(before.data.bubble) + " → " + percent(run.bubble);
+    return (run.wiring.asynchronous ? "a batch every " : "makespan ") + time(old) + " → " + time(now) + times + ", bubble " + percent(before.bubble) + " → " + percent(run.bubble);
+  }
+
+  // What to know where the costs at hand do not give the prediction that is shown (a part of a stream, say).
+  function warning(before, shown) {
+    const apart = Math.abs(before.batchSeconds - shown.data.batch_seconds) > 1e-6 * Math.abs(shown.data.batch_seconds);
+    return apart ? " From these costs alone, " + app.words.time(before.batchSeconds) + " would be predicted, not the " +
+      app.words.time(shown.data.batch_seconds) + " above: compare with the former." : "";
   }
 
   function mount({ exhibit, data }) {
@@ -113,6 +119,7 @@
     const line = make("p", { class: "told", role: "status" }, "");
     const stay = "Move a slider: the schedule is simulated again, as the prediction was.";
     let asked = false;
+    let before = null; // nothing changed, played when it is first asked for
 
     // Once a frame, however quickly a slider moves.
     const changed = () => {
@@ -144,8 +151,9 @@
         line.textContent = stay;
         exhibit.suppose("", null);
       } else {
+        before = before || new Replay(wirings[base], UNCHANGED);
         const run = new Replay(wirings[at], by);
-        line.textContent = told(exhibit.predicted, run);
+        line.textContent = told(before, run) + warning(before, exhibit.predicted);
         const more = knobs.filter(({ control }) => control.value !== control.rest).map(({ name, seconds, control }) =>
           name + (seconds ? " + " + app.words.time(control.value) : " × " + app.words.digits(control.value, 3)));
         if (at !== base) more.push("M = " + wirings[at].microbatches);
