@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from math import lcm
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from ...schedules.builders.late_updates import defer_updates
 from ...schedules.ir import Schedule
 from ...schedules.registry import build, family
 from ...schedules.timing.costs import Costs
-from ...schedules.timing.links import Links, Sum, Way
+from ...schedules.timing.links import Links
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import Timeline
 from ..in_flight import InFlight, count_in_flight, merged, steady_in_flight
+from ..plans.traffic import StageTraffic, links_of
 from ..stage_cost import StageSeconds, StageSums, busiest_share, pace, stage_seconds
 from ..stage_memory import MemoryRules, RankMemory, RankPlace
 from ..topology import Floats, Topology
@@ -59,6 +59,7 @@ class Evaluated:
     configuration: Configuration
     ends: Ends
     model: Model
+    placement: Placement
     sums: StageSums
     seconds: StageSeconds
     memories: tuple[RankMemory, ...]
@@ -138,6 +139,7 @@ class Evaluator:
             configuration=c,
             ends=ends,
             model=model,
+            placement=place,
             sums=sums,
             seconds=seconds,
             memories=tuple(memories),
@@ -166,7 +168,7 @@ class Evaluator:
         if schedule.rule.updates_may_wait and s.ring.any():
             schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
         costs = Costs(forward=s.forward.tolist(), backward=s.backward.tolist(), update=s.step.tolist())
-        return simulate(schedule, costs, _network(evaluated, self.placements.of(c)))
+        return simulate(schedule, costs, _network(evaluated))
 
     def num_actions(self, c: Configuration) -> int:
         """Actions in the simulation of a batch, or of the shortest that may stand for it."""
@@ -246,34 +248,32 @@ def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequ
     )
 
 
-def _network(evaluated: Evaluated, placement: Placement) -> Links:
-    """Ways between the ranks of the simulated schedule, bytes over the cuts, and sums of gradients.
+def traffic_of(evaluated: Evaluated) -> tuple[StageTraffic, ...]:
+    """[S] messages of the stages, and the parts of their updates."""
+    c, seconds = evaluated.configuration, evaluated.seconds
+    return tuple(
+        StageTraffic(
+            message_bytes=float(evaluated.sums.behind[s]),
+            latency=link.latency,
+            seconds_per_byte=link.seconds_a_byte / c.tensor,
+            sum_seconds=float(seconds.ring[s]),
+            optimizer_seconds=float(seconds.step[s]),
+            gather_seconds=float(seconds.gather[s]),
+        )
+        for s, link in enumerate(evaluated.placement.outward)
+    )
+
+
+def _network(evaluated: Evaluated) -> Links:
+    """Links between the ranks of the simulated schedule.
 
     Where one replica stands for all, rank P + p is what rank p sums its gradients with.
     """
-    c, ring, gather = evaluated.configuration, evaluated.seconds.ring, evaluated.seconds.gather
-    starts = np.arange(c.pipeline + 1) if c.is_equal else np.cumsum([0, *c.counts])
-    ranks = [range(a, b) for a, b in pairwise(starts.tolist())]
-    ways: dict[tuple[int, int], Way] = {}
-    for s, link in enumerate(placement.outward[: c.pipeline] if c.num_chunks > 1 else placement.outward[:-1]):
-        here, there = ranks[s % c.pipeline], ranks[(s + 1) % c.pipeline]
-        different = min(_per_replica(c), lcm(len(here), len(there)))  # microbatches; behind them the pairs come again
-        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(different)}
-        for src, dst in (way for a, b in pairs for way in ((a, b), (b, a))):
-            ways[src, dst] = Way(
-                latency=link.latency,
-                seconds_per_byte=link.seconds_a_byte / c.tensor,
-                sending=src,
-                receiving=dst,
-            )
-    sums = []
-    for s in np.flatnonzero(ring).tolist():
-        own = ranks[s % c.pipeline]
-        members = (own[0], own[0] + c.pipeline) if c.is_equal else own
-        around = tuple(zip(members, (*members[1:], members[0]), strict=True))
-        ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around if (src, dst) not in ways}
-        sums.append(Sum(stage=s, seconds=float(ring[s]), gather=float(gather[s]), ways=around))
-    return Links(network=ways, activation_bytes=evaluated.sums.behind[:-1].tolist(), sums=tuple(sums))
+    c = evaluated.configuration
+    starts = range(c.pipeline + 1) if c.is_equal else [0, *accumulate(c.counts)]
+    ranks = [range(a, b) for a, b in pairwise(starts)]
+    rings = [(p, p + c.pipeline) for p in range(c.pipeline)] if c.is_equal else ranks
+    return links_of(traffic_of(evaluated), ranks, rings=rings, num_microbatches=_per_replica(c))
 
 
 def _by_rank(c: Configuration, figures: Floats) -> Floats:

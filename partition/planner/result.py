@@ -12,7 +12,7 @@ from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
 from ..stage_memory import stage_bytes
 from ..topology import Topology
-from .evaluate import Evaluated, Simulated, stage_paces
+from .evaluate import Evaluated, Simulated, stage_paces, traffic_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def as_plan(
 def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
-    paces = stage_paces(c, seconds)
+    paces, traffic = stage_paces(c, seconds), traffic_of(e)
     held = stage_bytes(e.sums, e.memories, replicas=c.counts, tensor=c.tensor)
     stages = []
     for s in range(c.num_stages):
@@ -82,6 +82,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 backward_seconds=float(seconds.backward[s]),
                 update_seconds=float(seconds.around[s] + seconds.step[s]),
                 step_seconds=float(paces[s]),
+                traffic=traffic[s],
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],
                 memory_limit=memory.limit if math.isfinite(memory.limit) else None,

@@ -11,6 +11,7 @@ from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
 from ..strict import Fields, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp
+from .traffic import StageTraffic
 
 P = TypeVar("P", bound=PlanRecord)
 Bytes = TypeVar("Bytes", MemoryUse, StageBytes)
@@ -51,6 +52,7 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
 
 def _stage(record: Fields) -> PlanStage:
     memory, held = record.optional_object("memory"), record.optional_object("held")
+    traffic = record.optional_object("traffic")
     stage = PlanStage(
         nodes=tuple(str(node) for node in record.items("nodes")),
         ranks=_whole_numbers(record, "ranks", least=0),
@@ -59,6 +61,7 @@ def _stage(record: Fields) -> PlanStage:
         backward_seconds=record.number("backward_seconds"),
         update_seconds=record.number("update_seconds", default=0.0),
         step_seconds=record.number("step_seconds"),
+        traffic=None if traffic is None else _traffic(traffic),
         parameter_bytes=record.optional_number("parameter_bytes"),
         memory=None if memory is None else _figures(MemoryUse, memory),
         memory_limit=record.optional_number("memory_limit"),
@@ -76,6 +79,12 @@ def _figures(kind: type[Bytes], record: Fields) -> Bytes:
     values = {each.name: record.number(each.name, default=0.0) for each in fields(kind)}
     record.done()
     return kind(**values)
+
+
+def _traffic(record: Fields) -> StageTraffic:
+    found = StageTraffic(**{each.name: record.number(each.name) for each in fields(StageTraffic)})
+    record.done()
+    return found
 
 
 def _runner_up(record: Fields) -> RunnerUp:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...schedules.timing.memory import StageBytes
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
+from .traffic import StageTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class PlanStage:
         forward_seconds, backward_seconds: of one microbatch on one rank, recomputation included [s].
         update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
+        traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
+            kept it.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
@@ -39,6 +42,7 @@ class PlanStage:
     backward_seconds: float
     update_seconds: float = 0.0
     step_seconds: float
+    traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
     memory_limit: float | None = None
@@ -62,6 +66,11 @@ class PlanStage:
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
+            )
+
+        if self.traffic is not None and self.traffic.sum_seconds > 0 and self.replicas == 1:
+            raise ValueError(
+                f"traffic with sum_seconds={self.traffic.sum_seconds} of a stage without replicas: expected 0"
             )
 
     @property
@@ -117,7 +126,8 @@ class PlanRecord:
         notes: what was left out or could not be done.
 
     Raises ValueError for a node that stands twice, a rank that stands twice among the stages of one chunk or other
-    ranks in another chunk, and a rank outside the cluster.
+    ranks in another chunk, a rank outside the cluster, and traffic of some stages only or over other ways in another
+    chunk.
     """
 
     stages: tuple[PlanStage, ...]
@@ -157,6 +167,20 @@ class PlanRecord:
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
+
+        self._check_traffic(width)
+
+    def _check_traffic(self, width: int) -> None:
+        known = [stage.traffic for stage in self.stages if stage.traffic is not None]
+        if known and len(known) < len(self.stages):
+            raise ValueError(f"traffic of {len(known)} of {len(self.stages)} stages: expected that of all, or of none")
+        ways = [(each.latency, each.seconds_per_byte) for each in known[:-1]]
+        for number, way in enumerate(ways):
+            if way != ways[number % width]:
+                raise ValueError(
+                    f"stage {number} with traffic of latency, seconds_per_byte {way} and stage {number % width}, of "
+                    f"another chunk on the same ranks, {ways[number % width]}: expected the same"
+                )
 
     @property
     def tensor(self) -> int:
@@ -204,10 +228,21 @@ class PlanRecord:
         return found if len(found) == len(self.stages) else ()
 
     @property
+    def traffic(self) -> tuple[StageTraffic, ...]:
+        """[S] of its stages; empty where the plan does not say it."""
+        return tuple(stage.traffic for stage in self.stages if stage.traffic is not None)
+
+    @property
     def memory_limits(self) -> dict[int, float]:
         """Bytes of the device by rank in use, where it is known: the least of any device that runs the same stage."""
         stages = [stage for stage in self.stages if stage.memory_limit is not None]
         return {rank: stage.memory_limit for stage in stages for rank in stage.ranks if stage.memory_limit is not None}
+
+    def by_group(self, figures: Mapping[int, float]) -> tuple[float, ...] | None:
+        """Figures by rank of `schedule_of`: of each group of T ranks that of its first; None where one is missing."""
+        firsts = range(0, self.num_devices - self.tensor + 1, self.tensor)
+        found = tuple(figures[rank] for rank in firsts if rank in figures)
+        return found if len(found) == len(firsts) else None
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:

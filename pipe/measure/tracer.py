@@ -137,8 +137,8 @@ class Tracer:
             predicted=simulate(schedule, costs),
             costs=costs,
             memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
-            memory_limit=None if plan is None else _by_rank(plan.memory_limits, schedule.num_ranks),
-            predicted_peak=None if plan is None else _by_rank(plan.memory_bytes, schedule.num_ranks),
+            memory_limit=None if plan is None else plan.by_group(plan.memory_limits),
+            predicted_peak=None if plan is None else plan.by_group(plan.memory_bytes),
         )
         try:
             file.write(self._folder)
@@ -228,9 +228,3 @@ class Tracer:
     def _give_up(self, error: OSError) -> None:
         self._is_open = False
         warnings.warn(f"{self._path}: cannot write: {error.strerror or error}; nothing more is traced", stacklevel=3)
-
-
-def _by_rank(figures: Mapping[int, float], num_ranks: int) -> tuple[float, ...] | None:
-    """By rank, where all are known."""
-    found = tuple(figures[rank] for rank in range(num_ranks) if rank in figures)
-    return found if len(found) == num_ranks else None

@@ -1,0 +1,51 @@
+"""A plan's own schedule, simulated as its planner did."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...schedules.builders.late_updates import defer_updates
+from ...schedules.timing.costs import Costs
+from ...schedules.timing.links import Links
+from ...schedules.timing.simulate import simulate
+from ...schedules.timing.timeline import Timeline
+from .record import PlanRecord
+from .to_schedule import schedule_of
+from .traffic import links_of
+
+
+class SimulatedPlan(NamedTuple):
+    """A plan's timeline, and what it was simulated from; `links` is None where the plan does not keep its traffic."""
+
+    timeline: Timeline
+    costs: Costs
+    links: Links | None
+
+
+def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> SimulatedPlan:
+    """All ranks of the plan over a whole batch: `timeline.batch_seconds` is the plan's `simulated_step_time`.
+
+    To the last bit where the planner simulated the same; to rounding where a short batch stood for a long one. Messages
+    of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took other nodes
+    first than the cluster lists, another one may go first here.
+
+    Without traffic messages take no time, and the sum of gradients is a part of each update.
+
+    Arguments:
+        num_microbatches: of the whole batch, where the plan leaves it open.
+
+    Raises ValueError as `schedule_of` does.
+    """
+    schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
+    costs = Costs(
+        forward=[stage.forward_seconds for stage in plan.stages],
+        backward=[stage.backward_seconds for stage in plan.stages],
+        update=[each.optimizer_seconds for each in traffic] or [stage.update_seconds for stage in plan.stages],
+    )
+    if not traffic:
+        return SimulatedPlan(simulate(schedule, costs), costs, None)
+    if schedule.rule.updates_may_wait and any(each.sum_seconds for each in traffic):
+        schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
+    ranks = schedule.owners[: len(plan.stages) // plan.num_chunks]
+    links = links_of(traffic, ranks, rings=ranks)
+    return SimulatedPlan(simulate(schedule, costs, links), costs, links)

@@ -1,0 +1,75 @@
+"""What a plan says of its links: bytes over each cut, the way that they take, and the parts of each update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ...schedules.timing.links import Links, Sum, Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTraffic:
+    """Messages of a stage to the next one, and its update, part by part.
+
+    Arguments:
+        message_bytes: that cross the cut behind it, a microbatch and direction, of all its tensor ranks together.
+        latency: of a message to or from the next stage, whichever replicas share the microbatch [s].
+        seconds_per_byte: of such a message [s/byte]; T tensor ranks, which each send a part, take a T-th.
+        sum_seconds: gradients summed over the replicas, in front of an update [s].
+        optimizer_seconds: the optimizer's step on one rank [s].
+        gather_seconds: of weights of which each replica updates a part [s].
+
+    Raises ValueError for figures that are negative or not finite.
+    """
+
+    message_bytes: float
+    latency: float
+    seconds_per_byte: float
+    sum_seconds: float
+    optimizer_seconds: float
+    gather_seconds: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{each.name}={value!r}: expected a finite number, at least 0")
+
+
+def links_of(
+    stages: Sequence[StageTraffic],
+    ranks: Sequence[Sequence[int]],
+    *,
+    rings: Sequence[Sequence[int]],
+    num_microbatches: int | None = None,
+) -> Links:
+    """Network of ranks with one card each, on which their messages and sums of gradients queue.
+
+    Arguments:
+        stages: [S]; with V chunks, those of later chunks have the ways of the first.
+        ranks: [P] replicas of each stage of the first chunk; microbatch k runs on number k % replicas.
+        rings: [P] members of the sums of a stage, in the order in which they stand around it.
+        num_microbatches: of all `ranks`; None: ways for any number.
+    """
+    pipeline = len(ranks)
+    ways: dict[tuple[int, int], Way] = {}
+    for s, stage in enumerate(stages[: min(pipeline, len(stages) - 1)]):
+        here, there = ranks[s], ranks[(s + 1) % pipeline]
+        different = math.lcm(len(here), len(there))  # microbatches; behind them the pairs come again
+        if num_microbatches is not None:
+            different = min(different, num_microbatches)
+        pairs = {(here[k % len(here)], there[k % len(there)]) for k in range(different)}
+        for src, dst in (way for a, b in pairs for way in ((a, b), (b, a))):
+            ways[src, dst] = Way(
+                latency=stage.latency, seconds_per_byte=stage.seconds_per_byte, sending=src, receiving=dst
+            )
+    sums = []
+    for s, stage in enumerate(stages):
+        if stage.sum_seconds > 0:
+            members = rings[s % pipeline]
+            around = tuple(zip(members, (*members[1:], members[0]), strict=True))
+            ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around if (src, dst) not in ways}
+            sums.append(Sum(stage=s, seconds=stage.sum_seconds, gather=stage.gather_seconds, ways=around))
+    return Links(network=ways, activation_bytes=[stage.message_bytes for stage in stages[:-1]], sums=tuple(sums))

@@ -1,0 +1,220 @@
+"""Plans simulated from what their files keep: the same seconds as the planner's own simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, partition, plan
+from stagewright.partition.plans.shown import exhibit_of_plan
+from stagewright.partition.plans.simulated import SimulatedPlan, simulated
+from stagewright.schedules import simulate
+from stagewright.viz.explorer.whatif_data import whatif_data
+
+SLOW = Cluster.parse("4:net=10B/s@0.25s")
+NODES = tuple(
+    Node(
+        name=f"n{i}",
+        forward_seconds=1 + i % 3 / 7,
+        backward_seconds=2 + i % 2 / 3,
+        activation_bytes=5 + i,
+        parameter_bytes=20 + i,
+        update_seconds=0.3,
+    )
+    for i in range(8)
+)
+
+
+def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
+    return plan(Profile(nodes=NODES), cluster, global_batch=M, **options)
+
+
+def read_again(found: Plan) -> SimulatedPlan:
+    """From the plan's file."""
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    return simulated(again)
+
+
+HEAVY_END = Profile(nodes=(NODES[0], replace(NODES[1], forward_seconds=3.0, backward_seconds=6.0)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "pipedream", "zb-h1"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, sharding: str) -> None:
+    """To the last bit, although of equal replicas the planner simulated one, and this simulates all."""
+    found = planned(schedules=schedule, pipeline_sizes=(2,), data_sizes=(replicas,), optimizer_sharding=(sharding,))
+    assert found.replicas == (replicas, replicas)
+    whole = read_again(found)
+    assert whole.timeline.batch_seconds == found.simulated_step_time
+    assert (max(each.gather_seconds for each in found.traffic) > 0) == (sharding == "full" and replicas > 1)
+    # What went over links took its time: without them a batch is shorter.
+    assert simulate(whole.timeline.schedule, whole.costs).batch_seconds < whole.timeline.batch_seconds
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_chunks_and_the_way_back_to_the_first_rank(schedule: str, data: int) -> None:
+    found = planned(
+        Cluster.parse("3x2:inner=50B/s,outer=5B/s@0.25s"),
+        12,
+        schedules=schedule,
+        chunk_sizes=(2,),
+        pipeline_sizes=(3,),
+        data_sizes=(data,),
+    )
+    assert found.num_chunks == 2
+    assert read_again(found).timeline.batch_seconds == found.simulated_step_time
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cluster", "M", "replicas"),
+    [
+        ("1f1b", "4:net=10B/s@0.25s", 3, (1, 3)),
+        ("2bw", "5:net=100B/s", 3, (2, 3)),
+        ("2bw", "5:net=100B/s", 12, (1, 4)),
+        ("pipedream", "5:net=100B/s", 12, (2, 3)),
+    ],
+)
+def test_unequal_replicas(schedule: str, cluster: str, M: int, replicas: tuple[int, ...]) -> None:
+    """Their microbatches go round."""
+    found = partition(HEAVY_END, Cluster.parse(cluster), schedule=schedule, num_microbatches=M)
+    assert found.replicas == replicas
+    assert read_again(found).timeline.batch_seconds == found.simulated_step_time
+
+
+def test_updates_that_wait_for_sums_are_deferred_as_in_the_plan() -> None:
+    found = planned(schedules="2bw", pipeline_sizes=(2,), data_sizes=(2,))
+    whole = read_again(found)
+    assert whole.timeline.schedule != found.build_schedule()
+    at_once = simulate(found.build_schedule(), whole.costs, whole.links).batch_seconds
+    assert at_once > whole.timeline.batch_seconds == found.simulated_step_time
+
+
+def test_tensor_groups_send_a_part_each() -> None:
+    """Two of every two ranks send half a message: the way is twice as fast, and a rank of the picture is a group."""
+    profiles = [Profile(nodes=NODES, tensor=size, microbatch_size=1) for size in (1, 2)]
+    found = plan(profiles, SLOW, global_batch=8, tensor_sizes=(2,), pipeline_sizes=(2,), data_sizes=(1,))
+    assert found.tensor == 2
+    whole = read_again(found)
+    assert whole.timeline.batch_seconds == found.simulated_step_time
+    assert whole.links is not None
+    assert whole.links.way(0, 1).seconds_per_byte == 1 / 10 / 2
+    exhibit = exhibit_of_plan(found)
+    assert exhibit.predicted_peak == (found.memory_bytes[0], found.memory_bytes[2])
+
+
+def test_a_long_batch_for_which_the_planner_took_a_short_one() -> None:
+    found = planned(M=200, schedules="1f1b", pipeline_sizes=(4,), data_sizes=(1,))
+    assert read_again(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
+
+
+KINDS = (DeviceKind(name="fast", speed=2.0), DeviceKind(name="slow", speed=0.75))
+FIGURES = st.floats(0.0, 3.0).map(lambda x: round(x, 3))
+LEVELS = st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([0.5, 2.0, 50.0]))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    inner, outer, bandwidth = draw(LEVELS)
+    latency = draw(st.sampled_from([0.0, 0.25]))
+    cluster = Cluster.parse(f"{outer}x{inner}:inner=50B/s,outer={bandwidth}B/s@{latency}s")
+    names = draw(st.lists(st.sampled_from([kind.name for kind in KINDS]), min_size=outer, max_size=outer))
+    return draw(st.sampled_from([cluster, replace(cluster, kinds=KINDS, nodes=tuple(names))]))
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.filter_too_much],
+)
+@given(st.data())
+def test_whatever_is_planned(data: st.DataObject) -> None:
+    nodes = [
+        Node(
+            name=f"n{i}",
+            forward_seconds=data.draw(FIGURES) + 0.1,
+            backward_seconds=data.draw(FIGURES),
+            activation_bytes=data.draw(FIGURES),
+            parameter_bytes=data.draw(FIGURES),
+            update_seconds=data.draw(FIGURES),
+        )
+        for i in range(data.draw(st.integers(2, 6)))
+    ]
+    schedule = data.draw(st.sampled_from(["1f1b", "2bw", "interleaved", "pipedream"]))
+    batch = data.draw(st.sampled_from([3, 4, 8, 24]))
+    try:
+        found = plan(Profile(nodes=nodes), data.draw(clusters()), global_batch=batch, schedules=schedule)
+    except ValueError:
+        assume(False)  # the cluster has no place for it
+    assert read_again(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
+
+
+def test_the_exhibit_brings_links_limits_and_peaks() -> None:
+    found = planned(schedules="1f1b", pipeline_sizes=(2,), data_sizes=(2,), memory_limit=1e6)
+    exhibit = exhibit_of_plan(found)
+    assert (exhibit.notes, exhibit.memory_limit) == ((), (1e6,) * 4)
+    assert exhibit.predicted_peak == tuple(found.memory_bytes[rank] for rank in range(4))
+    assert exhibit.predicted is not None
+    assert exhibit.costs is not None
+    assert exhibit.links is not None
+    assert simulate(exhibit.predicted.schedule, exhibit.costs, exhibit.links) == exhibit.predicted
+
+
+def test_what_if_knows_ways_for_batches_of_other_sizes() -> None:
+    """Replicas that share no microbatch of this batch may share one of a longer batch."""
+    found = partition(HEAVY_END, Cluster.parse("5:net=100B/s"), schedule="2bw", num_microbatches=3)
+    assert found.replicas == (2, 3)
+    varied = whatif_data(exhibit_of_plan(found))
+    assert varied is not None
+    assert max(each["microbatches"] for each in varied["wirings"]) >= 6
+
+
+def test_a_file_without_traffic_is_drawn_with_a_note() -> None:
+    found = planned(schedules="1f1b", pipeline_sizes=(2,), data_sizes=(2,))
+    data = json.loads(found.to_json())
+    for stage in data["stages"]:
+        del stage["traffic"]
+    old = Plan.from_json(json.dumps(data))
+    exhibit = exhibit_of_plan(old, name="old")
+    assert exhibit.links is None
+    (note,) = exhibit.notes
+    assert note == (
+        "old: messages take no time in this picture, since the plan does not keep its links; with them the planner "
+        f"simulated {found.simulated_step_time:.4g} s a batch"
+    )
+    timeline = simulated(old).timeline
+    assert timeline.batch_seconds < (found.simulated_step_time or 0)
+    assert timeline == simulate(old.build_schedule(), simulated(old).costs)
+    assert simulated(old).costs.update == tuple(stage.update_seconds for stage in old.stages)
+
+
+def edited(change: Callable[[list[dict[str, Any]]], None], **options: Any) -> str:
+    data = json.loads(planned(schedules="interleaved", chunk_sizes=(2,), pipeline_sizes=(2,), **options).to_json())
+    change(data["stages"])
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stages: stages[1].update(traffic=None), "traffic of 3 of 4 stages: expected that of all, or of none"),
+        (lambda stages: stages[1]["traffic"].pop("latency"), r"stages\[1\]: traffic: latency: missing: expected a"),
+        (lambda stages: stages[0]["traffic"].update(latency=-1), r"stages\[0\]: traffic: latency: -1: expected a fin"),
+        (lambda stages: stages[0]["traffic"].update(bytes=1), r"stages\[0\]: traffic: unknown field bytes"),
+        (lambda stages: stages[2]["traffic"].update(latency=9.0), r"stage 2 with traffic of latency.* \(9\.0, 0\.1\)"),
+        (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "sum_seconds=1.0 of a stage without replicas"),
+    ],
+)
+def test_traffic_that_cannot_be(change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"p\.json: .*{message}|p\.json: {message}"):
+        Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
