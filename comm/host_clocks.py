@@ -88,7 +88,7 @@ class HostClocks:
             self.readings.append(reading)
 
     def offset_at(self, at: float) -> tuple[float, float]:
-        """What to add at a time of this clock to get that of process 0's host, and the most it may be wrong by [s]."""
+        """Seconds to add to a time of this clock for that of process 0's host, and the most they may be wrong by."""
         return offset_at(tuple(self.readings), at)
 
     def abort(self) -> None:

@@ -29,7 +29,7 @@ class Shown:
         return as_html(self)
 
     def _exhibit(self) -> Exhibit:
-        """What its page shows; ValueError where nothing can be simulated."""
+        """Exhibit of its page; ValueError where nothing can be simulated."""
         from ..viz.notebook import exhibit_of
 
         return exhibit_of(self)

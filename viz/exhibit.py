@@ -1,4 +1,4 @@
-"""What is shown: one run, plan or schedule, read once and drawn by every view alike.
+"""Exhibits: one run, plan or schedule, read once and drawn by every view alike.
 
     run folder, plan, schedule, CSV, Perfetto or Kineto trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
 

@@ -1,4 +1,4 @@
-"""What a node is: its host, versions, network interfaces and a free port, read without torch."""
+"""Facts about a node: its host, versions, network interfaces and a free port, read without torch."""
 
 from __future__ import annotations
 

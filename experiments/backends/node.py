@@ -44,7 +44,7 @@ _KILLED = 5.0  # [s] for killed ones to be gone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a node is to do.
+    """Task of a node.
 
     Arguments:
         folder: the one that the work runs in.
@@ -125,7 +125,7 @@ def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
 
 
 def _own_problem(order: Order, facts: NodeFacts) -> str:
-    """What is wrong with this node by itself; empty: nothing."""
+    """Faults of this node by itself; empty: none."""
     found = []
     if order.interface and order.interface not in facts.interfaces:
         found.append(f"no network interface {order.interface!r}: expected one of {', '.join(sorted(facts.interfaces))}")

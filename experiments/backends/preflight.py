@@ -78,7 +78,7 @@ class Present:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What a node knows after the meeting.
+    """Knowledge of a node after the meeting.
 
     Arguments:
         nodes: all of them by rank, on node 0; elsewhere empty.

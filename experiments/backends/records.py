@@ -1,4 +1,4 @@
-"""What every back end takes and gives: nodes, the work that each of them starts, and how it ended.
+"""Records that every back end takes and gives: nodes, the work that each of them starts, and how it ended.
 
 Work ---+
         +--> Backend.run ---> on each node: torchrun --nnodes N --node-rank i ... module arguments ---> Outcome
@@ -55,7 +55,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What each rank runs: a module as a script, under torchrun.
+    """Program of each rank: a module as a script, under torchrun.
 
     Arguments:
         module: dotted name, such as "stagewright.experiments.works.train".

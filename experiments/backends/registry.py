@@ -37,7 +37,7 @@ class Access:
     interface: str = ""
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """What the maker of a back end takes of it. Raises ValueError where something is missing or cannot be read."""
+        """Options for the maker of a back end. Raises ValueError where something is missing or cannot be read."""
         if name == "ssh":
             from .hosts import read_hosts
 

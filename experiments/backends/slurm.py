@@ -202,7 +202,7 @@ class _Watch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Told:
-    """What a node has told in its files so far."""
+    """Words of a node in its files so far."""
 
     rank: int
     folder: Path

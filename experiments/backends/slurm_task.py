@@ -1,4 +1,4 @@
-"""What a Slurm task runs, one per node: the node's starter, with rank, master and port from Slurm's environment.
+"""Program of a Slurm task, one per node: the node's starter, with rank, master and port from Slurm's environment.
 
 task i (submitit) --- stdin: the order, then held open -----> starter of node i --> torchrun line
                  <-- events, appended with how it ended ---- folder/nodeI.events, which the command follows

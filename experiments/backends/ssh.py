@@ -89,7 +89,7 @@ class SshBackend:
         return run_nodes(starts, work, nodes, address=address, port=self._port, say=self._say)
 
     def command(self, host: RemoteHost) -> tuple[str, ...]:
-        """What runs the starter on a host."""
+        """Command line that runs the starter on a host."""
         starter = f"exec {shlex.quote(host.python)} -P -m stagewright.experiments.backends.node"
         return (*self._ssh(host), starter)
 

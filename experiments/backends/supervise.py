@@ -209,7 +209,7 @@ class _Running:
 
     @property
     def last_words(self) -> str:
-        """What a node that never came up said."""
+        """Last words of a node that never came up."""
         return "; ".join(list(self.tail)[-_FEW:]) or "without a word"
 
     def _events(self, stream: IO[bytes]) -> None:

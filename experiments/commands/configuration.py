@@ -1,4 +1,4 @@
-"""What a run, plan or schedule was set up with, as far as it says: figures by name, to be put side by side."""
+"""Configuration of a run, plan or schedule, as far as it says: figures by name, to be put side by side."""
 
 from __future__ import annotations
 

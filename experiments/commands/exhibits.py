@@ -176,7 +176,7 @@ def _folders_for_trace_files(sources: Sequence[str]) -> list[str]:
 
 
 def _folders_of_hosts(sources: Sequence[str], options: CostOptions, root: Path) -> dict[str, tuple[Path, ...]]:
-    """Of sources that several hosts have left of one run: all their folders for the first, none for the others."""
+    """Folders of each source; of several that hosts have left of one run all stand at the first, none at the others."""
     folders = {find_run(Path(s), root=root): s for s in sources if _is_folder(s, options, root)}
     found: dict[str, tuple[Path, ...]] = {}
     for together in hosts_of_runs(list(folders)):

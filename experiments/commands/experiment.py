@@ -62,11 +62,11 @@ class RunOptions:
     nodes: int | None = None
     """Nodes of every case on ranks (default: as declared)."""
     bandwidth: str | None = None
-    """Of each node's card, such as 1gbit (default: as declared)."""
+    """Rate of each node's card, such as 1gbit (default: as declared)."""
     latency: str | None = None
     """From node to node, such as 1ms (default: as declared)."""
     repetitions: int | None = None
-    """Of every part (default: as declared)."""
+    """Repetitions of every part (default: as declared)."""
     only: tuple[str, ...] = ()
     """Only these parts and cases: names of parts, or KEY=VALUE (default: all)."""
     fresh: bool = False
@@ -87,7 +87,7 @@ class RunOptions:
     """Print one JSON object; progress goes to the standard error."""
 
     def changes(self) -> Changes:
-        """What is otherwise than declared; ValueError for an option that cannot be meant."""
+        """Values other than declared; ValueError for an option that cannot be meant."""
         if self.backend is not None:
             check_known("--backend: unknown back end", self.backend, BACKENDS, listed="back ends")
         for option in ("nodes", "repetitions", "workers"):
@@ -238,7 +238,7 @@ def _intent(job: Job, folder: Path, options: RunOptions) -> Intent:
 
 
 def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
-    """What is not run, and what is run again and why: one line a reason."""
+    """Jobs that are not run, and those that are run again and why: one line a reason."""
     done = sum(not intent.runs for intent in intents)
     if done:
         note(f"{count(done, 'job')} done already")

@@ -43,7 +43,7 @@ class TimelineOptions(CostOptions):
     (.gz) for tools that read torch.profiler's, a file a rank; may be given several times (default: timeline.html, and
     beside a run .png and .perfetto.json)."""
     width: float = _STYLE.width
-    """Of a picture [inch]."""
+    """Width of a picture [inch]."""
     dpi: float = _STYLE.dpi
     """Pixels an inch of a PNG."""
     font: float = _STYLE.font

@@ -30,7 +30,7 @@ def same_code(one: str, other: str) -> bool:
 
 
 def _commit() -> str:
-    """Of the folder that the package stands in; empty where it is no git work tree."""
+    """Commit of the folder that the package stands in; empty where it is no git work tree."""
     if not (_ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]

@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What the command line says otherwise than the declaration; None: nothing.
+    """Values that the command line puts in place of declared ones; None: as declared.
 
     Arguments:
         backend: of all parts on ranks.
@@ -140,7 +140,7 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a job's own process reads: work, cases, repetitions."""
+    """Input of a job's own process: work, cases, repetitions."""
 
     work: str
     cases: tuple[Case, ...]

@@ -1,4 +1,4 @@
-"""What a report shows, as the declaration says.
+"""Parts of a report, as the declaration says.
 
 [report]
 findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report

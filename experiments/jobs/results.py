@@ -21,7 +21,7 @@ FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What figures were got with, each value once.
+    """Conditions under which figures were got, each value once.
 
     Arguments:
         codes: versions of the code.
@@ -56,7 +56,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """Of a folder that `write` wrote; ValueError for anything else."""
+        """Results in a folder that `write` wrote; ValueError for anything else."""
         figures = read_figures(folder / FIGURES_FILE)
         record = parse_object(read_text(folder / ORIGIN_FILE), source=str(folder / ORIGIN_FILE))
         words = {key: tuple(map(str, record.items(key))) for key in Origin.__slots__ if key != "num_jobs"}

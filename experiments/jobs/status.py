@@ -48,7 +48,7 @@ class Status:
 
     @classmethod
     def read(cls, folder: Path) -> Status:
-        """What the folder says; pending where it says nothing that can be read."""
+        """Status in the folder; pending where it says nothing that can be read."""
         try:
             found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
             values = {**found, "state": State(found["state"]), "commands": tuple(found["commands"])}

@@ -1,4 +1,4 @@
-"""What a case on ranks asks of the back end, by keys with a meaning of their own."""
+"""Demands of a case on ranks on the back end, by keys with a meaning of their own."""
 
 from __future__ import annotations
 

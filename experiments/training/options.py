@@ -138,7 +138,7 @@ class TrainOptions(OwnOptions):
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
 
     def _check_beside(self) -> None:
-        """Of what goes on beside training."""
+        """Faults in options of what goes on beside training."""
         if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
             raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
         if not 0 < self.checkpoint_overhead < 1:

@@ -86,7 +86,7 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 
 
 def _asked(figure: Figure) -> float | None:
-    """What was asked for in the figure's unit; None: nothing."""
+    """Value asked for, in the figure's unit; None: nothing was."""
     shape = wanted(figure.case).shape
     crosses = False
     if shape.sites:

@@ -64,7 +64,7 @@ DDP = "DistributedDataParallel"
 
 
 def profile_of_units() -> Profile:
-    """What a profiler finds of the units, exactly."""
+    """Profile of the units as a profiler would find it, exactly."""
     return Profile(
         nodes=tuple(
             Node(

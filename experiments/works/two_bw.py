@@ -142,7 +142,7 @@ def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """What 2bw gains where batches are small and large."""
+    """Gain of 2bw where batches are small and large."""
     gains: dict[tuple[How, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
         if figure.name == _GAIN and figure.case.get("schedule") == "2bw":

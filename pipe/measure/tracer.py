@@ -68,7 +68,7 @@ def check_every(every: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What a tracer looks at.
+    """Run as a tracer sees it.
 
     Arguments:
         ranks: of the schedule, in this process.

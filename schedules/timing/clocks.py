@@ -96,7 +96,7 @@ def early_messages(timeline: Timeline) -> tuple[EarlyMessage, ...]:
 
 
 def clock_note(timeline: Timeline) -> str:
-    """What people should know of the clocks behind a timeline, as half a sentence; empty where one clock stamped all.
+    """Note on the clocks behind a timeline for people, as half a sentence; empty where one clock stamped all.
 
     >>> from stagewright.schedules import Costs, build, simulate
     >>> clock_note(simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs()))

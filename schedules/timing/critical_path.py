@@ -172,7 +172,7 @@ class _Walk:
         return PathKind.BEFORE_UPDATE if before_update else PathKind.UNEXPLAINED
 
     def _latest_input(self, node: _Node, start: float) -> _Node | None:
-        """What `node` waited for; None where the timeline does not have it. Of equal ones the first in `_inputs`."""
+        """Last of what `node` waited for; None where the timeline has it not. Of equals the first in `_inputs`."""
         latest = _latest(self._inputs(node))
         if _is_update(node.what) and self._schedule.has_epilogue and (latest is None or latest.end < start):
             # Neither its rank nor its sum held it up: the global norm did, for which all ranks come together.
@@ -181,7 +181,7 @@ class _Walk:
         return latest
 
     def _inputs(self, node: _Node) -> Iterator[_Node]:
-        """What must be through before it; its rank's own program comes first."""
+        """Nodes that must be through before it; its rank's own program comes first."""
         match node.what:
             case Message():
                 maker = self._needs.maker(node.what)
@@ -240,7 +240,7 @@ class _Walk:
 
     @cached_property
     def _gradients(self) -> list[_Node]:
-        """What must be through before a global norm: the last backward of each rank, and all sums."""
+        """Nodes that must be through before a global norm: the last backward of each rank, and all sums."""
         found = []
         for rank, spans in enumerate(self._compute):
             last = next((at for at in reversed(range(len(spans))) if not _is_update(spans[at].what)), None)

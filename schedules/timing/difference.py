@@ -86,7 +86,7 @@ class Difference:
 
 
 def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> Difference:
-    """What changed from one timeline to another, be they simulated or measured, of one schedule or of two.
+    """Changes from one timeline to another, be they simulated or measured, of one schedule or of two.
 
     O(actions log actions).
     """
@@ -165,7 +165,7 @@ def _departures(before: Timeline, after: Timeline) -> list[Departure]:
 
 
 def _what_differs(before: Timeline, after: Timeline) -> list[str]:
-    """What cannot be compared, a sentence each."""
+    """Reasons why something cannot be compared, a sentence each."""
     old, new = before.schedule, after.schedule
     notes = []
     if old.num_ranks != new.num_ranks:

@@ -47,7 +47,7 @@ class Traces(NamedTuple):
 
 @dataclass(slots=True)
 class _Process:
-    """What one process left behind one start."""
+    """Records that one process left behind one start."""
 
     path: Path
     header: TraceHeader | None = None

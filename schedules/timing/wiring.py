@@ -40,7 +40,7 @@ class Passage(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What an action makes for another rank: microbatch k fills slot base + k.
+    """Product of an action for another rank: microbatch k fills slot base + k.
 
     passages: by microbatch, a number; None: it stays on the rank.
     last: by microbatch, the code of the action behind which it is whole; None: of the only one that makes it.

@@ -35,7 +35,7 @@ _TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the d
 
 
 def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
-    """What the scripts read (`model.js` says how)."""
+    """Data that the scripts read (`model.js` says how)."""
     tick = _tick(max(map(_length, exhibits)))
     programs = Programs()
     shown = [_exhibit(exhibit, tick, programs) for exhibit in exhibits]

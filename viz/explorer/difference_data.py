@@ -1,4 +1,4 @@
-"""What a measured step departs from its prediction in, and who straggles."""
+"""Departures of a measured step from its prediction, and who straggles."""
 
 from __future__ import annotations
 

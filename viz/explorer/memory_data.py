@@ -1,4 +1,4 @@
-"""What ranks hold over time, as columns: whole units of `unit` bytes, a number alone for a part that stays as it is."""
+"""Bytes that ranks hold over time, as columns: whole `unit`s, a number alone for a part that stays as it is."""
 
 from __future__ import annotations
 

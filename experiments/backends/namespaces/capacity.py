@@ -1,4 +1,4 @@
-"""What this machine carries between two nodes just now, measured: a link cannot be shaped to be faster than that."""
+"""Rate that this machine carries between two nodes now, measured: a link cannot be shaped to be faster than that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to type for links of a shape: interfaces, addresses and shapers, as lines for a shell in a node's network.
+"""Commands that make links of a shape: interfaces, addresses and shapers, as lines for a shell in a node's network.
 
 Three ways to join nodes, by what is asked for:
 

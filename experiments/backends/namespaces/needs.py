@@ -1,4 +1,4 @@
-"""What this machine must have for nodes in namespaces, and what is missing."""
+"""Programs and rights that nodes in namespaces need, and which of them are missing."""
 
 from __future__ import annotations
 

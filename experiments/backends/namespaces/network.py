@@ -130,7 +130,7 @@ def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] 
 
 @contextmanager
 def _hosts_file(addresses: Sequence[str]) -> Iterator[Path]:
-    """What /etc/hosts is on the nodes: names of all, so that none is looked for outside."""
+    """Content of /etc/hosts on the nodes: names of all, so that none is looked for outside."""
     with NamedTemporaryFile("w", prefix="stagewright-hosts-") as file:
         names = {"127.0.0.1": "localhost", **{at: f"node{node}" for node, at in enumerate(addresses)}}
         # A socket for both protocols calls an IPv4 address ::ffff:..., and torch's store asks for the name of that.

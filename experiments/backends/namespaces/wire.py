@@ -40,7 +40,7 @@ _LATE = 0.001  # [s] behind its time: such packets are counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireSpec:
-    """What the wire connects.
+    """Cards that a wire connects, and how.
 
     Arguments:
         processes: a process on each node, by whose id its network is found.
@@ -72,7 +72,7 @@ class WireSpec:
 
 @dataclass(slots=True, kw_only=True)
 class WireRecord:
-    """What the wire has carried.
+    """Counts of packets that a wire has carried.
 
     Arguments:
         packets, nbytes: delivered.
