@@ -32,7 +32,9 @@ COMMANDS: dict[str, Command] = {
     "profile": Command("commands.profile", "measure what each part of the GPT costs, or the links between processes"),
     "plan": Command("commands.plan", "choose sizes, schedule, microbatch and cuts for a cluster, by simulation"),
     "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),
-    "experiment": Command("commands.experiment", "run a scripted experiment: convergence"),
+    "experiment": Command(
+        "commands.experiment", "run experiments whose figures anyone can get again, and report on them"
+    ),
     "bench": Command("bench.command", "measure this runtime beside torch.distributed.pipelining"),
 }
 

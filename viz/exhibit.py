@@ -85,5 +85,11 @@ class Exhibit:
         return tuple(found)
 
     def curves(self, timeline: Timeline) -> tuple[MemoryCurve, ...] | None:
-        """[P] memory over time of one of its timelines; None where the stages' bytes are not known."""
-        return memory_curves(timeline, self.memory) if self.memory else None
+        """[P] memory over time of one of its timelines; None where its stages' bytes are not known.
+
+        Bytes are those of the predicted stages: a step measured with others, or on other ranks, has none.
+        """
+        predicted = timeline if self.predicted is None else self.predicted
+        if not self.memory or timeline.schedule.placement != predicted.schedule.placement:
+            return None
+        return memory_curves(timeline, self.memory)

@@ -146,8 +146,8 @@ def run(argv: Sequence[str]) -> int:
         return status
     if argv[0] in catalog.names():
         raise ValueError(f"{argv[0]} has no options of its own: type `stagewright experiment run {argv[0]}`")
-    known = [*words, *WITH_OPTIONS_OF_THEIR_OWN, *catalog.names()]
-    check_known("unknown experiment", argv[0], known, listed="list, show, run, report, and experiments")
+    known = dict.fromkeys([*words, *WITH_OPTIONS_OF_THEIR_OWN, *catalog.names()])
+    check_known("unknown experiment", argv[0], known, listed="words and experiments")
     raise AssertionError(argv[0])
 
 

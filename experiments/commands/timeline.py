@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ...schedules.wording import count
 from ...viz import Exhibit, FigureStyle
 from ..help_text import plain_help
 from .exhibits import read_exhibits
@@ -106,7 +107,10 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
             for caption, t in exhibit.timelines
         }
         if len(set(shapes.values())) > 1:
-            said = " and ".join(f"{c} has {r} ranks, {s} stages, {m} microbatches" for c, (r, s, m) in shapes.items())
+            said = " and ".join(
+                f"{c} has {count(r, 'rank')}, {count(s, 'stage')}, {count(m, 'microbatch')}"
+                for c, (r, s, m) in shapes.items()
+            )
             notes.append(f"{exhibit.name}: {said}: both are drawn, and are not to be compared row by row")
     return notes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..names import check_known
@@ -20,4 +21,4 @@ def find(name: str) -> Declaration:
     if name.endswith(".toml"):
         return Declaration.load(Path(name))
     check_known("unknown experiment", name, names(), listed="experiments")
-    return Declaration.load(_FOLDER / f"{name}.toml")
+    return replace(Declaration.load(_FOLDER / f"{name}.toml"), typed=name)

@@ -14,12 +14,19 @@ _ROOMS = ("schedules", "partition", "comm", "pipe", "experiments")  # all that f
 
 
 @cache
-def code_version() -> str:
-    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; equal exactly where the source is."""
+def code_version(work: str = "") -> str:
+    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; equal exactly where the source is.
+
+    Arguments:
+        work: "file.py:function" counts that file in, other works are the package's or installed.
+    """
     digest = hashlib.sha256()
     for room in _ROOMS:
         for path in sorted((_ROOT / room).rglob("*.py")):
             digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    own = Path(work.rpartition(":")[0])
+    if own.suffix == ".py" and own.is_file():  # one that is missing fails in the job, which says so
+        digest.update(own.read_bytes())
     commit = _commit()
     return f"{__version__}{f', commit {commit}' if commit else ''}, source {digest.hexdigest()[:8]}"
 

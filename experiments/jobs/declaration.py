@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...partition.strict import Fields, fail, printable
@@ -66,6 +66,7 @@ class Declaration:
 
     Arguments:
         name: the file's, without ".toml".
+        typed: by which `stagewright experiment` finds it: the name, or of a file of one's own "NAME.toml".
         question: in one line.
         parts: at least one.
         layout: of the report.
@@ -75,17 +76,18 @@ class Declaration:
     question: str
     parts: tuple[Part, ...]
     layout: Layout
+    typed: str
 
     @classmethod
     def load(cls, path: Path) -> Declaration:
-        """Read a TOML file; ValueError names the file, the key, its value and what was expected."""
+        """Read a TOML file of the user's own; ValueError names the file, the key, its value and what was expected."""
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}: expected the declaration of an experiment") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}: expected a TOML file") from None
-        return read_declaration(values, name=path.stem, source=str(path))
+        return replace(read_declaration(values, name=path.stem, source=str(path)), typed=path.name)
 
 
 def read_declaration(values: Mapping[str, object], *, name: str, source: str) -> Declaration:
@@ -101,7 +103,7 @@ def read_declaration(values: Mapping[str, object], *, name: str, source: str) ->
     keys = {key for part in parts for case in part.cases for key in case}
     layout = read_layout(record.optional_object("report"), keys=keys, folder=Path(source).parent)
     record.done()
-    return Declaration(name=name, question=question, parts=parts, layout=layout)
+    return Declaration(name=name, question=question, parts=parts, layout=layout, typed=name)
 
 
 def _part(record: Fields, *, folder: Path) -> Part:

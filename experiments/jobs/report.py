@@ -34,7 +34,7 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
     path = folder / "README.md"
     section = section_of(declaration, results, pictures)
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
-    write_whole(path, with_section(before, section, name=declaration.name, source=str(path)))
+    write_whole(path, with_section(before, section, name=declaration.typed, source=str(path)))
     return path
 
 
@@ -62,7 +62,7 @@ def with_section(text: str, section: str, *, name: str, source: str) -> str:
 def _origin(declaration: Declaration, results: Results) -> str:
     origin = results.origin
     said = [
-        f"`stagewright experiment run {declaration.name}`",
+        f"`stagewright experiment run {declaration.typed}`",
         f"{count(origin.num_jobs, 'job')}, {count(len(results.figures), 'figure')}: {ways(results.figures)}",
         f"on {', '.join(origin.days)}",
         f"version {'; '.join(origin.codes)}",

@@ -94,7 +94,7 @@ def gather(declaration: Declaration, folder: Path) -> Results:
         changes.append(changed)
     if not statuses:
         raise ValueError(
-            f"{folder}: no job is done: expected results; type `stagewright experiment run {declaration.name}`"
+            f"{folder}: no job is done: expected results; type `stagewright experiment run {declaration.typed}`"
         )
     return Results(
         figures=tuple(figures),

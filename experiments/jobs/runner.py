@@ -68,8 +68,9 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
         return Intent(job=job, folder=folder, runs=True, why="as told")
     if changed:
         return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
-    if not any_code and not same_code(status.code, code_version()):
-        return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code_version()}")
+    code = code_version(job.part.work)
+    if not any_code and not same_code(status.code, code):
+        return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code}")
     return Intent(job=job, folder=folder, runs=False)
 
 
@@ -168,7 +169,7 @@ def _judged(folder: Path, status: Status) -> Status:
 
 def _begun(intent: Intent, progress: Progress) -> Status:
     machine = f"{platform.node()}: {processor()}, {num_cores()} cores"
-    status = Status(state=State.RUNNING, code=code_version(), machine=machine, started=time.time())
+    status = Status(state=State.RUNNING, code=code_version(intent.job.part.work), machine=machine, started=time.time())
     status.write(intent.folder)
     progress.began(intent.job.name)
     return status

@@ -53,7 +53,10 @@ def run_cases(assignment: Assignment, path: Path | None) -> None:
     with Path(path or os.devnull).open("w", encoding="utf-8") as file:
         for case in assignment.cases:
             began = time.perf_counter()
-            for figure in work(case, assignment.repetitions):
+            found = work(case, assignment.repetitions)
+            if not isinstance(found, Iterable):
+                raise TypeError(f"{assignment.work} gave {found!r}: expected Figures, as by `yield Figure(...)`")
+            for figure in found:
                 if not isinstance(figure, Figure):
                     raise TypeError(f"{assignment.work} gave {figure!r}: expected a Figure")
                 file.write(f"{figure.to_json()}\n")

@@ -15,6 +15,7 @@ import pytest
 
 from stagewright.experiments.backends.records import Nodes, Outcome, Work
 from stagewright.experiments.cli import main
+from stagewright.experiments.jobs.code import code_version
 from stagewright.experiments.jobs.declaration import Declaration
 from stagewright.experiments.jobs.figure import Figure, How, read_figures
 from stagewright.experiments.jobs.job import Changes, jobs_of
@@ -108,6 +109,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(path) == 0
     first = (tmp_path / "out" / "mine" / "report" / "results.jsonl").read_bytes()
     readme = (tmp_path / "out" / "mine" / "report" / "README.md").read_bytes()
+    assert b"\n`stagewright experiment run mine.toml`;" in readme
     assert run(path) == 0
     assert started(tmp_path) == ["one", "two"]
     assert "2 jobs done already" in capsys.readouterr().err
@@ -126,6 +128,11 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert why.startswith("the code changed: 0.0.9, source 12345678 -> 0.1.0")
     assert not intend(jobs[0], folder / jobs[0].name, any_code=True).runs
     assert intend(jobs[1], folder / jobs[1].name, fresh=True).why == "as told"
+    # so is the file that a user's own work is in
+    with (tmp_path / "work.py").open("a") as file:
+        file.write("# another line\n")
+    code_version.cache_clear()
+    assert intend(jobs[1], folder / jobs[1].name).why.startswith("the code changed: 0.1.0")
     # figures of a job that the declaration no longer has do not count
     only_two = Declaration.load(declaration(tmp_path, "two"))
     assert {figure.case.text("what") for figure in gather(only_two, folder).figures} == {"two"}

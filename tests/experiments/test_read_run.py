@@ -28,6 +28,7 @@ from stagewright.schedules.timing.trace_file import (
     trace_path,
 )
 from stagewright.viz import MeasuredStep
+from stagewright.viz.explorer.page import explorer_html
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=4)
 COSTS = Costs(forward=0.5, latency=0.25)
@@ -94,6 +95,19 @@ def test_hosts_with_a_folder_each(tmp_path: Path) -> None:
     assert read_exhibits(files) == [read_run(whole)]
     shutil.copytree(a, tmp_path / "copy")
     assert hosts_of_runs([a, tmp_path / "copy"]) == [(a,), (tmp_path / "copy",)]  # nothing of another host
+
+
+def test_a_prediction_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "gpt")
+    other = simulate(build("1f1b", num_ranks=3, num_microbatches=4), COSTS)
+    held = (StageBytes(weights=1.0),) * 3
+    RunFile(schedule=other.schedule, predicted=other, costs=COSTS, memory=held, memory_limit=(9.0,) * 3).write(folder)
+    exhibit = read_run(folder)
+    curves = exhibit.curves(other)
+    assert curves is not None
+    assert len(curves) == 3
+    assert exhibit.curves(exhibit.measured[0].timeline) is None  # whose stages' bytes nobody knows
+    assert "gpt" in explorer_html([exhibit])
 
 
 def test_a_run_of_before_there_were_traces(tmp_path: Path) -> None:
