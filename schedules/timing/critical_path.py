@@ -10,6 +10,7 @@ several inputs came last at one time there are several such chains; the one that
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,7 +33,7 @@ class PathKind(StrEnum):
     INPUT_GRAD = "input gradient"
     WEIGHT_GRAD = "weight gradient"
     UPDATE = "update"
-    MESSAGE = "message"  # from made to arrived, queueing included
+    MESSAGE = "message"  # from made to arrived, queueing included; measured, as far as its receiver waited for it
     SUM = "sum of gradients"  # from begun on the last of its ranks until it was through
     GATHER = "gather of weights"  # likewise
     BEFORE_UPDATE = "before update"  # wait: the global norm and clipping, for which an optimizer step waits
@@ -186,7 +187,10 @@ class _Walk:
             case Message():
                 maker = self._needs.maker(node.what)
                 if node.sender is not None and maker in self._place[node.sender]:
-                    yield self._action(node.sender, self._place[node.sender][maker])
+                    made = self._action(node.sender, self._place[node.sender][maker])
+                    yield made
+                    if node.start > made.end:  # measured: its receiver still computed while it was under way
+                        yield from self._action_before(node.rank, node.start)
             case Collective():
                 behind = self._begun_behind(node.what, node.rank)
                 if behind in self._place[node.rank]:
@@ -219,6 +223,12 @@ class _Walk:
             group = self._used[action.stage, action.index] - 1
         gather = Collective((action.stage,), Op.UNSHARD, -1 if group is None else group)
         return (gather,) if gather in self._collectives else ()
+
+    def _action_before(self, rank: int, moment: float) -> Iterator[_Node]:
+        """The last action of a rank that was through by then."""
+        at = bisect_right(self._compute[rank], moment, key=lambda span: span.end)
+        if at:
+            yield self._action(rank, at - 1)
 
     def _action(self, rank: int, at: int) -> _Node:
         what, start, end = self._compute[rank][at]

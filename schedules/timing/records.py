@@ -43,8 +43,9 @@ def was_waited_for(message: Message, began: float, there: float) -> bool:
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
     """The measured Timeline of all ranks, beginning at 0.
 
-    The comm lane of a rank shows the messages that it really had to wait for, from when they were made on the other
-    rank until they were there (one that came early was not seen to arrive).
+    The comm lane of a rank shows the messages that it really had to wait for: from when they were made on the other
+    rank, or from when this one began to wait where that is later, until they were there. One that came early was not
+    seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
 
     Arguments:
         records: [P]; None: nothing is known of this rank.
@@ -62,7 +63,8 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
             made = made_at.get(needs.maker(message))
             if made is None:
                 continue
-            comm.append(Span(message, min(made, there + record.offset), there + record.offset))
+            end = there + record.offset
+            comm.append(Span(message, min(max(made, began + record.offset), end), end))
         by_start = sorted(record.collectives, key=lambda span: span.start)
         ranks.append(
             RankTrace(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stagewright.schedules import (
+    Action,
     Collective,
     Costs,
     Idle,
@@ -138,6 +139,28 @@ def test_only_what_was_waited_for_is_seen_to_arrive() -> None:
     assert [span.what for span in assemble_timeline(simulated.schedule, [first, second]).ranks[1].comm] == [message]
     early = replace(second, arrivals=tuple((m, there - 1e-6, there) for m, _, there in second.arrivals))
     assert assemble_timeline(simulated.schedule, [first, early]).ranks[1].comm == ()
+
+
+def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() -> None:
+    """Rank 1 works for 10 s on microbatch 0, then waits 1 ms for what rank 0 made 9 s ago: a thread that woke."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=2)
+    act = [Message(MessageKind.ACT, 0, 1, k) for k in range(2)]
+    first = RankRecord(
+        compute=tuple(Span(Action(0, Op.F, k), float(k), k + 1.0) for k in range(2)),
+        arrivals=(),
+    )
+    second = RankRecord(
+        compute=(Span(Action(1, Op.F, 0), 1.5, 11.0), Span(Action(1, Op.F, 1), 11.001, 21.0)),
+        arrivals=((act[0], 0.0, 1.5), (act[1], 11.0, 11.001)),
+    )
+    measured = assemble_timeline(schedule, [first, second])
+    assert measured.ranks[1].comm == (Span(act[0], 1.0, 1.5), Span(act[1], 11.0, 11.001))
+    path = critical_path(measured)
+    assert [step.what for step in path.steps] == [
+        Action(0, Op.F, 0), act[0], Action(1, Op.F, 0), act[1], Action(1, Op.F, 1)
+    ]  # fmt: skip
+    assert path.by_link == {(0, 1): pytest.approx(0.501)}
+    assert path.seconds == pytest.approx(21.0)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw"])
