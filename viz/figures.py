@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..schedules import Timeline
 from .exhibit import Exhibit
-from .panels import RowsPanel, TimelinePanel, panels_of
+from .panels import Panel, TimelinePanel, panels_of
 from .sheet import FigureStyle, Sheet
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def comparison_figure(exhibits: Exhibit | Sequence[Exhibit], *, style: FigureSty
 
     Raises ValueError for no exhibit.
     """
-    panels = panels_of([exhibits] if isinstance(exhibits, Exhibit) else exhibits)
+    panels = panels_of([exhibits] if isinstance(exhibits, Exhibit) else exhibits, memory=style.memory)
     if not panels:
         raise ValueError("exhibits=[]: expected at least one Exhibit")
     return _figure(panels, style)
@@ -79,7 +79,7 @@ def write_figure(figure: ShownFigure, path: str | Path) -> None:
     Path(path).write_bytes(figure.as_bytes(suffix.removeprefix(".")))
 
 
-def _figure(panels: Sequence[TimelinePanel | RowsPanel], style: FigureStyle) -> ShownFigure:
+def _figure(panels: Sequence[Panel], style: FigureStyle) -> ShownFigure:
     from .shown_figure import ShownFigure
 
     sheet = Sheet(panels, style)

@@ -6,14 +6,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..schedules import Idle, MessageKind, Op
+from ..schedules import Idle, MemoryPart, MessageKind, Op
 from .idle import IdleFill
+from .memory_panel import LINE_INK, LINE_STYLES
 from .palette import (
     CAUSE_HUES,
     COLLECTIVE_HUES,
     COLLECTIVE_WORDS,
     IDLE_FILL,
     IDLE_HATCH,
+    MEMORY_HUES,
     MESSAGE_HUES,
     MESSAGE_WORDS,
     OP_HUES,
@@ -60,6 +62,7 @@ class Shown:
         batches: True where every other batch is paler.
         marks_end: True where a dashed line marks the predicted end.
         versions: True where forwards wear their weight version.
+        memory, memory_lines: parts of what ranks hold, and names of the lines over them.
         paths: a sentence on each critical path that is marked.
     """
 
@@ -71,6 +74,8 @@ class Shown:
     batches: bool
     marks_end: bool
     versions: bool = False
+    memory: Collection[MemoryPart] = ()
+    memory_lines: Sequence[str] = ()
     paths: Sequence[str] = ()
 
 
@@ -82,6 +87,7 @@ def legend_lines(shown: Shown, *, idle: IdleFill, font: float, width: float) -> 
     return [
         *_broken("timeline:", list(_timeline_keys(shown, idle)), room),
         *_broken("idle by cause:", causes, room),
+        *_broken("memory:", list(_memory_keys(shown)), room),
         *_broken("critical path:", paths, room),
     ]
 
@@ -120,6 +126,15 @@ def _timeline_keys(shown: Shown, idle: IdleFill) -> Iterator[Key]:
         yield Key(Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words)
     if shown.marks_end:
         yield Key(Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end")
+
+
+def _memory_keys(shown: Shown) -> Iterator[Key]:
+    from matplotlib.lines import Line2D
+
+    for part in (part for part in MemoryPart if part in shown.memory):
+        yield Key(_patch(MEMORY_HUES[part]), part.value)
+    for name in shown.memory_lines:
+        yield Key(Line2D([], [], color=LINE_INK, linestyle=LINE_STYLES[name], linewidth=0.9), name)
 
 
 def _patch(colour: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Panels of a figure: one timeline each, or the rows of a trace that others wrote; and what their titles say."""
+"""Panels of a figure: a timeline, its memory, or the rows of a trace that others wrote; and what their titles say."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..schedules import CriticalPath, Op, Timeline, critical_path
 from .exhibit import Exhibit, Row, Slice
 from .gantt import Labels, batch_of, draw_timeline, name_rows, num_chunks, ops_of
 from .idle import IdleFill
+from .memory_panel import MemoryPanel
 from .palette import OP_HUES, OTHER_HUE, RGB, ink, shade
 from .scale import TOP, Scale, corners, points, style_rows
 
@@ -206,10 +207,17 @@ def name_colour(name: str) -> RGB:
     return shade(hues[number % len(hues)], chunk=number // len(hues) % _NAME_SHADES, num_chunks=_NAME_SHADES)
 
 
-def panels_of(exhibits: Sequence[Exhibit]) -> list[TimelinePanel | RowsPanel]:
+Panel = TimelinePanel | MemoryPanel | RowsPanel
+
+
+def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
     """Panels of all exhibits, from above. A measured one is compared with its own prediction, any other one with the
-    first of all."""
-    panels: list[TimelinePanel | RowsPanel] = []
+    first of all.
+
+    Arguments:
+        memory: whether each timeline's memory stands below it, where stages' bytes are known.
+    """
+    panels: list[Panel] = []
     first: TimelinePanel | None = None
     for exhibit in exhibits:
         own: TimelinePanel | None = None
@@ -217,6 +225,8 @@ def panels_of(exhibits: Sequence[Exhibit]) -> list[TimelinePanel | RowsPanel]:
             name = caption if len(exhibits) == 1 else f"{exhibit.name}, {caption}"
             panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_predicted=own is not None)
             panels.append(panel)
+            if memory and exhibit.memory:
+                panels.append(MemoryPanel(caption=name, exhibit=exhibit, timeline=timeline))
             own, first = own or panel, first or panel
         if exhibit.foreign:
             panels.append(RowsPanel(caption=exhibit.name, rows=exhibit.foreign))

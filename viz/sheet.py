@@ -30,7 +30,8 @@ from .gantt import (
 )
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
 from .legend import Shown, draw_line, legend_lines, line_height
-from .panels import RowsPanel, TimelinePanel, time_unit
+from .memory_panel import MemoryPanel, ceiling_of, lines_of, parts_of
+from .panels import Panel, TimelinePanel, time_unit
 from .path_marks import draw_path, path_words
 from .scale import UNITS_AN_INCH, Scale, points
 
@@ -55,6 +56,7 @@ class FigureStyle:
         dpi: pixels an inch of a PNG.
         font: size of the words [points]; all others follow it.
         title: whether the schedule and its sizes stand above all; a paper's caption says that.
+        memory: whether what each rank holds over time stands below each timeline, where stages' bytes are known.
         critical_path: whether the chain of actions and messages that determines the end is marked, with its shares.
         idle: "cause": idle time in the hue of its cause; "hatch": all of it hatched, for print without colours.
 
@@ -67,6 +69,7 @@ class FigureStyle:
     title: bool = True
     idle: IdleFill = "cause"
     critical_path: bool = False
+    memory: bool = False
 
     def __post_init__(self) -> None:
         if not _NARROWEST <= self.width <= 200:
@@ -82,20 +85,23 @@ class FigureStyle:
 class Sheet:
     """The layout of one figure."""
 
-    def __init__(self, panels: Sequence[TimelinePanel | RowsPanel], style: FigureStyle) -> None:
+    def __init__(self, panels: Sequence[Panel], style: FigureStyle) -> None:
         self.panels, self.style = panels, style
         self.timelines = [panel.timeline for panel in panels if isinstance(panel, TimelinePanel)]
+        self.memories = [panel for panel in panels if isinstance(panel, MemoryPanel)]
+        self.ceiling = ceiling_of(self.memories)
         self.times = style.font / _USUAL_FONT
         self.width = style.width * UNITS_AN_INCH
         longest = max(panel.length for panel in panels)
         self.unit_name, self.unit = time_unit(longest)
         self.causes = {cause for t in self.timelines for cause in causes_of(t)}
-        self.bars = min(_BARS * self.times, _BARS_SHARE * self.width) if self.causes else 0.0
+        has_side = bool(self.causes or self.memories)  # at the right: idle bars, peaks
+        self.bars = min(_BARS * self.times, _BARS_SHARE * self.width) if has_side else 0.0
         self.left, right = _LEFT * self.times, _RIGHT * self.times
         self.scale = Scale(
             unit=self.unit,
             length=longest or self.unit,
-            width=self.width - self.left - right - (self.bars + _BARS_GAP * self.times if self.causes else 0),
+            width=self.width - self.left - right - (self.bars + _BARS_GAP * self.times if has_side else 0),
             row=self.times * round(min(_HIGHEST_ROW, max(_LOWEST_ROW, _ROW / self._num_rows() ** 0.5))),
             font=style.font,
             with_lanes=any(message_kinds_of(t) or collectives_of(t) for t in self.timelines),
@@ -126,6 +132,8 @@ class Sheet:
             batches=any(map(shows_batches, ts)),
             versions=any(shows_versions(t, self.scale, self.labels) for t in ts),
             paths=[f"{p.caption}: {path_words(p.path)}" for p in self._paths()],
+            memory=parts_of(self.memories),
+            memory_lines=lines_of(self.memories),
             marks_end=any(isinstance(p, TimelinePanel) and p.predicted_end is not None for p in self.panels),
         )
         width = points(self.width - self.left)
@@ -148,7 +156,9 @@ class Sheet:
     def draw(self, figure: Figure) -> None:
         """Draw everything."""
         if self.style.title:
-            headings = "   /   ".join(dict.fromkeys(panel.heading for panel in self.panels))
+            headings = "   /   ".join(
+                dict.fromkeys(panel.heading for panel in self.panels if not isinstance(panel, MemoryPanel))
+            )
             self.text(figure, 30 * self.times, headings, size=1.47 * self.style.font, weight="bold")
         top: float = self._top()
         for panel in self.panels:
@@ -158,7 +168,7 @@ class Sheet:
             middle = (self.foot + 0.5 * _FOOT * self.times - (number + 0.5) * step) / self.height
             draw_line(figure, line, font=self.style.font, left=self.left / self.width, middle=middle)
 
-    def _draw_panel(self, figure: Figure, panel: TimelinePanel | RowsPanel, top: float) -> float:
+    def _draw_panel(self, figure: Figure, panel: Panel, top: float) -> float:
         """Draw one panel below `top`; returns where it ends."""
         scale, is_last = self.scale, panel is self.panels[-1]
         title = panel.title(self.unit_name, self.unit)
@@ -173,7 +183,10 @@ class Sheet:
             if panel.predicted_end is not None:
                 axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
             if self.causes and panel.length > 0:
-                self._draw_bars(figure, panel, top, height, is_last=is_last)
+                is_lowest = panel.timeline is self.timelines[-1]
+                self._draw_bars(figure, panel, top, height, is_last=is_lowest)
+        elif isinstance(panel, MemoryPanel):
+            panel.draw(axes, scale, self.ceiling)
         else:
             panel.draw(axes, scale)
         axes.tick_params(labelbottom=is_last)

@@ -26,6 +26,7 @@ from ..schedules import Idle, Op, Timeline
 from .exhibit import Exhibit
 from .gantt import batch_of, num_chunks, ops_of, shows_batches
 from .idle import causes_of, idle_shares, idle_stretches
+from .memory_panel import MemoryPanel
 from .palette import CAUSE_HUES, OP_HUES, OP_WORDS, OTHER_HUE, RGB, batch_shade, ink, shade
 from .panels import RowsPanel, TimelinePanel, name_colour, panels_of, time_unit
 
@@ -87,7 +88,8 @@ def render_terminal(exhibits: Sequence[Exhibit], *, width: int | None = None, co
         width = max(_NARROWEST, shutil.get_terminal_size().columns)
     if isinstance(width, bool) or not isinstance(width, int) or width < _NARROWEST:
         raise ValueError(f"width={width!r}: expected a number of columns, at least {_NARROWEST}")
-    page = _Page(panels_of(exhibits), width, _wants_colour() if colour is None else colour)
+    panels = [panel for panel in panels_of(exhibits) if not isinstance(panel, MemoryPanel)]
+    page = _Page(panels, width, _wants_colour() if colour is None else colour)
     return page.text()
 
 

@@ -53,6 +53,8 @@ class TimelineOptions(CostOptions):
     """Leave the title to a paper's caption."""
     critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
     """Mark the chain of actions and messages that determines the end."""
+    memory: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Below each timeline of a picture, what each rank holds over time, with peaks and limit."""
     idle: Literal["cause", "hatch"] = _STYLE.idle
     """cause: idle time in the hue of its cause. hatch: all alike."""
     terminal: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -71,6 +73,7 @@ def run(argv: Sequence[str]) -> int:
         title=not options.no_title,
         idle=options.idle,
         critical_path=options.critical_path,
+        memory=options.memory,
     )
     if options.terminal and options.json:
         raise ValueError("--terminal beside --json: expected one of them")
@@ -79,6 +82,12 @@ def run(argv: Sequence[str]) -> int:
         check_out("-o", path)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
+    if options.memory:
+        notes += [
+            f"{each.name}: no memory is drawn: nothing says what its stages hold"
+            for each in exhibits
+            if not each.memory
+        ]
     outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
     written = [made for path in outputs for made in writer_of(path)(exhibits, path, style)]
     if options.json:

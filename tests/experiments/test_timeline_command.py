@@ -75,7 +75,17 @@ def test_a_plan_is_simulated_as_planned(files: Path) -> None:
     assert exhibit.predicted is not None
     assert exhibit.predicted.schedule == planned.build_schedule()
     assert planned.simulated_step_time is not None
-    assert exhibit.predicted.batch_seconds == pytest.approx(planned.simulated_step_time, rel=1e-6)
+    assert exhibit.predicted.batch_seconds == planned.simulated_step_time
+    assert exhibit.links is not None
+
+
+def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("1f1b", "--ranks", "2", "--microbatches", "4")
+    assert main(["timeline", "plan.json", *words, "--memory", "-o", "a.svg"]) == 0
+    drawn = Path("a.svg").read_text()
+    assert ">plan, predicted, memory:  at most " in drawn
+    assert ">1f1b, predicted, memory:" not in drawn
+    assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in capsys.readouterr().err
 
 
 def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
