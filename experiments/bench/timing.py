@@ -14,12 +14,16 @@ from .models import SPIN, sleep_until
 _AHEAD = 0.005  # [s] from the naming of an instant to the instant
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Run a step on all ranks from one instant; seconds to the end of the last rank."""
+def timed(step: Callable[[], None], *, ahead: float = _AHEAD) -> float:
+    """Run a step on all ranks from one instant; seconds to the end of the last rank.
+
+    Arguments:
+        ahead: of the instant, rank 0 names it: longer than that takes to all ranks [s].
+    """
     instant = torch.zeros((), dtype=torch.float64)
     dist.barrier()
     if dist.get_rank() == 0:
-        instant.fill_(time.perf_counter() + _AHEAD + SPIN)
+        instant.fill_(time.perf_counter() + ahead + SPIN)
     dist.broadcast(instant, src=0)
     start = float(instant)
     sleep_until(start)
