@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,8 +72,16 @@ class _WatchStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        formals = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-        given = {formal.name: value for formal, value in zip(formals, args, strict=False)} | (kwargs or {})
-        if given.get("training", given.get("train", False)):
-            self.written |= {id(given[name]) for name in _STATISTICS if given.get(name) is not None}
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if names := _names_of_normalisation(func):
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if given.get("training", given.get("train", False)):
+                self.written |= {id(given[name]) for name in _STATISTICS if given.get(name) is not None}
+        return func(*args, **kwargs)
+
+
+@cache  # asked at each operation of each stage
+def _names_of_normalisation(func: Any) -> tuple[str, ...]:
+    """Names of the arguments of an operation that may update statistics; none of any other."""
+    names = tuple(formal.name for formal in func._schema.arguments) if isinstance(func, torch._ops.OpOverload) else ()
+    return names if any(name in names for name in _STATISTICS) else ()

@@ -19,9 +19,10 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from .generators import GeneratorStates
 
 _MOST = 10_000  # entries of a container that are looked into
 _NUMBERS = bool | int | float | None
+_FIXED = (bool, int, float, type(None), str, bytes, type)
 _HOLDERS = (list, dict, set, deque, np.ndarray)
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = __name__.partition(".")[0]
@@ -63,9 +65,9 @@ class Kept:
         pending: list[object] = list(roots)
         while pending:
             value = pending.pop()
-            if id(value) not in seen and not isinstance(value, _NUMBERS | str | bytes | type):
+            if id(value) not in seen and not isinstance(value, _FIXED):
                 seen[id(value)] = value
-                self._undo += [undo(value) for kind, undo in _UNDO if isinstance(value, kind)]
+                self._undo += _undo_of(value)
                 held = self._held(value)
                 pending += held if len(held) <= _MOST else ()
 
@@ -182,6 +184,19 @@ _UNDO: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
 )
 
 
+# By kind, since a model has many objects of few, and all are looked through each time that a stage runs.
+_undo_by_kind: WeakKeyDictionary[Any, list[Callable[[Any], Callable[[], object]]]] = WeakKeyDictionary()
+
+
+def _undo_of(value: Any) -> list[Callable[[], object]]:
+    kind = type(value)
+    known = _undo_by_kind.get(kind)
+    if known is None:
+        known = _undo_by_kind[kind] = [undo for base, undo in _UNDO if issubclass(kind, base)]
+    return [undo(value) for undo in known]
+
+
+@cache
 def _is_users(module: str | None) -> bool:
     """Whether what is defined in this Python module is the user's own."""
     top = (module or "").partition(".")[0]
