@@ -87,7 +87,11 @@ LocalBackend().run(work(Path(sys.argv[1]), SLEEP), Nodes(num_nodes=2))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL],
+    ids=lambda one: one.name,
+)
 def test_nothing_is_left_of_a_command_that_is_interrupted_or_killed(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:

@@ -161,7 +161,7 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
 
 
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = owner(tmp_path)
     there = networks(process.pid)

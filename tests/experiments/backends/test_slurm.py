@@ -110,6 +110,7 @@ def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submit
     assert json.loads((tmp_path / "rank0.json").read_text())["WORLD_SIZE"] == "1"
 
 
+@pytest.mark.nightly
 def test_a_node_that_fails_is_named_and_the_job_ends(tmp_path: Path, submitit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_GRACE", 0.3)
     outcome = SlurmBackend(cluster="local", say=lambda _: None).run(work(tmp_path, FAIL), TWO)
