@@ -72,6 +72,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
         "before": _side_json(comparison.before),
         "after": _side_json(comparison.after),
         "step_seconds": found.batch_seconds._asdict() | {"change": found.batch_seconds.seconds},
+        "per_batch": found.per_batch,
         "makespan": found.makespan._asdict() | {"change": found.makespan.seconds},
         "bubble": found.bubble._asdict() | {"change": found.bubble.seconds},
         "causes": [each._asdict() | {"change": each.seconds} for each in found.causes],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...schedules import Change
+from ...schedules import Change, Difference
 from ...schedules.wording import count, duration, size
 from .comparison import Comparison, Side
 
@@ -16,17 +16,18 @@ _DEPARTS = 0.01  # share of an action: smaller departures are not listed
 def table(comparison: Comparison) -> str:
     """Both sides, what changed between them, and who is to blame."""
     found = comparison.difference
+    each = " a batch" if found.per_batch else ""
     parts = [
         _heading(comparison),
         _row("", "A", "B", "change"),
         *_figures(comparison),
         "",
-        f"a rank's time (mean of {_ranks(comparison)}): what it computes, and why it idles",
+        f"a rank's time{each} (mean of {_ranks(comparison)}): what it computes, and why it idles",
         *_changes(found.causes, found.makespan),
-        _row("makespan", *_seconds(found.makespan)),
+        _row(_makespan(found), *_seconds(found.makespan)),
         *_why(comparison),
         "",
-        "critical path, by what it goes through",
+        f"critical path{each}, by what it goes through",
         *_changes(found.path, found.makespan),
         *_changes(found.links, found.makespan, indent="  "),
         *_configuration(comparison),
@@ -107,7 +108,13 @@ def _why(comparison: Comparison) -> list[str]:
         return []
     largest = found.largest_cause
     word = "longer" if found.makespan.seconds > 0 else "shorter"
-    return [f"  the makespan is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"]
+    return [
+        f"  the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"
+    ]
+
+
+def _makespan(found: Difference) -> str:
+    return "makespan a batch" if found.per_batch else "makespan"
 
 
 def _words(change: Change) -> str:

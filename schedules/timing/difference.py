@@ -3,6 +3,9 @@
     makespan = compute + warm-up + late peers + ... + update      of each rank, and so of their mean:
     change   = change of compute + changes of each cause          adds up exactly
 
+Where they show other numbers of batches (a stream's prediction, and the few of its batches that were traced), it is
+seconds of a batch that are compared.
+
 The actions of both are compared one by one where the same rank runs them in both; else ranks and totals are.
 """
 
@@ -12,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ir import Action, Schedule
+from ..ir import Action, Op, Schedule
 from ..wording import count
 from .attribution import attribute_idle
 from .critical_path import CriticalPath, critical_path
@@ -54,7 +57,7 @@ class Difference:
     """Changes from one timeline to another.
 
     Arguments:
-        makespan: of both.
+        makespan: of both; like `causes`, `path`, `links` and `ranks` seconds a batch if `per_batch`.
         batch_seconds: from batch to batch, in both; under a flush the makespan.
         bubble: of both (`Change.seconds` is a fraction).
         causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
@@ -65,6 +68,7 @@ class Difference:
         departures: actions of both, those that depart most first.
         stragglers: of the later one, against the earlier one and against their peers.
         notes: what cannot be compared, and why.
+        per_batch: the two show other numbers of batches, by which those seconds are divided.
     """
 
     makespan: Change
@@ -77,6 +81,7 @@ class Difference:
     departures: tuple[Departure, ...]
     stragglers: tuple[Straggler, ...]
     notes: tuple[str, ...]
+    per_batch: bool = False
 
     @property
     def largest_cause(self) -> Change:
@@ -90,8 +95,15 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
     O(actions log actions).
     """
+    shown = _num_batches(before), _num_batches(after)
+    per = shown if shown[0] != shown[1] and min(shown) > 0 else (1, 1)
     notes = _what_differs(before, after)
-    causes = [_causes_by_rank(each) for each in (before, after)]
+    if per != (1, 1):
+        notes.append(
+            f"{count(per[0], 'batch')} in view before and {per[1]} after: makespan, causes of idle time and critical "
+            f"path are seconds a batch"
+        )
+    causes = [_causes_by_rank(each, batches) for each, batches in zip((before, after), per, strict=True)]
     num_ranks = len(before.ranks)
     ranks: tuple[tuple[Change, ...], ...] = ()
     if len(after.ranks) == num_ranks:
@@ -100,14 +112,14 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
             () if rank in lacking else _changes(causes[0][rank], causes[1][rank]) for rank in range(num_ranks)
         )
     paths = critical_path(before), critical_path(after)
-    path, links = _changes(*map(_by_kind, paths)), _changes(*map(_by_link, paths))
+    path, links = _changes(*map(_by_kind, paths, per)), _changes(*map(_by_link, paths, per))
     same_places = before.schedule.placement == after.schedule.placement
     departures = _departures(before, after) if same_places else []
     against = find_stragglers(after, expected=before) if same_places else ()
     known = {each.who for each in against}
     peers = tuple(each for each in find_stragglers(after) if each.who not in known) if after.measured else ()
     return Difference(
-        makespan=Change("makespan", before.makespan, after.makespan),
+        makespan=Change("makespan", before.makespan / per[0], after.makespan / per[1]),
         batch_seconds=Change("batch seconds", before.batch_seconds, after.batch_seconds),
         bubble=Change("bubble", before.bubble, after.bubble),
         causes=_changes(_mean(causes[0], before.missing), _mean(causes[1], after.missing)),
@@ -117,13 +129,21 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
         departures=tuple(departures[:num_departures]),
         stragglers=(*against, *peers),
         notes=tuple(notes),
+        per_batch=per != (1, 1),
     )
 
 
-def _causes_by_rank(timeline: Timeline) -> list[dict[str, float]]:
-    """[P] seconds of compute and of each cause of idling; of each rank they add up to the makespan."""
+def _num_batches(timeline: Timeline) -> int:
+    """Number of batches of which a forward is shown."""
+    size = timeline.schedule.num_microbatches
+    spans = (span.what for rank in timeline.ranks for span in rank.compute)
+    return len({action.index // size for action in spans if action.op is Op.F})
+
+
+def _causes_by_rank(timeline: Timeline, batches: int) -> list[dict[str, float]]:
+    """[P] seconds a batch of compute and of each cause of idling; of each rank they add up to the makespan."""
     return [
-        {COMPUTE: trace.busy, **idle._asdict()}
+        {name: seconds / batches for name, seconds in {COMPUTE: trace.busy, **idle._asdict()}.items()}
         for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True)
     ]
 
@@ -134,12 +154,12 @@ def _mean(ranks: Sequence[Mapping[str, float]], missing: Sequence[int]) -> dict[
     return {name: sum(rank[name] for rank in known) / max(1, len(known)) for name in names}
 
 
-def _by_kind(path: CriticalPath) -> dict[str, float]:
-    return {kind.value: seconds for kind, seconds in path.by_kind.items()}
+def _by_kind(path: CriticalPath, batches: int) -> dict[str, float]:
+    return {kind.value: seconds / batches for kind, seconds in path.by_kind.items()}
 
 
-def _by_link(path: CriticalPath) -> dict[str, float]:
-    return {f"link {src} -> {dst}": seconds for (src, dst), seconds in path.by_link.items()}
+def _by_link(path: CriticalPath, batches: int) -> dict[str, float]:
+    return {f"link {src} -> {dst}": seconds / batches for (src, dst), seconds in path.by_link.items()}
 
 
 def _largest_first(changes: Sequence[Change]) -> tuple[Change, ...]:
@@ -183,11 +203,6 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
         notes.append(
             f"{count(old.num_microbatches, 'microbatch')} a batch before and {new.num_microbatches} after: an action "
             f"may work on another number of samples"
-        )
-    if old.num_batches != new.num_batches:
-        notes.append(
-            f"{count(old.num_batches, 'batch')} before and {new.num_batches} after: compare the seconds from batch to "
-            f"batch, not the makespans"
         )
     for name, timeline in (("before", before), ("after", after)):
         if timeline.missing:

@@ -128,7 +128,15 @@ def test_other_schedules_are_compared_as_far_as_they_can_be(name: str) -> None:
         assert "18 actions in both, 18 only before, 36 only after" in found.notes[0]
         assert {each.action.op for each in found.departures} == {Op.F}
     if name == "2bw":
-        assert any("compare the seconds from batch to batch" in note for note in found.notes)
+        batches = after.schedule.num_batches
+        assert f"1 batch in view before and {batches} after" in found.notes[-1]
+        assert found.makespan.after == pytest.approx(after.makespan / batches)
+        busy = sum(rank.busy for rank in after.ranks) / 3
+        assert found.causes[0] == ("compute", pytest.approx(18.0), pytest.approx(busy / batches))
+        for parts in (found.causes, found.path, *found.ranks):
+            assert sum(each.after for each in parts) == pytest.approx(found.makespan.after)
+            assert sum(each.before for each in parts) == pytest.approx(before.makespan)
+        assert found.per_batch
 
 
 def test_a_missing_rank_is_told_and_not_counted() -> None:
