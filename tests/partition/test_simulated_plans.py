@@ -55,6 +55,11 @@ def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, 
     whole = read_again(found)
     assert whole.timeline.batch_seconds == found.simulated_step_time
     assert (max(each.gather_seconds for each in found.traffic) > 0) == (sharding == "full" and replicas > 1)
+    assert whole.links is not None
+    sums = {each.stage: (each.seconds, each.gather) for each in whole.links.sums}
+    assert sums == {
+        s: (each.sum_seconds, each.gather_seconds) for s, each in enumerate(found.traffic) if each.sum_seconds
+    }
     # What went over links took its time: without them a batch is shorter.
     assert simulate(whole.timeline.schedule, whole.costs).batch_seconds < whole.timeline.batch_seconds
 
@@ -174,6 +179,7 @@ def test_what_if_knows_ways_for_batches_of_other_sizes() -> None:
     """Replicas that share no microbatch of this batch may share one of a longer batch."""
     found = partition(HEAVY_END, Cluster.parse("5:net=100B/s"), schedule="2bw", num_microbatches=3)
     assert found.replicas == (2, 3)
+    found = replace(found, schedule="1f1b")  # one batch, of fewer microbatches than pairs of replicas
     varied = whatif_data(exhibit_of_plan(found))
     assert varied is not None
     assert max(each["microbatches"] for each in varied["wirings"]) >= 6
