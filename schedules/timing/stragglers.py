@@ -6,7 +6,8 @@
 
 A rank is named where its ratio is both large (`SLOW_RANK`, `SLOW_LINK`) and more than `DEVIATIONS` standard errors of
 the medians: those follow from the median absolute deviation of all ratios around their ranks' medians, which a few slow
-actions do not move, and are larger the fewer actions there are.
+actions do not move, and are larger the fewer actions there are. What costs less than `LEAST_SHARE` of the makespan is
+not named.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SLOW_RANK = 1.15
 SLOW_LINK = 1.5
 DEVIATIONS = 6.0
 FEWEST = 6  # actions or messages to judge by
+LEAST_SHARE = 0.01  # of the makespan that a straggler costs: a message of 0.1 ms that takes 0.5 is nobody's trouble
 _TO_SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _OF_MEDIAN = 1.2533  # standard error of their median over that of their mean
 
@@ -64,7 +66,7 @@ def find_stragglers(timeline: Timeline, *, expected: Timeline | None = None) -> 
     ranks = _odd_ones(_rank_samples(timeline, expected), least=SLOW_RANK, against=against)
     links = _odd_ones(_link_samples(timeline, expected), least=SLOW_LINK, against=against)
     surely = [each for each in links if each.seconds / each.number > _clock_error(timeline, each.who)]
-    return (*ranks, *surely)
+    return tuple(each for each in (*ranks, *surely) if each.seconds >= LEAST_SHARE * timeline.makespan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,12 @@ def test_a_slow_link_is_named_with_its_direction() -> None:
     assert {each.name for each in find_stragglers(unsure)} == {"link 1 -> 2"}
 
 
+def test_a_slow_link_that_costs_next_to_nothing_is_not_named() -> None:
+    schedule = build("1f1b", num_ranks=4, num_microbatches=8)
+    usual, slow = (simulate(schedule, Costs(forward=1.0, latency=[0.0001, each, 0.0, 0.0])) for each in (0.0001, 0.01))
+    assert find_stragglers(slow, expected=usual) == ()
+
+
 def test_all_slower_alike_is_nobody_s_fault() -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
     found = compare(simulate(schedule, Costs(forward=1.0)), simulate(schedule, Costs(forward=3.0)))
