@@ -25,6 +25,7 @@ _STYLES: dict[How, dict[str, Any]] = {
     How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
 }
 _PER_ROW = 4  # axes side by side
+_HANDLE_INCHES, _LETTER_INCHES = 0.55, 0.062  # of an entry of the legend, at 8 points
 
 
 def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
@@ -47,7 +48,7 @@ def draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
     for axes, panel in zip(flat, panels, strict=False):
         own = [cell for cell in found if plot.panels is None or cell.place.get(plot.panels) == panel]
         _fill(axes, plot, own, lines)
-        _scale(axes, plot)
+        _scale(axes, plot, whole=all(_number(cell, plot).is_integer() for cell in own))
         if plot.panels:
             axes.set_title(f"{plot.panels} = {shown_value(panel) if panel is not None else 'none'}", fontsize=9)
     for axes in flat[len(panels) :]:
@@ -80,8 +81,8 @@ def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) 
                 axes.plot(x, y, **style)
 
 
-def _scale(axes: Axes, plot: Plot) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for scale, set_scale, axis in (
         (plot.x_scale, axes.set_xscale, axes.xaxis),
@@ -92,6 +93,8 @@ def _scale(axes: Axes, plot: Plot) -> None:
             axis.set_major_locator(LogLocator(2) if scale == "log2" else LogLocator(10, subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if plot.x_scale == "linear" and whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there are no two and a half nodes
     axes.set_xlabel(plot.x)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -109,7 +112,9 @@ def _legend(picture: Any, lines: Sequence[Case], ways: set[How]) -> None:
         if how in ways:
             style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
             handles.append(Line2D([], [], color="#555555", label=how.value, **style))
-    picture.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=8)
+    widest = _HANDLE_INCHES + _LETTER_INCHES * max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(len(handles), 6, int(picture.get_figwidth() / widest)))
+    picture.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 def _name(line: Case) -> str:
