@@ -78,21 +78,30 @@ def measure(source, address, size, asked):
     return trip, rate / asked
 
 
-def is_close(trip, one_way):
-    """Within a tenth and 0.3 ms."""
-    return 2 * one_way <= trip <= 2.2 * one_way + 0.0003
+# What a link may never do, on a busy machine neither: be quicker than it was asked to be. How near it comes needs quiet.
+exactly = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.nightly)])
 
 
-def test_the_kernel_carries_at_the_rate_of_the_cards():
+def check(measured, one_way, *, exact):
+    """Round trip within a tenth and 0.3 ms, rate within 7%; or neither quicker than asked for."""
+    trip, rate = measured
+    assert 2 * one_way <= trip
+    assert 0 < rate < 1.03
+    if exact:
+        assert trip <= 2.2 * one_way + 0.0003
+        assert rate > 0.93
+
+
+@exactly
+def test_the_kernel_carries_at_the_rate_of_the_cards(exact):
     with network(Nodes(num_nodes=2, shape=Shape(bandwidth=400 * MEGABIT)), has_netem=False) as net:
         assert net.wire is None
         with serving(net.hosts[1]):
-            trip, rate = measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT)
-    assert trip < 0.001
-    assert 0.93 < rate < 1.03
+            check(measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT), 0.0, exact=exact)
 
 
-def test_the_wire_holds_packets_back_and_tells_sites_apart():
+@exactly
+def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     shape = Shape(
         bandwidth=400 * MEGABIT,
         latency=0.001,
@@ -104,12 +113,9 @@ def test_the_wire_holds_packets_back_and_tells_sites_apart():
         near = measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT)
         far = measure(net.hosts[0], net.addresses[2], 1_000_000, 100 * MEGABIT)
         back = measure(net.hosts[2], net.addresses[1], 1_000_000, 100 * MEGABIT)
-    assert is_close(near[0], 0.001)
-    assert is_close(far[0], 0.008)
-    assert is_close(back[0], 0.008)
-    assert 0.93 < near[1] < 1.03
-    assert 0.93 < far[1] < 1.03
-    assert 0.93 < back[1] < 1.03
+    check(near, 0.001, exact=exact)
+    check(far, 0.008, exact=exact)
+    check(back, 0.008, exact=exact)
     assert net.wire.record.nbytes > 4_000_000
     assert net.wire.record.dropped == 0
 
