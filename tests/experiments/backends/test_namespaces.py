@@ -78,7 +78,7 @@ def measure(source, address, size, asked):
     return trip, rate / asked
 
 
-# What a link may never do, on a busy machine neither: be quicker than it was asked to be. How near it comes needs quiet.
+# On a busy machine, too, no link may be quicker than it was asked to be. How near it comes takes quiet to say.
 exactly = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.nightly)])
 
 
