@@ -150,6 +150,8 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(tmp_path: Path, m
             room = step not in (4, 5)
             pipe.train_step(X, Y)
             saver.step()
+            if step == 2:
+                saver.wait()  # whole before the disk is full, however quick the steps are
             if step == 4:
                 with pytest.warns(UserWarning, match=r"No space left on device.*training goes on, and tries again"):
                     saver.wait()
