@@ -1,0 +1,1 @@
+"""Synthesis: the order of a batch's work that ends soonest, for given costs and memory, and how near it is."""

@@ -1,0 +1,157 @@
+"""The inner loop of the search against the simulator, to the last bit, and the checker's count of activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from stagewright.schedules import Action, Costs, LinkLevel, Links, Op, Schedule, ScheduleError, build, check, simulate
+from stagewright.schedules.ir import chain
+from stagewright.schedules.synthesis.evaluate import Evaluator
+from stagewright.schedules.synthesis.problem import MemoryLimitError, Objective, Problem, place, pose
+
+from ..random_schedules import disordered, ordered, steady
+
+seconds = st.floats(0.01, 3.0)
+
+
+@st.composite
+def instances(draw: DrawFn) -> tuple[Schedule, Costs]:
+    """A random order of a chain, each stage on one rank, with a cost a stage that does not add up exactly."""
+    num_ranks = draw(st.integers(1, 4))
+    num_stages = draw(st.integers(num_ranks, 6))
+    ranks = [*range(num_ranks), *(draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages - num_ranks))]
+    ranks = draw(st.permutations(ranks))
+    placement = tuple(tuple(s for s, r in enumerate(ranks) if r == rank) for rank in range(num_ranks))
+    num_microbatches = draw(st.integers(1, 4))
+    actions = []
+    for stage in range(num_stages):
+        for k in range(num_microbatches):
+            actions += [Action(stage, op, k) for op in draw(st.sampled_from([(Op.F, Op.I, Op.W), (Op.F, Op.B)]))]
+    size = len(actions)
+    programs = ordered(
+        placement,
+        chain(num_stages),
+        actions,
+        {action: ranks[action.stage] for action in actions},
+        draw(st.lists(st.integers(0, 50), min_size=size, max_size=size)),
+    )
+    schedule = Schedule(name="random", placement=placement, programs=programs, num_microbatches=num_microbatches)
+
+    def numbers(least: float = 0.01) -> list[float]:
+        return draw(st.lists(st.floats(least, 3.0), min_size=num_stages, max_size=num_stages))
+
+    costs = Costs(
+        forward=numbers(),
+        input_grad=numbers(),
+        weight_grad=numbers(),
+        backward=numbers(),
+        latency=numbers(0.0),
+        update=draw(st.sampled_from([0.0, 0.7])),
+        norm=draw(st.sampled_from([None, 0.0, 0.3])),
+    )
+    return schedule, costs
+
+
+def posed(schedule: Schedule, costs: Costs, objective: Objective = "makespan", links: Links | None = None) -> Problem:
+    return pose(
+        num_microbatches=schedule.num_microbatches,
+        costs=costs,
+        placement=schedule.placement,
+        objective=objective,
+        links=links,
+    )
+
+
+@steady
+@given(instances())
+def test_equal_to_the_simulator_to_the_last_bit(instance: tuple[Schedule, Costs]) -> None:
+    schedule, costs = instance
+    timeline = simulate(schedule, costs)
+    for objective, expected in (("makespan", timeline.makespan), ("span", timeline.span)):
+        evaluator = Evaluator(posed(schedule, costs, objective))
+        orders = evaluator.orders(schedule)
+        assert evaluator.value(orders) == expected
+        assert evaluator.peaks(orders) == list(check(schedule).peak_activations)
+        times = evaluator.play(orders)
+        assert times is not None
+        assert times.ends == [[s.end for s in rank.compute if s.what.op is not Op.U] for rank in timeline.ranks]
+        assert evaluator.schedule(orders, name="random") == schedule
+
+
+@steady
+@given(disordered(replicas=False, forward_only=False))
+def test_a_deadlock_has_no_end(schedule: Schedule) -> None:
+    schedule = replace(schedule, edges=chain(schedule.num_stages))
+
+    if not all(schedule.placement):
+        return
+    evaluator = Evaluator(posed(schedule, Costs()))
+    try:
+        check(schedule)
+    except ScheduleError:
+        assert evaluator.value(evaluator.orders(schedule)) == math.inf
+    else:
+        assert evaluator.value(evaluator.orders(schedule)) < math.inf
+
+
+def test_links_count_with_their_latency_and_their_bytes() -> None:
+    """As long as no message queues."""
+    nodes = (LinkLevel(num_ranks=2, latency=0.125), LinkLevel(num_ranks=4, latency=0.5, seconds_per_byte=0.25))
+    links = Links(network=nodes, activation_bytes=(1.0, 2.0, 1.0), gradient_bytes=1.0)
+    schedule = build("1f1b", num_ranks=4, num_microbatches=3)
+    evaluator = Evaluator(posed(schedule, Costs(latency=0.25), links=links))
+    assert evaluator.value(evaluator.orders(schedule)) == simulate(schedule, Costs(latency=0.25), links).makespan
+
+
+def test_memory_is_freed_in_part_behind_the_input_gradient() -> None:
+    schedule = build("zb-h1", num_ranks=3, num_microbatches=6)
+    problem = pose(
+        num_ranks=3, num_microbatches=6, costs=Costs(), activations=[8.0, 8.0, 16.0], kept_share=[1.0, 0.25, 0.25]
+    )
+    # Rank r defers r W: 3 whole activations at once on rank 0; 2 and one quarter; 1 and two quarters.
+    evaluator = Evaluator(problem)
+    assert evaluator.peaks(evaluator.orders(schedule)) == [24.0, 18.0, 24.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "expected"),
+    [("plain", None, ((0,), (1,))), ("cyclic", 3, ((0, 2, 4), (1, 3, 5))), ("v", None, ((0, 3), (1, 2)))],
+)
+def test_placements_by_name(name: str, chunks: int | None, expected: object) -> None:
+    assert place(name, num_ranks=2, num_chunks=chunks) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": "zigzag"}, "placement='zigzag': expected one of plain, cyclic, v"),
+        ({"placement": "v", "num_chunks": 3}, "num_chunks=3 for placement 'v': expected 2"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"num_ranks": 0}, "num_ranks=0"),
+        ({"costs": Costs(forward=[1.0, 0.0])}, "forward=0.0: expected more than 0 seconds"),
+        ({"costs": Costs(input_grad=1.0, weight_grad=0.0)}, "weight_grad=0.0: expected more than 0 seconds"),
+        ({"costs": Costs(forward=[1.0, 1.0, 1.0])}, "forward has 3 numbers for 2 stages"),
+        ({"objective": "speed"}, "objective='speed': expected one of makespan, span"),
+        ({"memory_limit": [1.0]}, "memory_limit=.* 2, one a rank"),
+        ({"memory_limit": -1.0}, "memory_limit=-1.0: expected a finite number of at least 0"),
+        ({"kept_share": 1.5}, "kept_share=1.5: expected numbers from 0 to 1"),
+        ({"placement": [[0], [0]]}, "placement=.* each on one rank"),
+        ({"costs": Costs(tied=[((0, 1), 1.0)])}, "costs without tied="),
+    ],
+)
+def test_mistakes(options: dict[str, object], message: str) -> None:
+    given = {"num_ranks": 2, "num_microbatches": 3, "costs": Costs(), **options}
+    with pytest.raises(ValueError, match=message):
+        pose(**given)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_names_the_smallest_that_suffices() -> None:
+    with pytest.raises(MemoryLimitError, match=r"memory_limit=1 on rank 0.* takes 2 there; expected at least 2"):
+        pose(num_ranks=3, num_microbatches=4, costs=Costs(), placement="v", memory_limit=1)
+    pose(num_ranks=3, num_microbatches=4, costs=Costs(), placement="v", memory_limit=2)
