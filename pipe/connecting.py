@@ -113,7 +113,7 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
         ground.collectives,
         sharding=sharding,
         has_loss=ground.has_loss,
-        own_batches=ground.num_replicas > 1,
+        num_replicas=ground.num_replicas,
     )
 
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from .alive import peak_activations
 from .collectives import find_cycle, latest_positions, ready_positions
-from .ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from .ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
 from .messages import STAGE_KINDS, Message, Transfer
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
@@ -190,14 +190,27 @@ def _check_complete(schedule: Schedule) -> None:
                     f"0..{schedule.total_microbatches - 1}"
                 )
             if op is not Op.U and len(schedule.owners[stage]) > 1 and schedule.owner(stage, index) != rank:
-                raise ScheduleError(
-                    f"{action} on rank {rank}, position {position}: microbatch {index} of stage {stage} "
-                    f"belongs to rank {schedule.owner(stage, index)}"
-                )
+                raise ScheduleError(_of_another_rank(schedule, action, f"rank {rank}, position {position}"))
     twice = [action for action, count in counts.items() if count > 1]
     if twice:
         raise ScheduleError(f"{_some(twice)} stand more than once: expected each action once")
     _check_pairs(schedule, counts)
+
+
+def _of_another_rank(schedule: Schedule, action: Action, where: str) -> str:
+    """An action of a stage with several owners stands on a rank whose turn it is not."""
+    stage, _, index = action
+    fitting = fitting_owners(schedule)
+    expected = "Expected that; no order of its ranks fits these programs"
+    if fitting not in (None, schedule.owners):
+        expected = (
+            f"Expected that, or other owners declared: owners={fitting} fit these programs "
+            f'(an argument of Schedule and from_csv; "owners" in JSON)'
+        )
+    return (
+        f"{action} on {where}: microbatch {index} of stage {stage} belongs to rank {schedule.owner(stage, index)}, "
+        f"since microbatches go round its owners {schedule.owners[stage]}. {expected}"
+    )
 
 
 def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -139,8 +139,9 @@ class Schedule(Shown):
 
     Arguments:
         name: of the family, for people.
-        placement: [P] tuples: the stages of each rank. A stage may stand on several ranks
-            (replicas): microbatch k of stage s belongs to `owners[s][k % len(owners[s])]`.
+        placement: [P] tuples: the stages of each rank. A stage may stand on several ranks (replicas).
+        owners: [S] tuples: the ranks of each stage in the order in which microbatches go round: microbatch k of a batch
+            belongs to `owners[s][k % len(owners[s])]`. Ascending where not given.
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
         num_batches: how many batches the program spans; 1 for every flush schedule.
@@ -159,7 +160,7 @@ class Schedule(Shown):
     weight_rule: str = "flush"
     update_every: int | None = None
     edges: tuple[Edge, ...] | None = None
-    owners: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    owners: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         parts = [count(len(self.placement), "rank"), count(len(self.owners), "stage")]
@@ -186,7 +187,7 @@ class Schedule(Shown):
             raise ScheduleError(
                 f"weight_rule={self.weight_rule!r} of schedule {self.name!r}: expected one of {', '.join(RULES)}"
             )
-        object.__setattr__(self, "owners", _find_owners(self.placement))
+        object.__setattr__(self, "owners", _read_owners(self.owners, ascending_owners(self.placement)))
         if self.edges is None:
             object.__setattr__(self, "edges", chain(self.num_stages))
         _check_edges(self.stage_edges, self.num_stages)
@@ -275,11 +276,15 @@ class Schedule(Shown):
         return to_csv(self)
 
     @classmethod
-    def from_csv(cls, text: str, *, name: str = "csv") -> Schedule:
-        """Read `to_csv`'s form; ScheduleError names the row and column of a bad cell."""
+    def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
+        """Read `to_csv`'s form; ScheduleError names the row and column of a bad cell.
+
+        Arguments:
+            owners: as of a Schedule, which the table cannot say.
+        """
         from .text import from_csv
 
-        return from_csv(text, name=name)
+        return from_csv(text, name=name, owners=owners)
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
@@ -301,8 +306,8 @@ class Schedule(Shown):
         return to_grid(self)
 
 
-def _find_owners(placement: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Stage -> the ranks that hold it."""
+def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """[S] the ranks that hold each stage, ascending. ScheduleError for a placement that is none."""
     placed = {stage for stages in placement for stage in stages}
     if not placed:
         raise ScheduleError("the ranks hold no stage: expected at least one")
@@ -319,6 +324,36 @@ def _find_owners(placement: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...
                 raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
             owners[stage].append(rank)
     return tuple(tuple(ranks) for ranks in owners)
+
+
+def _read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The declared owners, or where there are none the ranks on which each stage is placed, ascending."""
+    if not declared:
+        return placed
+    if len(declared) != len(placed):
+        raise ScheduleError(f"owners of {len(declared)} stages for {len(placed)}: expected the ranks of each stage")
+    for stage, (said, ranks) in enumerate(zip(declared, placed, strict=True)):
+        if tuple(sorted(said)) != ranks:
+            raise ScheduleError(
+                f"the owners of stage {stage} are said to be the ranks {tuple(said)}, and it is placed on {ranks}: "
+                f"expected each of these once, in the order in which microbatches go round"
+            )
+    return tuple(tuple(ranks) for ranks in declared)
+
+
+def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
+    """The owners under which each forward stands on the rank that owns it; None where no order of ranks is such."""
+    runs_on = {(s, k): rank for rank, program in enumerate(schedule.programs) for s, op, k in program if op is Op.F}
+    M = schedule.num_microbatches
+    found = []
+    for stage, ranks in enumerate(schedule.owners):
+        first = [runs_on[stage, k] for k in range(min(len(ranks), M)) if (stage, k) in runs_on]
+        owners = (*first, *(rank for rank in ranks if rank not in first))
+        if sorted(owners) != sorted(ranks):
+            return None
+        found.append(owners)
+    fits = all(found[s][(k % M) % len(found[s])] == rank for (s, k), rank in runs_on.items())
+    return tuple(found) if fits else None
 
 
 def _check_edges(edges: tuple[Edge, ...], num_stages: int) -> None:

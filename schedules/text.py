@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from .check import check
-from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError
+from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
 from .timing.costs import UNIT_COSTS
 from .timing.simulate import simulate
 
@@ -15,7 +16,7 @@ _JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
-_OPTIONAL_KEYS = frozenset({"update_every"})  # files written before there were update groups have none
+_OPTIONAL_KEYS = frozenset({"update_every", "owners"})  # files written before there were such have none
 # What torch's tables hold besides compute; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -71,29 +72,44 @@ def to_csv(schedule: Schedule) -> str:
     return "".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows)
 
 
-def from_csv(text: str, *, name: str = "csv") -> Schedule:
+def from_csv(text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
     """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
 
-    Raises ScheduleError that names row and column (from 1) of a cell that is no action.
+    Arguments:
+        owners: as of a Schedule, which the table cannot say.
+
+    Raises ScheduleError that names row and column (from 1) of a cell that is no action, and the row of a stage that
+    other rows have, too, where neither the owners nor ascending ones fit.
     """
     rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     programs = tuple(_read_row(number, line) for number, line in rows)
     if not any(programs):
         raise ScheduleError("the table has no action: expected a row a rank with cells such as 0F0")
-    row_of: dict[int, int] = {}
-    for (row, _), actions in zip(rows, programs, strict=True):
-        for action in actions:
-            if row_of.setdefault(action.stage, row) != row:
-                raise ScheduleError(
-                    f"row {row}: {action} is of stage {action.stage}, which row {row_of[action.stage]} "
-                    f"has too; expected one row for each stage (a CSV table has no replicas)"
-                )
-    return Schedule(
+    schedule = Schedule(
         name=name,
         placement=tuple(tuple(sorted({a.stage for a in actions})) for actions in programs),
         programs=programs,
         num_microbatches=1 + max(a.index for actions in programs for a in actions),
+        owners=tuple(map(tuple, owners)),
     )
+    fitting = fitting_owners(schedule)
+    if not owners and fitting != schedule.owners:
+        _refuse_undeclared_owners([row for row, _ in rows], programs, fitting)
+    return schedule
+
+
+def _refuse_undeclared_owners(
+    rows: Sequence[int], programs: Sequence[Sequence[Action]], fitting: tuple[tuple[int, ...], ...] | None
+) -> None:
+    row_of: dict[int, int] = {}
+    for row, actions in zip(rows, programs, strict=True):
+        for action in actions:
+            if row_of.setdefault(action.stage, row) != row:
+                declared = "" if fitting is None else f", or declared owners: Schedule.from_csv(text, owners={fitting})"
+                raise ScheduleError(
+                    f"row {row}: {action} is of stage {action.stage}, which row {row_of[action.stage]} "
+                    f"has too; expected one row for each stage{declared}"
+                )
 
 
 def _read_row(row: int, line: str) -> tuple[Action, ...]:
@@ -119,6 +135,7 @@ def to_json(schedule: Schedule) -> str:
             "weight_rule": schedule.weight_rule,
             "update_every": schedule.update_every,
             "placement": [list(stages) for stages in schedule.placement],
+            "owners": [list(ranks) for ranks in schedule.owners],
             "edges": [[e.src, e.dst, e.grad] for e in schedule.stage_edges],
             "programs": [" ".join(map(str, program)) for program in schedule.programs],
         },
@@ -139,10 +156,8 @@ def from_json(text: str) -> Schedule:
         raise ScheduleError(f"version {data['version']!r}: expected {_JSON_VERSION}")
     return Schedule(
         name=str(data["name"]),
-        placement=tuple(
-            tuple(_whole(stage, "placement") for stage in _list(stages, "placement"))
-            for stages in _list(data["placement"], "placement")
-        ),
+        placement=_read_numbers(data["placement"], "placement"),
+        owners=_read_numbers(data.get("owners", []), "owners"),
         programs=tuple(_read_program(*pair) for pair in enumerate(_list(data["programs"], "programs"))),
         num_microbatches=_whole(data["num_microbatches"], "num_microbatches"),
         num_batches=_whole(data["num_batches"], "num_batches"),
@@ -150,6 +165,10 @@ def from_json(text: str) -> Schedule:
         update_every=None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),
         edges=tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
     )
+
+
+def _read_numbers(value: object, key: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_whole(number, key) for number in _list(each, key)) for each in _list(value, key))
 
 
 def _read_program(rank: int, program: object) -> tuple[Action, ...]:

@@ -19,7 +19,7 @@ class Division:
     """A parameter's parts, one for each of some ranks.
 
     Arguments:
-        ranks: that hold the parameter's stage, in the schedule's order.
+        ranks: that hold the parameter's stage, ascending.
         count: of the parts; ranks behind have none.
         dim: along which it is cut, into parts as torch.chunk makes them; dimensions in front of it have size 1, so that
             a part is one piece of memory. None: it stays whole.

@@ -80,7 +80,7 @@ def divide_stages(rank: int, schedule: Schedule, parts: UpdateParts, stages: Seq
         count = parts.sharding.shards[one.stage]
         if count > 1:
             own = dict(parts.ownership.stage_parameters(one.stage, frozen=parts.sharding.weights))
-            proposed |= divide(own, ranks=schedule.owners[one.stage], count=count, whole=one.whole_names())
+            proposed |= divide(own, ranks=sorted(schedule.owners[one.stage]), count=count, whole=one.whole_names())
             parameters |= own
             stage_of |= dict.fromkeys(own, one.stage)
     divisions = _agreed(proposed, parts.ownership, parts.collectives)

@@ -33,12 +33,13 @@ class FlushExecution:
     """One batch at a time, by `programs` of all ranks.
 
     Arguments:
-        own_batches: whether each data replica passes a batch of its own.
+        data_groups: by rank, the ranks that run the same on batches of their own, itself among them; none where all
+            ranks pass the same batch.
     """
 
     schedule: Schedule
     programs: Sequence[RankProgram]
-    own_batches: bool
+    data_groups: Sequence[Sequence[int]]
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -52,17 +53,27 @@ def make_flush_execution(
     *,
     sharding: Sharding,
     has_loss: bool,
-    own_batches: bool,
+    num_replicas: int,
 ) -> FlushExecution:
-    """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
+    """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes.
+
+    Arguments:
+        num_replicas: of the data axis, D, each with a batch of its own.
+    """
+    # Replicas of a position along the pipeline stand in a row (see `Mesh`). A stage may have several positions.
+    rows = [range(first, first + num_replicas) for first in range(0, schedule.num_ranks, num_replicas)]
+    data_groups = [tuple(row) for row in rows for _ in row] if num_replicas > 1 else [()] * schedule.num_ranks
     sums = () if collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())
     for each in sums:
         collectives.subgroup(each.ranks(schedule.owners))
     for ranks, count in zip(schedule.owners, sharding.shards, strict=True):
-        if count > 1 or own_batches:
+        if count > 1:
             collectives.subgroup(ranks)
+    for group in dict.fromkeys(data_groups):
+        if group:
+            collectives.subgroup(group)
     programs = batch_programs(schedule, has_loss=has_loss, collectives=(*sums, *sharding.collectives()))
-    return FlushExecution(schedule=schedule, programs=programs, own_batches=own_batches)
+    return FlushExecution(schedule=schedule, programs=programs, data_groups=data_groups)
 
 
 def batch_programs(
@@ -329,7 +340,7 @@ class FlushUpdate(Update):
                 if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
             },
             option_numbers=self._option_numbers,
-            replicas=schedule.owners[schedule.placement[rank][0]] if execution.own_batches else (),
+            replicas=execution.data_groups[rank],
             collectives=parts.collectives,
             recorder=parts.recorders[rank],
             unsharding=unsharding,

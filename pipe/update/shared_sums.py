@@ -143,7 +143,7 @@ class FlushRank(RankUpdate):
     Arguments:
         sums: of this rank.
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
-        replicas: ranks of the same stages which pass batches of their own; none where all ranks pass the same batch.
+        replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
     """
 
     def __init__(

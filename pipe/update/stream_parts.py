@@ -98,7 +98,7 @@ def _sharing_of(
     ranks, where each stage updates by itself.
     """
     sums = sorted({ranks for _, ranks in ownership.tied()})
-    stage_groups = {tuple(ranks) for ranks in schedule.owners}
+    stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
     ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]
     rule = schedule.rule
     if max_grad_norm is not None and rule.why_no_norm:
@@ -115,7 +115,7 @@ def _sharing_of(
             f"parameter {name!r} is tied over the ranks {ranks} under schedule {schedule.name!r}: {rule.why_no_ties}"
         )
     trained = {stage for name, _ in ownership.tied() for stage in ownership.stages[name]}
-    parts = {tuple(schedule.owners[s]) for s in trained if sharding.shards[s] > 1}
+    parts = {tuple(sorted(schedule.owners[s])) for s in trained if sharding.shards[s] > 1}
     has_norm = max_grad_norm is not None or scales_loss
     return Sharing(loss=True, norm=has_norm, sums=tuple(sums), parts=tuple(sorted(parts)))
 

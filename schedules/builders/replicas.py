@@ -27,9 +27,10 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         replica 0: rank 0 | 0F0 0F2 ...     Rank r becomes the ranks rD .. rD+D-1, microbatch k of replica q becomes
         replica 1: rank 1 | 0F1 0F3 ...     kD + q: round-robin, as `Schedule.owner` has it. M becomes MD.
 
-    The updates of a stage's replicas are one: their gradients are summed.
+    The updates of a stage's replicas are one: their gradients are summed. A stage that has several owners has D times
+    as many, each in the place of one.
 
-    Raises ValueError for D below 1, ScheduleError for a schedule that has replicas already.
+    Raises ValueError for D below 1.
 
     >>> from stagewright.schedules import build
     >>> one = build("1f1b", num_ranks=2, num_microbatches=2)
@@ -40,10 +41,6 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         raise ValueError(f"num_replicas={num_replicas!r}: expected a whole number, at least 1")
     if num_replicas == 1:
         return schedule
-    if any(len(ranks) > 1 for ranks in schedule.owners):
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has replicated stages already: expected one rank a stage, or no data replicas"
-        )
 
     def of_replica(action: Action, q: int) -> Action:
         return action if action.op is Op.U else action._replace(index=action.index * num_replicas + q)
@@ -52,6 +49,7 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
     return replace(
         schedule,
         placement=tuple(stages for stages in schedule.placement for _ in replicas),
+        owners=tuple(tuple(rank * num_replicas + q for rank in ranks for q in replicas) for ranks in schedule.owners),
         programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
         num_microbatches=schedule.num_microbatches * num_replicas,
         update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
@@ -61,21 +59,17 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
 def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Schedule:
     """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have nothing to do.
 
-    Replicas of a stage take turns by rank, so they must stay in order. Raises ScheduleError where they do not, and for
-    ranks that stand twice, are too few, or are not below `num_ranks`.
+    Raises ScheduleError for ranks that stand twice, are too few, or are not below `num_ranks`.
     """
     if len(ranks) != schedule.num_ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks)):
         raise ScheduleError(
             f"ranks {tuple(ranks)} of {num_ranks} for a schedule of {schedule.num_ranks}: expected as many different "
             f"ones from 0 to {num_ranks - 1}"
         )
-    for stage, owners in enumerate(schedule.owners):
-        moved = [ranks[rank] for rank in owners]
-        if moved != sorted(moved):
-            raise ScheduleError(f"stage {stage} on ranks {moved}: expected its replicas in ascending order")
     there = {new: old for old, new in enumerate(ranks)}
     return replace(
         schedule,
         placement=tuple(schedule.placement[there[r]] if r in there else () for r in range(num_ranks)),
         programs=tuple(schedule.programs[there[r]] if r in there else () for r in range(num_ranks)),
+        owners=tuple(tuple(ranks[rank] for rank in owners) for owners in schedule.owners),
     )

@@ -1,6 +1,7 @@
 """Schedules by hand, and random valid ones with costs for hypothesis.
 
-Any placement, with replicas; skips; edges without gradient; split backwards; any order that the data allow.
+Any placement, with replicas in any order; skips; edges without gradient; split backwards; any order that the
+data allow.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def by_hand(
     batches: int = 1,
     rule: str = "flush",
     placement: Sequence[Sequence[int]] | None = None,
+    owners: Sequence[Sequence[int]] = (),
 ) -> Schedule:
     """A schedule from programs as text; rank r holds stage r unless placed otherwise."""
     placed = placement or [[rank] for rank in range(len(programs))]
@@ -44,6 +46,7 @@ def by_hand(
         num_microbatches=microbatches,
         num_batches=batches,
         weight_rule=rule,
+        owners=tuple(map(tuple, owners)),
     )
 
 
@@ -162,7 +165,10 @@ def schedules(draw: DrawFn, *, replicas: bool = True, forward_only: bool | None 
             if not without_backward:
                 ops += [Op.I, Op.W] if split and draw(st.booleans()) else [Op.B]
             actions += [Action(stage, op, k) for op in ops]
-    owners = [[rank for rank, stages in enumerate(placement) if stage in stages] for stage in range(num_stages)]
+    owners = [
+        draw(st.permutations([rank for rank, stages in enumerate(placement) if stage in stages]))
+        for stage in range(num_stages)
+    ]
     rank_of = {action: owners[action.stage][action.index % len(owners[action.stage])] for action in actions}
     size = len(actions)
     priority = draw(st.lists(st.integers(0, 50), min_size=size, max_size=size))
@@ -172,6 +178,7 @@ def schedules(draw: DrawFn, *, replicas: bool = True, forward_only: bool | None 
         programs=ordered(placement, edges, actions, rank_of, priority),
         num_microbatches=num_microbatches,
         edges=edges,
+        owners=tuple(map(tuple, owners)),
     )
 
 

@@ -73,12 +73,9 @@ def has_deadlock(schedule: Schedule) -> bool:
 
 def together(schedule: Schedule, producer: int, consumer: int, *, grad: bool) -> list[int]:
     """The consumers of a stage that share a message with this one, or one back: those on the same ranks, ascending."""
-
-    def ranks(stage: int) -> list[int]:
-        return [rank for rank, stages in enumerate(schedule.placement) if stage in stages]
-
+    ranks = schedule.owners
     edges = [edge for edge in schedule.stage_edges if edge.src == producer and (edge.grad or not grad)]
-    return sorted(edge.dst for edge in edges if ranks(edge.dst) == ranks(consumer))
+    return sorted(edge.dst for edge in edges if ranks[edge.dst] == ranks[consumer])
 
 
 def name_of_message(schedule: Schedule, maker: Action, user: Action) -> tuple[int, int]:

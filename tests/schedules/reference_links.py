@@ -58,7 +58,7 @@ class Run:
         return start + seconds(self.costs, action)
 
     def home(self, stage: int, k: int) -> int:
-        ranks = [rank for rank, stages in enumerate(self.schedule.placement) if stage in stages]
+        ranks = self.schedule.owners[stage]
         return ranks[k % self.schedule.num_microbatches % len(ranks)]
 
     def send(self, rank: int, action: Action, now: float) -> None:

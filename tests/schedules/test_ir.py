@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,8 @@ def schedule(placement: tuple[tuple[int, ...], ...], **fields: object) -> Schedu
         (lambda: schedule(((0,), (2,))), "2 stages, numbered 0 to 2, and none holds stage 1"),
         (lambda: schedule(((1,), (2,))), "2 stages, numbered 1 to 2, and none holds stage 0"),
         (lambda: schedule(((0, -1),)), "2 stages, numbered -1 to 0, and none holds stage 1"),
+        (lambda: schedule(((0,), (0,)), owners=((0,),)), r"stage 0 .* the ranks \(0,\), and it is placed on \(0, 1\)"),
+        (lambda: schedule(((0,),), owners=((0,), (0,))), "owners of 2 stages for 1"),
         (lambda: schedule(((0,), (1, 10**9))), "numbered 0 to 1000000000, and none holds stage 2"),
         (lambda: schedule(((0, 0),)), "stage 0 stands twice on rank 0"),
         (lambda: schedule(((0, 1),), edges=(Edge(1, 0),)), "edge 1 -> 0: expected stages in ascending order below 2"),
@@ -80,6 +84,9 @@ def test_owners() -> None:
     assert made.owners == ((0,), (1, 2))
     assert [made.owner(1, k) for k in range(6)] == [1, 2, 1, 1, 2, 1]
     assert [made.owner(0, k) for k in range(6)] == [0] * 6
+    turned = replace(made, owners=((0,), (2, 1)))
+    assert [turned.owner(1, k) for k in range(6)] == [2, 1, 2, 2, 1, 2]
+    assert turned != made == replace(turned, owners=())
 
 
 def test_edges_are_a_chain_unless_given() -> None:

@@ -125,6 +125,43 @@ def test_what_a_table_cannot_say(schedule: Schedule) -> None:
         schedule.to_csv()
 
 
+# Stage 0 stands on ranks 0 and 1, and its microbatch 0 on rank 1.
+CROSSED = """\
+0F1,1F0,1B0,0B1
+0F0,1F1,1B1,0B0
+"""
+
+
+def test_a_table_with_declared_owners() -> None:
+    """Undeclared they are an error that says what to type; so they are where a Schedule or JSON lacks them."""
+    wanted = r"owners=\(\(1, 0\), \(0, 1\)\)"
+    with pytest.raises(
+        ScheduleError, match=rf"row 2: 0F0 is of stage 0, which row 1 has too; .*from_csv\(text, {wanted}"
+    ):
+        Schedule.from_csv(CROSSED)
+    crossed = Schedule.from_csv(CROSSED, owners=((1, 0), (0, 1)))
+    check(crossed)
+    assert [crossed.owner(stage, k) for stage in (0, 1) for k in (0, 1)] == [1, 0, 0, 1]
+    data = json.loads(crossed.to_json())
+    assert data.pop("owners") == [[1, 0], [0, 1]]
+    message = rf"0F1 on rank 0, position 0: microbatch 1 of stage 0 belongs to rank 1, .*{wanted} fit these programs"
+    for undeclared in (Schedule.from_json(json.dumps(data)), replace(crossed, owners=())):
+        with pytest.raises(ScheduleError, match=message):
+            check(undeclared)
+    plain = Schedule.from_csv("0F0,0B0\n0F1,0B1\n")  # as microbatches go round anyway
+    assert check(plain).num_actions == 4
+    assert plain.owners == ((0, 1),)
+
+
+def test_owners_that_no_order_makes_fit() -> None:
+    """Rank 0 runs two microbatches in a row."""
+    text = "0F0,0F1,0B0,0B1\n0F2,0B2\n"
+    with pytest.raises(ScheduleError, match=r"row 2: 0F2 is of stage 0, .*; expected one row for each stage$"):
+        Schedule.from_csv(text)
+    with pytest.raises(ScheduleError, match="no order of its ranks fits these programs"):
+        check(Schedule.from_csv(text, owners=((1, 0),)))
+
+
 # --- JSON ---
 
 
@@ -165,6 +202,7 @@ def test_json_is_readable() -> None:
         "weight_rule": "flush",
         "update_every": None,
         "placement": [[0], [1]],
+        "owners": [[0], [1]],
         "edges": [[0, 1, False]],
         "programs": ["0F0 0B0", "1F0 1B0"],
     }
@@ -183,6 +221,10 @@ def test_json_is_readable() -> None:
         ({"num_microbatches": 2.5}, r"num_microbatches: expected a whole number, found 2\.5"),
         ({"num_batches": True}, "num_batches: expected a whole number, found True"),
         ({"num_microbatches": 0}, "num_microbatches=0, num_batches=1: expected at least 1"),
+        ({"owners": [[0]]}, "owners of 1 stages for 2: expected the ranks of each stage"),
+        ({"owners": [[0], [0]]}, r"owners of stage 1 are said to be the ranks \(0,\), and it is placed on \(1,\)"),
+        ({"owners": [[0], [1, 1]]}, r"owners of stage 1 are said to be the ranks \(1, 1\), and it is placed on \(1,\)"),
+        ({"owners": [[0], "1"]}, "owners: expected a list, found '1'"),
         ({"edges": [[0, 1]]}, r"edges: expected \[src, dst, true or false\] each, found \[0, 1\]"),
         ({"edges": [[0, 1, "false"]]}, r"edges: expected \[src, dst, true or false\] each"),
         ({"edges": [[1, 0, True]]}, "edge 1 -> 0: expected stages in ascending order"),

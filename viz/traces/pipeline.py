@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, Span, Timeline, check
+from ...schedules.ir import fitting_owners
 from ...schedules.needs import Needs
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from .names import Named
@@ -159,6 +160,7 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
         programs=tuple(programs),
         num_microbatches=1 + max((action.index for action in actions), default=0),
     )
+    schedule = replace(schedule, owners=fitting_owners(schedule) or ())
     if not absent:
         try:
             check(schedule)
