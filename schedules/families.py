@@ -11,7 +11,7 @@ from .weight_rules import RULES, WeightRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages:
-    """P, M, V, and seconds of one stage action where all stages are equal and links are free."""
+    """P, M, V, and seconds of one stage action where all stages are equal, and of a message between two ranks."""
 
     num_ranks: int
     num_microbatches: int
@@ -19,11 +19,20 @@ class EqualStages:
     forward: float = 1.0
     input_grad: float = 1.0
     weight_grad: float = 1.0
+    latency: float = 0.0
 
     @property
     def both(self) -> float:
         """F + B [s]."""
         return self.forward + self.input_grad + self.weight_grad
+
+    @property
+    def work(self) -> float:
+        """Work of a rank, M V (F + B) [s]."""
+        return self.num_microbatches * self.num_chunks * self.both
+
+
+Seconds = Callable[[EqualStages], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +45,13 @@ class Family:
         options: further arguments of the builder, by name.
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
+        num_chunks: stages a rank, V, where it is no option.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
+        weight_copies: ranks that hold each stage, without replicas.
         batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
-            does not hold for the sizes.
+            does not hold for the sizes and costs.
+        span_seconds: closed form of the longest span of any rank, its last end - its first start, likewise.
         peak_activations: [P] closed form of the stage activations alive at once, likewise.
     """
 
@@ -48,14 +60,17 @@ class Family:
     options: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     weight_rules: tuple[str, ...] = ("flush",)
+    num_chunks: int = 1
     splits_backward: bool = False
     full_after: int | None = None
-    batch_seconds: Callable[[EqualStages], float | None] | None = None
+    weight_copies: int = 1
+    batch_seconds: Seconds | None = None
+    span_seconds: Seconds | None = None
     peak_activations: Callable[[EqualStages], tuple[int, ...] | None] | None = None
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether a rank may have several stages."""
+        """Whether the number of stages a rank may be chosen."""
         return "num_chunks" in self.options
 
     @property

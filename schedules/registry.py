@@ -6,14 +6,19 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .builders.eager_1f1b import EAGER_1F1B
+from .builders.gis import GIS
 from .builders.gpipe import GPIPE
 from .builders.interleaved import INTERLEAVED
+from .builders.interleaved_zb import INTERLEAVED_ZB
 from .builders.looped_bfs import LOOPED_BFS
 from .builders.one_f_one_b import ONE_F_ONE_B
 from .builders.pipedream import PIPEDREAM, TWO_BW
 from .builders.zb_h1 import ZB_H1
+from .builders.zb_h2 import ZB_H2
 from .families import Family
 from .ir import Schedule
+from .wording import count
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -21,11 +26,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for each in (
             GPIPE,
             ONE_F_ONE_B,
+            EAGER_1F1B,
             INTERLEAVED,
             LOOPED_BFS,
             PIPEDREAM,
             TWO_BW,
             ZB_H1,
+            ZB_H2,
+            INTERLEAVED_ZB,
+            GIS,
         )
     }
 )
@@ -65,7 +74,7 @@ def build(
         name: of a family (`FAMILIES`) or an alias, in any case.
         num_ranks: P >= 1.
         num_microbatches: M >= 1.
-        num_chunks: V >= 1, chunks per rank; only schedules that interleave take more than 1 (default 2 there).
+        num_chunks: V >= 1, chunks per rank; only schedules that interleave take any number (default 2 there).
         options: of the one builder, see its docstring.
 
     Raises ValueError for an unknown name or option and for sizes that do not fit.
@@ -81,11 +90,12 @@ def build(
             raise ValueError(f"{option}={value!r} for schedule {chosen.name!r}: expected a whole number, at least 1")
     if num_chunks is not None and chosen.takes_chunks:
         options["num_chunks"] = num_chunks
-    elif num_chunks not in (None, 1):
+    elif num_chunks not in (None, chosen.num_chunks):
         looping = ", ".join(each.name for each in FAMILIES.values() if each.takes_chunks)
+        stages = "one stage" if chosen.num_chunks == 1 else count(chosen.num_chunks, "stage")
         raise ValueError(
-            f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has one stage a rank; "
-            f"expected 1, or a schedule that interleaves ({looping})"
+            f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has {stages} a rank; "
+            f"expected {chosen.num_chunks}, or a schedule that interleaves ({looping})"
         )
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:

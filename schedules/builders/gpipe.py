@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..families import Family
+from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 
 
@@ -25,10 +25,15 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
+def _batch_seconds(equal: EqualStages) -> float:
+    steps = equal.num_ranks - 1
+    return (equal.num_microbatches + steps) * equal.both + 2 * steps * equal.latency
+
+
 GPIPE = Family(
     name="gpipe",
     build=gpipe,
     aliases=("schedulegpipe",),
-    batch_seconds=lambda equal: (equal.num_microbatches + equal.num_ranks - 1) * equal.both,
+    batch_seconds=_batch_seconds,
     peak_activations=lambda equal: (equal.num_microbatches,) * equal.num_ranks,
 )

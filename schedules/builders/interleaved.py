@@ -6,28 +6,24 @@ from collections.abc import Sequence
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
+from .placements import cyclic_placement
 from .warmup import pair_up
 
 
-def cyclic_placement(*, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Stage s stands on rank s mod P: rank r holds r, P+r, 2P+r, ..."""
-    return tuple(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
-
-
-def microbatch_groups(*, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes of the groups that pass through one chunk before the next chunk's turn.
 
     A group smaller than P leaves ranks idle at each change of chunk, and one larger than P holds
-    more activations. So: as many groups as fit with at least P in each, the sizes as
+    more activations. So: as many groups as fit with at least that many in each, the sizes as
     even as possible, larger ones first (a later group may not be larger than the first: the
     warm-up is made for the first).
 
-    >>> microbatch_groups(num_ranks=4, num_microbatches=11)
+    >>> microbatch_groups(at_least=4, num_microbatches=11)
     (6, 5)
-    >>> microbatch_groups(num_ranks=4, num_microbatches=3)
+    >>> microbatch_groups(at_least=4, num_microbatches=3)
     (3,)
     """
-    num_groups = max(1, num_microbatches // num_ranks)
+    num_groups = max(1, num_microbatches // at_least)
     size, larger = divmod(num_microbatches, num_groups)
     return (size + 1,) * larger + (size,) * (num_groups - larger)
 
@@ -48,7 +44,7 @@ def interleaved(
             deadlock) unless there is one alone; `microbatch_groups` by default.
     """
     if groups is None:
-        groups = microbatch_groups(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        groups = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
     sizes = tuple(groups)
     smallest = min(num_ranks, num_microbatches)
     if sum(sizes) != num_microbatches or min(sizes) < smallest or max(sizes) > sizes[0]:
@@ -58,10 +54,8 @@ def interleaved(
         )
     programs = []
     for rank in range(num_ranks):
-        forwards = _table(Op.F, rank, sizes, chunks=range(num_chunks), num_ranks=num_ranks)
-        backwards = _table(Op.B, rank, sizes, chunks=range(num_chunks - 1, -1, -1), num_ranks=num_ranks)
         warmup = (num_chunks - 1) * sizes[0] + 2 * (num_ranks - 1 - rank)
-        programs.append(pair_up(forwards, backwards, warmup=warmup))
+        programs.append(looping_order(sizes, rank, num_ranks=num_ranks, num_chunks=num_chunks, warmup=warmup))
     return Schedule(
         name="interleaved",
         placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),
@@ -70,23 +64,38 @@ def interleaved(
     )
 
 
-def _table(op: Op, rank: int, sizes: Sequence[int], *, chunks: range, num_ranks: int) -> list[Action]:
-    """The actions of one op on one rank: group by group, in it chunk by chunk, in it by microbatch."""
-    actions = []
-    first = 0
-    for size in sizes:
-        for chunk in chunks:
-            stage = chunk * num_ranks + rank
-            actions += [Action(stage, op, k) for k in range(first, first + size)]
-        first += size
-    return actions
+def looping_order(
+    sizes: Sequence[int], rank: int, *, num_ranks: int, num_chunks: int, warmup: int
+) -> tuple[Action, ...]:
+    """Program of a rank: group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk."""
+
+    def turns(op: Op, chunks: range) -> list[Action]:
+        actions, first = [], 0
+        for size in sizes:
+            for chunk in chunks:
+                actions += [Action(chunk * num_ranks + rank, op, k) for k in range(first, first + size)]
+            first += size
+        return actions
+
+    forwards = turns(Op.F, range(num_chunks))
+    return pair_up(forwards, turns(Op.B, range(num_chunks - 1, -1, -1)), warmup=warmup)
 
 
 def looped_seconds(equal: EqualStages) -> float | None:
-    """(M V + P - 1)(F + B), where M is at least P."""
-    if equal.num_microbatches < equal.num_ranks:
+    """(M V + P - 1)(F + B), where M is at least P and links are free."""
+    if equal.num_microbatches < equal.num_ranks or equal.latency:
         return None
-    return (equal.num_microbatches * equal.num_chunks + equal.num_ranks - 1) * equal.both
+    return equal.work + (equal.num_ranks - 1) * equal.both
+
+
+def _batch_seconds(equal: EqualStages) -> float | None:
+    """The same, and 2c(PV - 1) for a latency c of at most F and B, where P divides M."""
+    P, V, c = equal.num_ranks, equal.num_chunks, equal.latency
+    if not c:
+        return looped_seconds(equal)
+    if V == 1 or equal.num_microbatches % P or c > min(equal.forward, equal.both - equal.forward):
+        return None
+    return equal.work + (P - 1) * equal.both + (2 * c * (P * V - 1) if P > 1 else 0.0)
 
 
 def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
@@ -102,6 +111,6 @@ INTERLEAVED = Family(
     options=("groups", "num_chunks"),
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
-    batch_seconds=looped_seconds,
+    batch_seconds=_batch_seconds,
     peak_activations=_peak_activations,
 )

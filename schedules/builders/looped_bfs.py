@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..families import Family
 from ..ir import Action, Op, Schedule
-from .interleaved import cyclic_placement, looped_seconds
+from .interleaved import looped_seconds
+from .placements import cyclic_placement
 
 
 def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -17,7 +17,8 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-    Makespan (M+P-1)(F+B) with equal stages and free links; rank r holds min(M, P-r) activations.
+    Makespan (M+P-1)(F+B) with equal stages and free links; rank r holds min(M, P-r) activations. A latency c adds
+    2c(P-1 + floor((M-1)(P-1)/P)).
 
     Arguments:
         replicas: ranks of each stage, `sum(replicas) == num_ranks`; one each by default. Replica q of R takes the
@@ -39,6 +40,12 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
     )
 
 
+def _batch_seconds(equal: EqualStages) -> float:
+    """(M + P - 1)(F + B); each message is waited for when the pipeline fills and drains, and in most rounds between."""
+    P, M = equal.num_ranks, equal.num_microbatches
+    return (M + P - 1) * equal.both + 2 * equal.latency * ((P - 1) + (M - 1) * (P - 1) // P)
+
+
 def _peak_activations(equal: EqualStages) -> tuple[int, ...]:
     return tuple(min(equal.num_microbatches, equal.num_ranks - rank) for rank in range(equal.num_ranks))
 
@@ -49,6 +56,6 @@ ONE_F_ONE_B = Family(
     options=("replicas",),
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
-    batch_seconds=lambda equal: (equal.num_microbatches + equal.num_ranks - 1) * equal.both,
+    batch_seconds=_batch_seconds,
     peak_activations=_peak_activations,
 )

@@ -231,7 +231,7 @@ PIPEDREAM = Family(
     options=("num_batches", "replicas", "update_every", "vertical_sync"),
     weight_rules=("stashing", "vertical-sync"),
     full_after=1,
-    batch_seconds=lambda equal: equal.num_microbatches * equal.both,
+    batch_seconds=lambda equal: None if equal.latency else equal.work,
     peak_activations=_peak_activations,
 )
 
@@ -242,6 +242,6 @@ TWO_BW = Family(
     aliases=("pipedream-2bw",),
     weight_rules=("2bw",),
     full_after=1,
-    batch_seconds=lambda equal: equal.num_microbatches * equal.both,
+    batch_seconds=lambda equal: None if equal.latency else equal.work,
     peak_activations=_peak_activations,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..ir import Action
+from ..ir import Action, Op
 
 
 def plain_warmup(counts: Sequence[int], stage: int) -> int:
@@ -33,3 +33,21 @@ def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: 
         program += (forward, backward)
     program += backwards[steady:]
     return tuple(program)
+
+
+def put_off_weights(program: Sequence[Action], *, delay: int) -> tuple[Action, ...]:
+    """Each backward split: the gradient of the inputs at once, that of the weights `delay` backwards later.
+
+    program    F0 F1 B0 F2 B1 B2      delay=1:  F0 F1 I0 F2 I1 W0 I2 W1 | W2
+    """
+    waiting: list[Action] = []
+    split = []
+    for action in program:
+        if action.op is not Op.B:
+            split.append(action)
+            continue
+        split.append(action._replace(op=Op.I))
+        waiting.append(action._replace(op=Op.W))
+        if len(waiting) > delay:
+            split.append(waiting.pop(0))
+    return (*split, *waiting)

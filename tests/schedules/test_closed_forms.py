@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.schedules import Costs, build, check, lower_bound, simulate
+from stagewright.schedules import FAMILIES, Costs, Family, build, check, lower_bound, simulate
 from stagewright.schedules.builders.interleaved import microbatch_groups
+from stagewright.schedules.families import EqualStages
 
 RANKS = (1, 2, 3, 4, 7)
 MICROBATCHES = (1, 2, 3, 4, 5, 8, 13)
@@ -14,6 +15,38 @@ FB = [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0), (0.25, 0.75)]  # all sums exact
 
 def makespan(name: str, P: int, M: int, costs: Costs, V: int | None = None) -> float:
     return simulate(build(name, num_ranks=P, num_microbatches=M, num_chunks=V), costs).makespan
+
+
+# F, I, W and latency: sums are exact.
+COSTS = [(1.0, 0.5, 0.75, 0.0), (2.0, 2.5, 1.0, 0.5), (2.0, 1.0, 0.5, 0.0), (1.0, 3.0, 1.0, 2.0)]
+WITH_A_FORM = [f for f in FAMILIES.values() if f.batch_seconds or f.span_seconds or f.peak_activations]
+
+
+@pytest.mark.parametrize("each", WITH_A_FORM, ids=lambda each: each.name)
+def test_what_a_family_says_of_itself(each: Family) -> None:
+    """Seconds, spans and peaks by its own formulas, wherever these hold, and each of them somewhere."""
+    held: set[str] = set()
+    for P in (1, 2, 3, 5):
+        for M in sorted({1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 3 * P} - {0}):
+            for V in (1, 2, 3) if each.takes_chunks else (each.num_chunks,):
+                sizes = {"num_ranks": P, "num_microbatches": M, "num_chunks": V}
+                try:
+                    schedule = build(each.name, **sizes)
+                except ValueError:
+                    continue  # sizes that do not fit
+                for F, I, W, c in COSTS:
+                    timeline = simulate(schedule, Costs(forward=F, input_grad=I, weight_grad=W, latency=c))
+                    equal = EqualStages(**sizes, forward=F, input_grad=I, weight_grad=W, latency=c)
+                    for name, found in (
+                        ("batch_seconds", timeline.batch_seconds),
+                        ("span_seconds", timeline.span),
+                        ("peak_activations", timeline.peak_activations),
+                    ):
+                        form = getattr(each, name)
+                        if form is not None and (said := form(equal)) is not None:
+                            held.add(name)
+                            assert found == said, (name, equal)
+    assert held == {n for n in ("batch_seconds", "span_seconds", "peak_activations") if getattr(each, n) is not None}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -121,7 +154,7 @@ def test_update_comes_behind_each_rank() -> None:
     ],
 )
 def test_microbatch_groups(P: int, M: int, groups: tuple[int, ...]) -> None:
-    assert microbatch_groups(num_ranks=P, num_microbatches=M) == groups
+    assert microbatch_groups(at_least=P, num_microbatches=M) == groups
 
 
 def test_any_groups_of_at_least_one_a_rank_are_as_fast() -> None:
@@ -131,3 +164,34 @@ def test_any_groups_of_at_least_one_a_rank_are_as_fast() -> None:
         schedule = build("interleaved", num_ranks=3, num_microbatches=M, num_chunks=2, groups=groups)
         check(schedule)
         assert simulate(schedule, costs).makespan == (M * 2 + 2) * 3
+
+
+def test_groups_of_half_the_ranks() -> None:
+    """GIS-H: (V+1)/2V of the activations for (V-1) P/2 (F+I-W) seconds more."""
+    for P, V, rounds in ((2, 2, 4), (4, 2, 6), (4, 3, 5), (8, 2, 4)):
+        M = rounds * P // 2
+        schedule = build("gis", num_ranks=P, num_microbatches=M, num_chunks=V, group_size=P // 2)
+        assert max(check(schedule).peak_activations) == (V - 1) * P // 2 + P
+        for F, I, W in ((1, 1, 1), (1, 2, 1), (2, 1, 1), (3, 3, 1)):
+            costs = Costs(forward=F, input_grad=I, weight_grad=W)
+            waits = (P - 1) * (F + I) + (V - 1) * P // 2 * (F + I - W)
+            assert simulate(schedule, costs).makespan == M * V * (F + I + W) + waits
+
+
+@pytest.mark.parametrize(("P", "M"), [(4, 2), (4, 3), (8, 5), (3, 1)])
+def test_zb_h1_of_few_microbatches_is_the_best(P: int, M: int) -> None:
+    """The bound of any order: one microbatch down and up again, the others' F or I between, and a W."""
+    schedule = build("zb-h1", num_ranks=P, num_microbatches=M)
+    for F, I, W in ((10, 11, 7), (1, 1, 1), (2, 1, 1)):
+        costs = Costs(forward=F, input_grad=I, weight_grad=W)
+        assert simulate(schedule, costs).makespan == (M + P - 1) * (F + I) + W == lower_bound(schedule, costs)
+
+
+def test_zero_bubble_is_one_of_the_span() -> None:
+    """F = I = W: a rank works without a pause, the batch still takes P-1 forwards longer."""
+    timeline = simulate(build("zb-h2", num_ranks=4, num_microbatches=12), Costs())
+    assert timeline.span == 36
+    assert timeline.makespan == 36 + 3
+    costs = Costs(forward=10, input_grad=11, weight_grad=7)
+    uneven = simulate(build("zb-h2", num_ranks=4, num_microbatches=12), costs)
+    assert (uneven.span - 12 * 28, uneven.makespan - 12 * 28) == (21, 30)

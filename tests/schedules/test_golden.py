@@ -12,11 +12,8 @@ from textwrap import dedent
 
 import pytest
 
-from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, ir, lower_bound, simulate
-from stagewright.schedules.builders.gpipe import gpipe
-from stagewright.schedules.builders.interleaved import interleaved
-from stagewright.schedules.builders.looped_bfs import looped_bfs
-from stagewright.schedules.builders.one_f_one_b import one_f_one_b, pair_up
+from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, ir, lower_bound, simulate
+from stagewright.schedules.builders.one_f_one_b import pair_up
 from stagewright.schedules.builders.pipedream import pipedream, two_bw
 from stagewright.schedules.text import unit_time_cells
 from stagewright.schedules.versions import derive_versions
@@ -199,21 +196,28 @@ def test_pictures_of_streams(documented: object, schedule: Schedule, said: dict[
     assert {key: used[key] for key in said} == said
 
 
-@pytest.mark.parametrize(
-    ("documented", "schedule"),
-    [
-        (gpipe, made("gpipe", 2, 4, 1)),
-        (one_f_one_b, made("1f1b", 3, 4, 1)),
-        (interleaved, made("interleaved", 2, 2, 2)),
-        (looped_bfs, made("looped-bfs", 2, 2, 2)),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_pictures_in_docstrings(documented: object, schedule: Schedule) -> None:
+def pictured(family: Family) -> tuple[str, Schedule] | None:
+    """The grid in the docstring of a flush builder, and the schedule of the sizes that stand beside it."""
+    lines = [line.strip() for line in (inspect.getdoc(family.build) or "").splitlines()]
+    rows = [line for line in lines if re.match(r"rank \d+ \|", line)]
+    sizes = {name: int(number) for row in rows for name, number in re.findall(r"\b([PVM])=(\d+)", row)}
+    if not rows or family.name in STREAMS:
+        return None
+    grid = "\n".join(re.split(r"  +(?=[a-zP])", row)[0] for row in rows)
+    return grid, made(family.name, sizes["P"], sizes["M"], sizes.get("V", family.num_chunks))
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if pictured(f)], ids=lambda family: family.name)
+def test_pictures_in_docstrings(family: Family) -> None:
     """The text left of two or more spaces and a word, if any, in lines that begin with `rank`."""
-    lines = [line.strip() for line in (inspect.getdoc(documented) or "").splitlines()]
-    rows = [re.split(r"  +(?=[a-zP])", line)[0] for line in lines if re.match(r"rank \d+ \|", line)]
-    assert "\n".join(rows) == schedule.grid()
+    picture = pictured(family)
+    assert picture is not None
+    grid, schedule = picture
+    assert grid == schedule.grid()
+
+
+def test_most_builders_draw_their_order() -> None:
+    assert sum(pictured(family) is not None for family in FAMILIES.values()) >= 9
 
 
 def test_picture_of_the_module() -> None:
