@@ -57,7 +57,7 @@ def _closed_form(schedule: Schedule, costs: Costs) -> list[HeadFigure]:
     seconds = closed_form_seconds(schedule, costs)
     if not seconds:
         return []
-    table = costs.table(num_stages=schedule.num_stages)
+    table = costs.table_for(schedule)
     alike = all(len(set(column)) == 1 for column in (table.forward, table.backward))
     what = "equal stages" if alike else "stages of the mean cost"
     bubble = _bubble(schedule, costs, seconds)

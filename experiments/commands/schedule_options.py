@@ -96,6 +96,9 @@ class CostOptions(BuildOptions):
     reduce_grad: tuple[float, ...] = (0.0,)
     """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
 
+    index_factors: tuple[float, ...] | None = None
+    """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
+
     def costs(self) -> Costs:
         """As the simulator takes them."""
         return Costs(
@@ -105,6 +108,7 @@ class CostOptions(BuildOptions):
             weight_grad=None if self.weight_grad is None else _per_stage(self.weight_grad),
             latency=self.latency,
             reduce_grad=_per_stage(self.reduce_grad),
+            index_factors=self.index_factors,
         )
 
 

@@ -223,12 +223,15 @@ def pose(
         raise ValueError(f"num_microbatches={num_microbatches!r}: expected a whole number, at least 1")
     placed = _placed(placement, num_ranks, num_chunks)
     S, M = sum(map(len, placed)), num_microbatches
-    table = costs.table(num_stages=S)
+    table = costs.table(num_stages=S, num_indices=M)
     if any(seconds > 0 for seconds in table.tied.values()):
         raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
 
     def by_microbatch(row: Sequence[float]) -> Table:
-        return tuple((float(seconds),) * M for seconds in row)
+        return tuple((float(each),) * M for each in row)
+
+    def seconds(op: Op) -> Table:
+        return tuple(row * (M // len(row)) for row in table.rows[op])
 
     delay = _Delays(_ranks_of_stages(placed), table.latency, links)
     held = _numbers("activations", activations, S, "stage")
@@ -238,10 +241,10 @@ def pose(
     problem = Problem(
         placement=placed,
         num_microbatches=M,
-        forward=by_microbatch(table.forward),
-        input_grad=by_microbatch(table.input_grad),
-        weight_grad=by_microbatch(table.weight_grad),
-        backward=by_microbatch(table.backward),
+        forward=seconds(Op.F),
+        input_grad=seconds(Op.I),
+        weight_grad=seconds(Op.W),
+        backward=seconds(Op.B),
         forward_delay=tuple(delay(s, s + 1) for s in range(S)),
         gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
         held=by_microbatch(held),

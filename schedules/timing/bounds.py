@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from ..ir import Op, Schedule
@@ -23,61 +25,137 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
         F - - - - - - - - B B B                   the backwards of the first rank: one microbatch's whole way and back
 
     It holds for every order of the same actions on the same placement, since one of the set starts first and one
-    ends last. Tried are the sets of all actions with a head of at least h and a tail of at least q.
-    With links, the messages of one link or network card are such a set, too. The one-machine bound of Carlier (1982).
-    O(actions + P * V^2 + S + edges * (log(edges) + M)).
+    ends last. Tried are all sets, each action with the head and tail of its own microbatch (`machine_bound`).
+    With links, the messages of one link or network card are such a set, too.
+    O(actions + U * (S + edges * log(edges)) + P * U * V * log(U * V)), of U microbatches of unequal costs.
     """
-    table = costs.table(num_stages=schedule.num_stages)
+    table = costs.table_for(schedule)
     if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
         own_update = max(sum(table.update[s] for s in stages) for stages in schedule.placement)
         return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
     ways = _Ways(schedule, table, links)
     sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
-    return max(_machine_bound(jobs) for jobs in (*sets, *ways.loads))
+    return max(machine_bound(jobs) for jobs in (*sets, *ways.loads))
 
 
-class _Job(NamedTuple):
-    """All actions of one op and stage on a rank, or messages of one wire over a link: `head` must pass before each
-    starts, `tail` comes after [s]."""
+class Job(NamedTuple):
+    """Work for one machine: actions of one op and stage on a rank, or messages of one wire over a link: `head` must
+    pass before it starts, `tail` comes after [s]."""
 
     head: float
     work: float
     tail: float
 
 
-def _machine_bound(jobs: list[_Job]) -> float:
-    bound = 0.0
-    by_tail = sorted(jobs, key=lambda job: job.tail, reverse=True)
-    for first in jobs:
-        work = 0.0
-        for job in by_tail:
-            if job.head >= first.head:
-                work += job.work
-                bound = max(bound, first.head + work + job.tail)
+def machine_bound(jobs: Iterable[Job]) -> float:
+    """The largest (least head + all work + least tail) of any set of jobs of one machine [s].
+
+    It is what the machine takes when it may interrupt a job for one with a longer tail: Jackson's preemptive schedule
+    reaches that bound (Carlier, 1982). O(n log n).
+
+    >>> machine_bound([Job(0, 2, 5), Job(1, 4, 6), Job(3, 1, 0)])
+    11
+    """
+    bound = now = 0.0
+    waiting: list[tuple[float, float]] = []  # (-tail, work that is left)
+    for head, work, tail in (*sorted(jobs), Job(math.inf, 0.0, 0.0)):
+        while waiting and now < head:
+            less, left = waiting[0]
+            if now + left <= head:
+                heappop(waiting)
+                now += left
+                bound = max(bound, now - less)
+            else:
+                heapreplace(waiting, (less, left - (head - now)))
+                now = head
+        if head < math.inf:
+            now = max(now, head)
+            heappush(waiting, (-tail, work))
     return bound
 
 
+class _Way:
+    """The longest way of one microbatch up to and behind the forward and the gradient of each stage.
+
+    Arguments:
+        index: of the microbatch.
+        activations, gradients: (maker, user, delay) each; they lead from lower stages to higher ones, and back.
+        present: ops and stages of which the schedule has actions.
+        update: by stage, seconds that come after any gradient of it.
+    """
+
+    def __init__(
+        self,
+        table: CostTable,
+        index: int,
+        *,
+        activations: Sequence[tuple[int, int, float]],
+        gradients: Sequence[tuple[int, int, float]],
+        present: set[tuple[Op, int]],
+        update: Sequence[float],
+    ) -> None:
+        stages = range(len(update))
+        self.forward = forward = [table.of(Op.F, s, index) for s in stages]
+        # The op that makes the gradient: the cheaper one where a stage has both.
+        self.gradient = gradient = [
+            min((table.of(op, s, index) for op in (Op.B, Op.I) if (op, s) in present), default=0.0) for s in stages
+        ]
+        self.to_forward = [0.0 for _ in stages]
+        for src, dst, delay in sorted(activations, key=lambda way: way[1]):
+            self.to_forward[dst] = max(self.to_forward[dst], self.to_forward[src] + forward[src] + delay)
+
+        self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
+        for src, dst, delay in sorted(gradients, key=lambda way: -way[1]):
+            self.to_gradient[dst] = max(self.to_gradient[dst], self.to_gradient[src] + gradient[src] + delay)
+
+        # The weight gradient comes after, too, unless a whole backward may have made the gradient.
+        self.behind_gradient = list(update)
+        for s in stages:
+            if (Op.W, s) in present and (Op.B, s) not in present:
+                self.behind_gradient[s] += table.of(Op.W, s, index)
+        for src, dst, delay in sorted(gradients, key=lambda way: way[0]):
+            way = delay + gradient[dst] + self.behind_gradient[dst]
+            self.behind_gradient[src] = max(self.behind_gradient[src], way)
+
+        self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
+        for src, dst, delay in sorted(activations, key=lambda way: -way[0]):
+            way = delay + forward[dst] + self.behind_forward[dst]
+            self.behind_forward[src] = max(self.behind_forward[src], way)
+
+    def made(self, stage: int) -> float:
+        """When the gradient of a stage is there at the earliest [s]."""
+        return self.to_gradient[stage] + self.gradient[stage]
+
+
 class _Ways:
-    """The longest way of one microbatch up to and behind the forward and the gradient of each stage."""
+    """Ways of all microbatches, one for those of equal costs, and what ranks and links have to do."""
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule, self.table, self.links = schedule, table, links
         wires = Needs(schedule).wires
-        self.counts = [Counter((a.op, a.stage) for a in program) for program in schedule.programs]
-        # The op that makes the gradient: the cheaper one where a stage has both.
-        self.present = set().union(*self.counts)
-        self.gradient = [
-            min((table.of(op, s) for op in (Op.B, Op.I) if (op, s) in self.present), default=0.0)
-            for s in range(schedule.num_stages)
+        self.kinds, self.kind_of = _kinds(table, schedule.total_microbatches)
+        self.counts = [
+            Counter((op, s, 0 if op is Op.U else self.kind_of[k]) for s, op, k in program)
+            for program in schedule.programs
         ]
+        self.present = {(op, stage) for counts in self.counts for op, stage, _ in counts}
         self.sums = {each.stage: each for each in links.sums} if links is not None else {}
         self.update = [self._update(s) for s in range(schedule.num_stages)]
         self.sizes = {} if links is None else wire_bytes(schedule, links, wires)
-        self.delay = {wire: self._delay(wire) for wire in wires}
-        self._walk(
-            activations=[(w.src, user, self.delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users],
-            gradients=[(m, w.dst, self.delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers],
-        )
+        delay = {wire: self._delay(wire) for wire in wires}
+        activations = [(w.src, user, delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users]
+        gradients = [(m, w.dst, delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers]
+        self.ways = [
+            _Way(
+                table,
+                index,
+                activations=activations,
+                gradients=gradients,
+                present=self.present,
+                update=self.update,
+            )
+            for index in self.kinds
+        ]
         self.loads = [] if links is None else self._loads(links, wires)
 
     def _update(self, stage: int) -> float:
@@ -95,14 +173,14 @@ class _Ways:
         return self.table.reduce_grad[stage] if len(self.schedule.owners[stage]) > 1 else 0.0
 
     def _has_update(self, stage: int) -> bool:
-        return any((Op.U, stage) in counts for counts in self.counts)
+        return (Op.U, stage) in self.present
 
-    def _pairs(self, wire: Wire) -> Counter[tuple[int, int]]:
-        """How many messages each pair of ranks sends over a wire."""
+    def _pairs(self, wire: Wire) -> Counter[tuple[int, int, int]]:
+        """How many messages of each kind of microbatch each pair of ranks sends over a wire."""
         owner = self.schedule.owner
         indices = range(self.schedule.total_microbatches)
-        pairs = Counter((owner(wire.src, k), owner(wire.dst, k)) for k in indices)
-        return Counter({(src, dst): count for (src, dst), count in pairs.items() if src != dst})
+        pairs = Counter((owner(wire.src, k), owner(wire.dst, k), self.kind_of[k]) for k in indices)
+        return Counter({key: count for key, count in pairs.items() if key[0] != key[1]})
 
     def _delay(self, wire: Wire) -> float:
         """The least seconds from stage to stage: none where some rank holds both."""
@@ -111,72 +189,67 @@ class _Ways:
         delay = self.table.latency[wire.src]
         if self.links is None:
             return delay
-        ways = [self.links.way(src, dst) for src, dst in self._pairs(wire)]
+        ways = [self.links.way(src, dst) for src, dst, _ in self._pairs(wire)]
         return delay + min(way.latency + self.sizes[wire] * way.seconds_per_byte for way in ways)
 
-    def _walk(self, activations: list[tuple[int, int, float]], gradients: list[tuple[int, int, float]]) -> None:
-        """Activations lead from lower stages to higher ones, gradients back: (maker, user, delay) each."""
-        forward, gradient, weight_grad = self.table.forward, self.gradient, self.table.weight_grad
-        num_stages = self.schedule.num_stages
-
-        self.to_forward = [0.0] * num_stages
-        for src, dst, delay in sorted(activations, key=lambda way: way[1]):
-            self.to_forward[dst] = max(self.to_forward[dst], self.to_forward[src] + forward[src] + delay)
-
-        self.to_gradient = [way + cost for way, cost in zip(self.to_forward, forward, strict=True)]
-        for src, dst, delay in sorted(gradients, key=lambda way: -way[1]):
-            self.to_gradient[dst] = max(self.to_gradient[dst], self.to_gradient[src] + gradient[src] + delay)
-
-        # The weight gradient comes after, too, unless a whole backward may have made the gradient.
-        split = [(Op.W, s) in self.present and (Op.B, s) not in self.present for s in range(num_stages)]
-        self.behind_gradient = [u + w * s for u, w, s in zip(self.update, weight_grad, split, strict=True)]
-        for src, dst, delay in sorted(gradients, key=lambda way: way[0]):
-            way = delay + gradient[dst] + self.behind_gradient[dst]
-            self.behind_gradient[src] = max(self.behind_gradient[src], way)
-
-        self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
-        for src, dst, delay in sorted(activations, key=lambda way: -way[0]):
-            way = delay + forward[dst] + self.behind_forward[dst]
-            self.behind_forward[src] = max(self.behind_forward[src], way)
-
-    def _loads(self, links: Links, wires: Sequence[Wire]) -> list[list[_Job]]:
+    def _loads(self, links: Links, wires: Sequence[Wire]) -> list[list[Job]]:
         """Messages and sums that each link and network card carries."""
-        loads: dict[object, list[_Job]] = {}
+        loads: dict[object, list[Job]] = {}
         for wire in wires:
-            if wire.kind is MessageKind.ACT:
-                head = self.to_forward[wire.src] + self.table.forward[wire.src]
-                tail = max(self.table.forward[user] + self.behind_forward[user] for user in wire.users)
-            else:
-                head = max(self.to_gradient[maker] + self.gradient[maker] for maker in wire.makers)
-                tail = self.gradient[wire.dst] + self.behind_gradient[wire.dst]
-            for (src, dst), count in self._pairs(wire).items():
-                way = links.way(src, dst)
+            for (src, dst, kind), count in self._pairs(wire).items():
+                way, each = links.way(src, dst), self.ways[kind]
+                if wire.kind is MessageKind.ACT:
+                    head = each.to_forward[wire.src] + each.forward[wire.src]
+                    tail = max(each.forward[user] + each.behind_forward[user] for user in wire.users)
+                else:
+                    head = max(each.made(maker) for maker in wire.makers)
+                    tail = each.gradient[wire.dst] + each.behind_gradient[wire.dst]
                 seconds = count * self.sizes[wire] * way.seconds_per_byte
-                job = _Job(head, seconds, self.table.latency[wire.src] + way.latency + tail)
+                job = Job(head, seconds, self.table.latency[wire.src] + way.latency + tail)
                 for name in links.channels(src, dst):
                     loads.setdefault(name, []).append(job)
-        for each in self.sums.values():
-            if self.schedule.has_epilogue or self._has_update(each.stage):
+        for summed in self.sums.values():
+            if self.schedule.has_epilogue or self._has_update(summed.stage):
                 updates = self.schedule.num_batches * self.schedule.groups_per_batch
-                seconds = each.seconds * (1 if self.schedule.has_epilogue else updates)
-                head = self.to_gradient[each.stage] + self.gradient[each.stage]
-                for name in links.channels_of_sum(each):
-                    loads.setdefault(name, []).append(_Job(head, seconds, self.table.update[each.stage]))
+                seconds = summed.seconds * (1 if self.schedule.has_epilogue else updates)
+                job = Job(self._first_made(summed.stage), seconds, self.table.update[summed.stage])
+                for name in links.channels_of_sum(summed):
+                    loads.setdefault(name, []).append(job)
         return list(loads.values())
 
-    def jobs(self, rank: int) -> list[_Job]:
+    def _first_made(self, stage: int) -> float:
+        return min(way.made(stage) for way in self.ways)
+
+    def jobs(self, rank: int) -> list[Job]:
+        """All actions of a rank."""
         jobs = []
-        for (op, stage), count in self.counts[rank].items():
-            cost = self.table.of(op, stage)
+        for (op, stage, kind), count in self.counts[rank].items():
+            cost, way = self.table.of(op, stage, self.kinds[kind]), self.ways[kind]
             match op:
                 case Op.F:
-                    jobs.append(_Job(self.to_forward[stage], count * cost, self.behind_forward[stage]))
+                    jobs.append(Job(way.to_forward[stage], count * cost, way.behind_forward[stage]))
                 case Op.B | Op.I:
-                    jobs.append(_Job(self.to_gradient[stage], count * cost, self.behind_gradient[stage]))
+                    jobs.append(Job(way.to_gradient[stage], count * cost, way.behind_gradient[stage]))
                 case Op.W:
-                    head = self.to_gradient[stage] + self.table.input_grad[stage]
-                    jobs.append(_Job(head, count * cost, self.update[stage]))
+                    head = way.to_gradient[stage] + self.table.of(Op.I, stage, self.kinds[kind])
+                    jobs.append(Job(head, count * cost, self.update[stage]))
                 case Op.U:  # all but the last have the last behind them
-                    head = self.to_gradient[stage] + self.gradient[stage] + self._summing(stage)
-                    jobs += [_Job(head, (count - 1) * cost, cost), _Job(head, cost, 0.0)]
+                    head = self._first_made(stage) + self._summing(stage)
+                    jobs += [Job(head, (count - 1) * cost, cost), Job(head, cost, 0.0)]
         return jobs
+
+
+def _kinds(table: CostTable, num_indices: int) -> tuple[list[int], list[int]]:
+    """Indices whose costs differ, one for all that are equal; and by index, which of them it equals."""
+    if not table.varies:
+        return [0], [0] * num_indices
+    numbers: dict[Hashable, int] = {}
+    kinds: list[int] = []
+    kind_of: list[int] = []
+    rows = [row for op_rows in table.rows.values() for row in op_rows if len(row) > 1]
+    for k in range(num_indices):
+        number = numbers.setdefault(tuple(row[k % len(row)] for row in rows), len(numbers))
+        if number == len(kinds):
+            kinds.append(k)
+        kind_of.append(number)
+    return kinds, kind_of

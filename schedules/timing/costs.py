@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import cast
+from operator import add, mul
+from typing import TypeVar, cast
 
-from ..ir import Op
+from ..ir import Op, Schedule
 
 PerStage = float | Sequence[float]
+PerAction = float | Sequence[float | Sequence[float]]
 Ties = Sequence[tuple[tuple[int, ...], float]]
+Row = tuple[float, ...]
+Rows = tuple[Row, ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Seconds of ONE stage action (of a chunk, where a rank has several).
 
-    Each is one number for all stages or a sequence with one per stage. Where only one of
+    Each is one number for all stages or a sequence with one per stage; of F, B, I and W a stage may have a row in
+    place of its number, with one number per action index: microbatches of unequal size. Where only one of
     `backward` and (`input_grad`, `weight_grad`) is given, the other follows from
     `backward = input_grad + weight_grad` (halves, when `backward` alone is known).
 
@@ -27,6 +33,8 @@ class Costs:
         forward: F [s].
         backward: B [s]; 2 * forward when no backward cost is given.
         input_grad, weight_grad: I and W [s].
+        index_factors: by action index, how many times those seconds F, B, I and W take at every stage. A row, and
+            these, have a number for each index of a batch (each batch takes them again) or of the whole program.
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
             begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
@@ -40,23 +48,28 @@ class Costs:
 
     >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).weight_grad
     (1.5, 1.5)
+    >>> longer = Costs(forward=1.0, backward=[1.0, [1.0, 4.0]], index_factors=[1, 2])
+    >>> table = longer.table(num_stages=2)
+    >>> table.of(Op.F, 0, 1), table.of(Op.B, 1, 1), table.varies
+    (2.0, 8.0, True)
     """
 
-    forward: PerStage = 1.0
-    backward: PerStage | None = None
-    input_grad: PerStage | None = None
-    weight_grad: PerStage | None = None
+    forward: PerAction = 1.0
+    backward: PerAction | None = None
+    input_grad: PerAction | None = None
+    weight_grad: PerAction | None = None
     latency: PerStage = 0.0
     reduce_grad: PerStage = 0.0
     tied: Ties = ()
     update: PerStage = 0.0
     norm: float | None = None
+    index_factors: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not each.default:
-                convert = {"norm": _seconds, "tied": _ties}.get(each.name, _per_stage)
+                convert = _CONVERT.get(each.name, _per_stage)
                 object.__setattr__(self, each.name, convert(each.name, value))
         if (self.input_grad is None) != (self.weight_grad is None):
             raise ValueError(
@@ -82,40 +95,103 @@ class Costs:
             raise ValueError(f"costs with {found}: expected an object with some of {', '.join(known)}")
         return cls(**data)
 
-    def table(self, *, num_stages: int) -> CostTable:
-        """The same costs, one number per stage each."""
+    def table_for(self, schedule: Schedule) -> CostTable:
+        """The same costs over the stages and action indices of a schedule."""
+        return self.table(
+            num_stages=schedule.num_stages,
+            num_indices=schedule.num_microbatches,
+            num_batches=schedule.num_batches,
+        )
 
-        def spread(name: str, value: PerStage) -> tuple[float, ...]:
-            numbers = (value,) * num_stages if isinstance(value, float) else tuple(value)
-            if len(numbers) != num_stages:
-                raise ValueError(
-                    f"{name} has {len(numbers)} numbers for {num_stages} stages: expected one number, or one a stage"
-                )
-            return numbers
+    def table(self, *, num_stages: int, num_indices: int | None = None, num_batches: int = 1) -> CostTable:
+        """The same costs, one number per stage each, or a row by action index.
 
+        Arguments:
+            num_indices: of a batch; where given, a row must have as many numbers, or num_batches times as many.
+
+        Raises ValueError for costs of another number of stages, or of indices.
+        """
         missing = [stages for stages, _ in self.tied if stages[-1] >= num_stages]
         if missing:
             raise ValueError(f"tied={missing[0]}: expected stages below {num_stages}")
-        forward = spread("forward", self.forward)
+        factors = (1.0,) if self.index_factors is None else tuple(self.index_factors)
+        allowed = {len(factors)} if num_indices is None else {num_indices, num_indices * num_batches}
+        if self.index_factors is not None:
+            _check_length("index_factors", factors, allowed)
+
+        def rows(name: str, value: PerAction) -> Rows:
+            found: list[Row] = []
+            for stage, each in enumerate(_spread(name, value, num_stages)):
+                found.append((each,) if isinstance(each, float) else tuple(each))
+                if num_indices is not None and not isinstance(each, float):
+                    _check_length(f"{name} of stage {stage}", each, allowed)
+            return tuple(found)
+
+        forward = rows("forward", self.forward)
         if self.input_grad is not None and self.weight_grad is not None:
-            input_grad = spread("input_grad", self.input_grad)
-            weight_grad = spread("weight_grad", self.weight_grad)
-            whole = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
-            backward = whole if self.backward is None else spread("backward", self.backward)
+            input_grad = rows("input_grad", self.input_grad)
+            weight_grad = rows("weight_grad", self.weight_grad)
+            whole = tuple(_together(i, w, add) for i, w in zip(input_grad, weight_grad, strict=True))
+            backward = whole if self.backward is None else rows("backward", self.backward)
         else:
-            backward = tuple(2 * f for f in forward) if self.backward is None else spread("backward", self.backward)
-            input_grad = weight_grad = tuple(b / 2 for b in backward)
+            doubled = tuple(tuple(2 * f for f in row) for row in forward)
+            backward = doubled if self.backward is None else rows("backward", self.backward)
+            input_grad = weight_grad = tuple(tuple(b / 2 for b in row) for row in backward)
+        by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
+        if self.index_factors is not None:
+            by_op = {op: tuple(_together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
+        update = _spread("update", self.update, num_stages)
         return CostTable(
-            forward=forward,
-            backward=backward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
-            latency=spread("latency", self.latency),
-            reduce_grad=spread("reduce_grad", self.reduce_grad),
+            rows=by_op | {Op.U: tuple((seconds,) for seconds in update)},
+            latency=_spread("latency", self.latency, num_stages),
+            reduce_grad=_spread("reduce_grad", self.reduce_grad, num_stages),
             tied=dict(self.tied),
-            update=spread("update", self.update),
+            update=update,
             norm=self.norm,
         )
+
+
+def _spread(name: str, value: float | Sequence[Value], num_stages: int) -> tuple[Value | float, ...]:
+    """One each for all stages."""
+    each = (value,) * num_stages if isinstance(value, float) else tuple(value)
+    if len(each) != num_stages:
+        raise ValueError(f"{name} has {len(each)} numbers for {num_stages} stages: expected one number, or one a stage")
+    return each
+
+
+def _check_length(name: str, row: Sequence[float], allowed: set[int]) -> None:
+    if len(row) not in allowed:
+        raise ValueError(
+            f"{name} has {len(row)} numbers: expected one for each of the {min(allowed)} action indices of a batch"
+        )
+
+
+def _together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
+    """Two rows number by number, the shorter one again and again."""
+    length = max(len(one), len(other))
+    return tuple(how(one[k % len(one)], other[k % len(other)]) for k in range(length))
+
+
+def _per_action(name: str, value: object) -> float | tuple[float | tuple[float, ...], ...]:
+    """A number as a float, a sequence as a tuple of floats and rows."""
+    several = _several(value)
+    if several is None:
+        return _seconds(name, value)
+    return tuple(_seconds(name, each) if _several(each) is None else _row(name, each) for each in several)
+
+
+def _several(value: object) -> Iterable[object] | None:
+    """None for what is one thing alone."""
+    return value if isinstance(value, Iterable) and not isinstance(value, str) else None
+
+
+def _row(name: str, value: object) -> Row:
+    """One number for each action index."""
+    several = _several(value)
+    row = () if several is None else tuple(_seconds(name, number) for number in several)
+    if not row:
+        raise ValueError(f"{name}={value!r:.60}: expected numbers of at least 0, one for each action index")
+    return row
 
 
 def _per_stage(name: str, value: object) -> float | tuple[float, ...]:
@@ -145,39 +221,77 @@ def _seconds(name: str, number: object) -> float:
     return float(number)
 
 
+_CONVERT: Mapping[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(("forward", "backward", "input_grad", "weight_grad"), _per_action),
+    "tied": _ties,
+    "norm": _seconds,
+    "index_factors": _row,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """`Costs` spread over the stages: tuples of S seconds; tied by the stages that share weights."""
+    """`Costs` spread over the stages: S seconds each, or S rows of seconds by action index.
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
+    Arguments:
+        rows: by op and stage: one number for all indices, or one for each; beyond the last they begin again.
+        latency, reduce_grad, update: [S] seconds.
+        tied: seconds by the stages that share weights.
+    """
+
+    rows: Mapping[Op, Rows]
     latency: tuple[float, ...]
     reduce_grad: tuple[float, ...]
     tied: Mapping[tuple[int, ...], float]
     update: tuple[float, ...]
     norm: float | None
 
-    def of(self, op: Op, stage: int) -> float:
-        """Seconds of one action of `stage`."""
-        return self.column(op)[stage]
+    @property
+    def varies(self) -> bool:
+        """Whether some action takes longer at one index than at another."""
+        return any(len(set(row)) > 1 for rows in self.rows.values() for row in rows)
+
+    def of(self, op: Op, stage: int, index: int) -> float:
+        """Seconds of one action."""
+        row = self.row(op, stage)
+        return row[index % len(row)]
+
+    def row(self, op: Op, stage: int) -> Row:
+        """Seconds of the actions of one op and stage, by index; one number where it is the same for all."""
+        if op not in self.rows:
+            raise ValueError(f"{op.value} has no cost of its own: expected one of F B I W U")
+        return self.rows[op][stage]
 
     def column(self, op: Op) -> tuple[float, ...]:
-        """Seconds of `op`, by stage."""
-        match op:
-            case Op.F:
-                return self.forward
-            case Op.B:
-                return self.backward
-            case Op.I:
-                return self.input_grad
-            case Op.W:
-                return self.weight_grad
-            case Op.U:
-                return self.update
-            case _:
-                raise ValueError(f"{op.value} has no cost of its own: expected one of F B I W U")
+        """Seconds of `op`, by stage; ValueError where they differ by action index."""
+        rows = [self.row(op, stage) for stage in range(len(self.latency))]
+        for stage, row in enumerate(rows):
+            if len(set(row)) > 1:
+                raise ValueError(
+                    f"{op.value} of stage {stage} takes {min(row):.4g} to {max(row):.4g} s, by action index: "
+                    f"expected costs that are the same for all microbatches here"
+                )
+        return tuple(row[0] for row in rows)
+
+    @property
+    def forward(self) -> tuple[float, ...]:
+        """F by stage [s]; these four raise ValueError where they differ by action index."""
+        return self.column(Op.F)
+
+    @property
+    def backward(self) -> tuple[float, ...]:
+        """B by stage [s]."""
+        return self.column(Op.B)
+
+    @property
+    def input_grad(self) -> tuple[float, ...]:
+        """I by stage [s]."""
+        return self.column(Op.I)
+
+    @property
+    def weight_grad(self) -> tuple[float, ...]:
+        """W by stage [s]."""
+        return self.column(Op.W)
 
 
 # The time of grids and tables.

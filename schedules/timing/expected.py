@@ -38,14 +38,14 @@ def median_costs(timeline: Timeline) -> Costs:
 
 def busy_seconds(schedule: Schedule, costs: Costs) -> float:
     """Seconds of F, B, I and W of all ranks together, a batch."""
-    table = costs.table(num_stages=schedule.num_stages)
-    own = sum(table.of(a.op, a.stage) for program in schedule.programs for a in program if a.op in COMPUTE_OPS)
+    table = costs.table_for(schedule)
+    own = sum(table.of(op, s, k) for program in schedule.programs for s, op, k in program if op in COMPUTE_OPS)
     return own / schedule.num_batches
 
 
 def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
     """Seconds from batch to batch by the closed form of the schedule's family, for stages of the mean cost, and free
-    links; None where it has none: another order, replicas, or sizes for which the form does not hold."""
+    links; None where it has none: another order, replicas, unequal microbatches, or sizes that it does not cover."""
     family = FAMILIES.get(schedule.name)
     chunks = {len(stages) for stages in schedule.placement}
     if family is None or family.batch_seconds is None or len(chunks) > 1 or any(len(o) > 1 for o in schedule.owners):
@@ -56,7 +56,9 @@ def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
         return None
     if not schedule.is_asynchronous and build(schedule.name, **sizes).programs != schedule.programs:
         return None
-    table = costs.table(num_stages=schedule.num_stages)
+    table = costs.table_for(schedule)
+    if table.varies:
+        return None
     whole = fmean(table.backward)
     input_grad = fmean(table.input_grad) if family.splits_backward else whole / 2
     weight_grad = fmean(table.weight_grad) if family.splits_backward else whole / 2

@@ -41,7 +41,7 @@ class RunFile:
     def __post_init__(self) -> None:
         num_stages = self.schedule.num_stages
         if self.costs is not None:
-            self.costs.table(num_stages=num_stages)
+            self.costs.table_for(self.schedule)
         if len(self.memory) not in (0, num_stages):
             raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected one a stage")
 

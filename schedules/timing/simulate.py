@@ -53,13 +53,13 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     """
     if not isinstance(links, Links | None):
         raise ValueError(f"links={links!r:.60}: expected Links(...), or None for messages that take the costs' latency")
-    return _Simulation(schedule, costs.table(num_stages=schedule.num_stages), links).run()
+    return _Simulation(schedule, costs.table_for(schedule), links).run()
 
 
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
     """The largest own work of any rank [s]: what a rank without any idle time would take."""
-    table = costs.table(num_stages=schedule.num_stages)
-    return max(sum(table.of(a.op, a.stage) for a in program) for program in schedule.programs)
+    table = costs.table_for(schedule)
+    return max(sum(table.of(op, stage, k) for stage, op, k in program) for program in schedule.programs)
 
 
 class _MeetingTimes:
@@ -90,7 +90,9 @@ class _Simulation:
         self.schedule, self.table = schedule, table
         self.has_messages = links is not None or any(table.latency)
         self.wiring = wiring = Wiring(schedule, table, links)
-        self.durations = [table.column(op)[s] for op in OPS for s in range(schedule.num_stages)]
+        rows = [table.row(op, s) for op in OPS for s in range(schedule.num_stages)]
+        # By code and index: [S * 5][M].
+        self.durations = [row * (wiring.num_microbatches // len(row)) for row in rows]
         channels = [Channel() for _ in range(wiring.num_channels)]
         self.delays = [table.latency[each.stage] for each in wiring.passages]
         self.routes: list[Route] | None = None
@@ -116,11 +118,11 @@ class _Simulation:
         starts = self._play()
         computes = []
         for rank, program in enumerate(self.schedule.programs):
-            codes, _ = self.wiring.programs[rank]
+            codes, indices = self.wiring.programs[rank]
             computes.append(
                 [
-                    Span(action, start, start + durations[code])
-                    for action, start, code in zip(program, starts[rank], codes, strict=True)
+                    Span(action, start, start + durations[code][k])
+                    for action, start, code, k in zip(program, starts[rank], codes, indices, strict=True)
                 ]
             )
         comm = self._messages(computes) if self.has_messages else [()] * len(computes)
@@ -171,7 +173,7 @@ class _Simulation:
                         start = arrival
                 else:
                     starts[rank].append(start)
-                    heappush(events, (start + durations[code], rank))
+                    heappush(events, (start + durations[code][k], rank))
             if not events:
                 break
             now, rank = heappop(events)

@@ -83,19 +83,27 @@ def window_of(timeline: Timeline, first: int, last: int) -> Timeline:
 
 
 @st.composite
-def costs_for(draw: DrawFn, num_stages: int) -> Costs:
-    """Costs with a number for each stage, zeros included."""
+def costs_for(draw: DrawFn, num_stages: int, num_microbatches: int = 1) -> Costs:
+    """Costs with a number for each stage, zeros included; some with rows by microbatch, or with factors."""
+    row = st.lists(quarters, min_size=num_microbatches, max_size=num_microbatches)
 
     def numbers() -> list[float]:
         return draw(st.lists(quarters, min_size=num_stages, max_size=num_stages))
 
+    def rows() -> list[float | list[float]]:
+        by_stage: list[float | list[float]] = [*numbers()]
+        if draw(st.integers(0, 5)) == 0:
+            by_stage[draw(st.integers(0, num_stages - 1))] = draw(row)
+        return by_stage
+
     return Costs(
-        forward=numbers(),
-        backward=numbers(),
-        input_grad=numbers(),
-        weight_grad=numbers(),
+        forward=rows(),
+        backward=rows(),
+        input_grad=rows(),
+        weight_grad=rows(),
         latency=numbers(),
         update=numbers(),
+        index_factors=draw(row) if draw(st.integers(0, 4)) == 0 else None,
     )
 
 
@@ -185,7 +193,7 @@ def schedules(draw: DrawFn, *, replicas: bool = True, forward_only: bool | None 
 @st.composite
 def schedules_with_costs(draw: DrawFn, **options: bool) -> tuple[Schedule, Costs]:
     schedule = draw(schedules(**options))
-    return schedule, draw(costs_for(schedule.num_stages))
+    return schedule, draw(costs_for(schedule.num_stages, schedule.num_microbatches))
 
 
 @st.composite

@@ -28,7 +28,11 @@ def seconds(costs: Costs, action: Action) -> float:
         Op.U: costs.update,
     }[action.op]
     assert isinstance(column, tuple)
-    return column[action.stage]
+    own = column[action.stage]
+    found = own if isinstance(own, float) else own[action.index % len(own)]
+    if costs.index_factors is None or action.op is Op.U:
+        return found
+    return found * costs.index_factors[action.index % len(costs.index_factors)]
 
 
 def data_edges(schedule: Schedule) -> Iterator[tuple[Node, Node]]:

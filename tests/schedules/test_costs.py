@@ -30,9 +30,9 @@ def test_a_whole_backward_may_be_cheaper_than_its_parts() -> None:
 
 def test_table_knows_each_op() -> None:
     table = Costs(forward=1, backward=2, input_grad=3, weight_grad=4, update=5).table(num_stages=1)
-    assert [table.of(op, 0) for op in (Op.F, Op.B, Op.I, Op.W, Op.U)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [table.of(op, 0, 7) for op in (Op.F, Op.B, Op.I, Op.W, Op.U)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ValueError, match="REDUCE_GRAD has no cost of its own: expected one of F B I W U"):
-        table.of(Op.REDUCE_GRAD, 0)
+        table.of(Op.REDUCE_GRAD, 0, 0)
 
 
 def test_any_numbers_do() -> None:
@@ -74,3 +74,38 @@ def test_a_number_for_each_stage(name: str) -> None:
     given = {"input_grad": 1.0, "weight_grad": 1.0, name: [1.0, 1.0, 1.0]}
     with pytest.raises(ValueError, match=f"{name} has 3 numbers for 2 stages: expected one number, or one a stage"):
         Costs(**given).table(num_stages=2)  # type: ignore[arg-type]
+
+
+def test_rows_and_factors_by_action_index() -> None:
+    """One stage with a row: its other half follows index by index, factors multiply all, batches take them again."""
+    costs = Costs(forward=[1.0, [2.0, 3.0]], index_factors=[1.0, 0.5])
+    table = costs.table(num_stages=2, num_indices=2, num_batches=3)
+    assert [table.of(Op.F, 1, k) for k in range(4)] == [2.0, 1.5, 2.0, 1.5]
+    assert [table.of(Op.B, 1, k) for k in range(2)] == [4.0, 3.0]
+    assert [table.of(Op.W, 0, k) for k in range(2)] == [1.0, 0.5]
+    assert table.varies
+    with pytest.raises(
+        ValueError, match=r"F of stage 0 takes 0.5 to 1 s, by action index: expected costs that are the"
+    ):
+        _ = table.forward
+    assert Costs.from_json(costs.to_json()) == costs
+    assert hash(costs) == hash(Costs(forward=(1, np.array([2, 3])), index_factors=(1, 0.5)))  # type: ignore[arg-type]
+    alike = Costs(forward=[[2.0, 2.0]], index_factors=[1, 1]).table(num_stages=1, num_indices=2)
+    assert not alike.varies
+    assert alike.backward == (4.0,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"forward": [[1.0, 2.0, 3.0]]}, "forward of stage 0 has 3 numbers: expected one for each of the 2 action ind"),
+        ({"index_factors": [1.0]}, "index_factors has 1 numbers: expected one for each of the 2 action indices"),
+        ({"index_factors": [1.0, -1.0]}, r"index_factors=-1.0: expected a finite number of seconds"),
+        ({"index_factors": 2.0}, "index_factors=2.0: expected numbers of at least 0, one for each action index"),
+        ({"forward": [[]]}, r"forward=\[\]: expected numbers of at least 0, one for each action index"),
+        ({"latency": [[1.0, 2.0]]}, r"latency=\[1.0, 2.0\]: expected a finite number of seconds"),
+    ],
+)
+def test_wrong_rows(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs(**given).table(num_stages=1, num_indices=2)  # type: ignore[arg-type]

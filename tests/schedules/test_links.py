@@ -65,7 +65,7 @@ def cases(draw: DrawFn) -> tuple[Schedule, Costs, Links]:
     schedule = draw(schedules(forward_only=False if batches > 1 else None))
     if batches > 1:
         schedule = with_updates(schedule, batches)
-    return schedule, draw(costs_for(schedule.num_stages)), draw(links_for(schedule))
+    return schedule, draw(costs_for(schedule.num_stages, schedule.num_microbatches)), draw(links_for(schedule))
 
 
 @steady

@@ -26,12 +26,16 @@ class Case:
     @property
     def varied(self) -> tuple[Costs, Links | None]:
         """Costs and links as the page's changes leave them."""
-        table, by = self.costs.table(num_stages=self.schedule.num_stages), self.changed
+        table, by = self.costs.table_for(self.schedule), self.changed
+        by_op = {
+            op: [[each * by[op.value] for each in row] if len(row) > 1 else row[0] * by[op.value] for row in rows]
+            for op, rows in table.rows.items()
+        }
         costs = Costs(
-            forward=[f * by["F"] for f in table.forward],
-            backward=[b * by["B"] for b in table.backward],
-            input_grad=[i * by["I"] for i in table.input_grad],
-            weight_grad=[w * by["W"] for w in table.weight_grad],
+            forward=by_op[Op.F],
+            backward=by_op[Op.B],
+            input_grad=by_op[Op.I],
+            weight_grad=by_op[Op.W],
             latency=[each * by["latency"] + by["more_latency"] for each in table.latency],
             update=[u * by["U"] + by["more_update"] for u in table.update],
             reduce_grad=[r / by["bandwidth"] for r in table.reduce_grad],
@@ -148,8 +152,12 @@ def _costs(random: Random, schedule: Schedule) -> Costs:
     tied = ()
     if S > 1 and random.random() < 0.3:
         tied = ((tuple(sorted(random.sample(range(S), 2))), random.uniform(0.1, 2.0)),)
+    M = schedule.num_microbatches
+    forward: list[float | list[float]] = [*_seconds(random, S)]
+    if random.random() < 0.2:
+        forward[random.randrange(S)] = _seconds(random, M)
     return Costs(
-        forward=_seconds(random, S),
+        forward=forward,
         backward=_seconds(random, S),
         input_grad=_seconds(random, S),
         weight_grad=_seconds(random, S),
@@ -158,6 +166,7 @@ def _costs(random: Random, schedule: Schedule) -> Costs:
         reduce_grad=random.choice([0.0, _seconds(random, S, most=2.0)]),
         tied=tied,
         norm=random.choice([None, 0.0, random.uniform(0.0, 1.0)]),
+        index_factors=_seconds(random, M) if random.random() < 0.2 else None,
     )
 
 

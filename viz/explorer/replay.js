@@ -106,10 +106,10 @@
       this.wiring = wiring;
       const by = { ...UNCHANGED, ...changed };
       const { stages, costs } = wiring;
-      this.durations = new Float64Array(OPS.length * stages);
-      for (let op = 0; op < OPS.length; op++) {
-        const name = OPS[op];
-        for (let s = 0; s < stages; s++) this.durations[op * stages + s] = costs[name][s] * by[name] + (name === "U" ? by.more_update : 0);
+      this.rows = []; // by code, seconds by index: one number where they are all the same
+      for (const name of OPS) {
+        const more = name === "U" ? by.more_update : 0;
+        for (let s = 0; s < stages; s++) this.rows.push(Float64Array.from([costs[name][s]].flat(), (seconds) => seconds * by[name] + more));
       }
       this.norm = wiring.norm === null ? null : wiring.norm * by.U;
       const latency = costs.latency.map((seconds) => seconds * by.latency + by.more_latency);
@@ -133,6 +133,11 @@
       this.updates = wiring.programs.map(() => []);
       this.play();
       if (wiring.epilogue) this.addEpilogue();
+    }
+
+    seconds(code, index) {
+      const row = this.rows[code];
+      return row[index % row.length];
     }
 
     // Occupy the channels of a route from the time at which all are free, at or after `now`; the arrival.
@@ -161,7 +166,7 @@
     }
 
     play() {
-      const { wiring, arrived, durations, user } = this;
+      const { wiring, arrived, user } = this;
       const { programs, inputs } = wiring;
       const position = new Int32Array(wiring.ranks);
       const freeAt = new Float64Array(wiring.ranks);
@@ -187,7 +192,7 @@
           if (arrival > begin) begin = arrival;
         }
         this.starts[rank][at] = begin;
-        events.push(rank, begin + durations[codes[at]]);
+        events.push(rank, begin + this.seconds(codes[at], indices[at]));
       };
       const release = (slot) => {
         let rank = standing[slot];
@@ -256,7 +261,7 @@
       wiring.placement.forEach((stages, rank) => {
         let end = ends[rank];
         for (const stage of stages) {
-          const seconds = this.durations[OPS.indexOf("U") * wiring.stages + stage];
+          const seconds = this.seconds(OPS.indexOf("U") * wiring.stages + stage, 0);
           if (!(seconds > 0 || this.norm > 0 || summed.has(stage))) continue;
           const start = Math.max(end, summed.get(stage) || 0);
           end = start + seconds;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ...schedules import Costs, Links, Op, Schedule
 from ...schedules.timing.costs import CostTable
@@ -11,6 +11,7 @@ from ...schedules.timing.wiring import OPS, Output, Wiring
 from ...schedules.versions import derive_versions
 
 Columns = dict[str, Any]
+Number = TypeVar("Number", int, float)
 _STAYS = -1
 
 
@@ -19,7 +20,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
 
     What is the same for all microbatches stands there once, else by microbatch.
     """
-    table = costs.table(num_stages=schedule.num_stages)
+    table = costs.table_for(schedule)
     wiring = Wiring(schedule, table, links)
     numbers: dict[int, int] = {}  # by base, of an output
     outputs: list[Output] = []
@@ -97,10 +98,12 @@ def _versions(schedule: Schedule) -> list[list[int]]:
 
 
 def _costs(table: CostTable) -> Columns:
-    """By the letter of the op, and the latency: by stage [s]."""
-    return {**{op.value: list(table.column(op)) for op in OPS}, "latency": list(table.latency)}
+    """By the letter of the op, and the latency: by stage, and where they differ by index, by index [s]."""
+    stages = range(len(table.latency))
+    rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in OPS}
+    return {**rows, "latency": list(table.latency)}
 
 
-def _folded(numbers: Sequence[int]) -> int | list[int]:
+def _folded(numbers: Sequence[Number]) -> Number | list[Number]:
     """One number where all are equal."""
     return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)

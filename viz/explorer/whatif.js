@@ -22,6 +22,7 @@
   function findThere(wiring) {
     const ops = new Set(wiring.programs.flatMap(({ codes }) => Array.from(codes, (code) => wiring.op(code))));
     const { costs, norm } = wiring;
+    const forwards = costs.F.flat();
     const some = (values) => values.some((value) => value > 0);
     return {
       ops,
@@ -30,7 +31,7 @@
       latency: some(costs.latency) || wiring.passages.some((each) => each.latency > 0),
       bandwidth: wiring.passages.some((each) => each.bytes * each.seconds_per_byte > 0) || wiring.meetings.some((each) => each.seconds > 0),
       update: some(costs.U) || norm > 0,
-      unit: costs.F.reduce((sum, seconds) => sum + seconds, 0) / costs.F.length || 1,
+      unit: forwards.reduce((sum, seconds) => sum + seconds, 0) / forwards.length || 1,
     };
   }
 

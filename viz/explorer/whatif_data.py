@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from ...schedules import Schedule
+from ...schedules import Costs, Schedule
 from ..exhibit import Exhibit
 from .other_sizes import builder_of
 from .replay_data import replay_data
@@ -28,14 +28,16 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
     schedule = exhibit.predicted.schedule
     if (actions := _size(schedule)) > _MAX_ACTIONS:
         return {"refused": f"{actions:,} actions: costs can be varied up to {_MAX_ACTIONS:,}."}
-    others, fixed = _others(schedule)
+    others, fixed = _others(schedule, exhibit.costs)
     wirings = [replay_data(each, exhibit.costs, exhibit.links) for each in (*others, schedule)]
     wirings.sort(key=lambda wiring: int(wiring["microbatches"]))
     return {"wirings": wirings, "microbatches": schedule.num_microbatches, "fixed": fixed}
 
 
-def _others(schedule: Schedule) -> tuple[list[Schedule], str]:
+def _others(schedule: Schedule, costs: Costs) -> tuple[list[Schedule], str]:
     """The same with other numbers of microbatches, and why there are none."""
+    if costs.table_for(schedule).varies:
+        return [], "M is fixed: microbatches take different times, and nobody knows those of another M."
     build = builder_of(schedule)
     if build is None:
         return [], "M is fixed: this order is not one that a built-in schedule has, so nobody knows it for another M."
