@@ -21,8 +21,8 @@ def read(name: str, sizes: Mapping[str, int | None]) -> Schedule:
     """The checked schedule of a file, or of `FILE.py:function` (`package.module:function`).
 
     Arguments:
-        sizes: num_ranks, num_microbatches, num_chunks as they were asked for; None: not at all. A function is given
-            those that it takes; what the schedule has must agree with them.
+        sizes: num_ranks, num_microbatches, num_chunks, num_slices as they were asked for; None: not at all. A function
+            is given those that it takes; what the schedule has must agree with them.
 
     Raises ValueError for what cannot be read or does not agree, ScheduleError for a faulty schedule; both by its name.
     """
@@ -45,6 +45,7 @@ def read(name: str, sizes: Mapping[str, int | None]) -> Schedule:
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": max(map(len, schedule.placement)),
+        "num_slices": schedule.num_slices,
     }
     for size, number in sizes.items():
         if number not in (None, has[size]):

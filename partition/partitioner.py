@@ -27,7 +27,7 @@ from .strict import count, number
 from .topology import Topology
 
 COST_MODELS = ("default", "pipedream")
-LOOPING = tuple(each.name for each in FAMILIES.values() if each.takes_chunks)
+LOOPING = tuple(each.name for each in FAMILIES.values() if each.takes_chunks and not each.takes_slices)
 MAX_ACTIONS = 200_000  # of the simulation of a candidate
 
 

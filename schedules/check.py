@@ -184,10 +184,10 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"{action} on rank {rank}, position {position}: this rank holds the stages {sorted(own)}"
                 )
-            if op is not Op.U and not 0 <= index < schedule.total_microbatches:
+            if op is not Op.U and not 0 <= index < schedule.total_indices:
                 raise ScheduleError(
-                    f"{action} on rank {rank}, position {position}: microbatches are numbered "
-                    f"0..{schedule.total_microbatches - 1}"
+                    f"{action} on rank {rank}, position {position}: {_counted(schedule)} are numbered "
+                    f"0..{schedule.total_indices - 1}"
                 )
             if op is not Op.U and len(schedule.owners[stage]) > 1 and schedule.owner(stage, index) != rank:
                 raise ScheduleError(_of_another_rank(schedule, action, f"rank {rank}, position {position}"))
@@ -200,6 +200,7 @@ def _check_complete(schedule: Schedule) -> None:
 def _of_another_rank(schedule: Schedule, action: Action, where: str) -> str:
     """An action of a stage with several owners stands on a rank whose turn it is not."""
     stage, _, index = action
+    microbatch = index // schedule.num_slices
     fitting = fitting_owners(schedule)
     expected = "Expected that; no order of its ranks fits these programs"
     if fitting not in (None, schedule.owners):
@@ -208,8 +209,8 @@ def _of_another_rank(schedule: Schedule, action: Action, where: str) -> str:
             f'(an argument of Schedule and from_csv; "owners" in JSON)'
         )
     return (
-        f"{action} on {where}: microbatch {index} of stage {stage} belongs to rank {schedule.owner(stage, index)}, "
-        f"since microbatches go round its owners {schedule.owners[stage]}. {expected}"
+        f"{action} on {where}: microbatch {microbatch} of stage {stage} belongs to rank "
+        f"{schedule.owner(stage, index)}, since microbatches go round its owners {schedule.owners[stage]}. {expected}"
     )
 
 
@@ -217,7 +218,7 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
     has_backward = schedule.has_backward
     missing: list[str] = []
     for stage in range(schedule.num_stages):
-        for k in range(schedule.total_microbatches):
+        for k in range(schedule.total_indices):
             if (stage, "F", k) not in counts:
                 missing.append(str(Action(stage, Op.F, k)))
             if not has_backward:
@@ -233,7 +234,7 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
     if missing:
         raise ScheduleError(
             f"missing: {_some(missing)}. Each of the {schedule.num_stages} stages needs F and B (or I and W) "
-            f"of each of the {schedule.total_microbatches} microbatches"
+            f"of each of the {schedule.total_indices} {_counted(schedule)}"
         )
 
 
@@ -284,6 +285,10 @@ def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], positio
         )
     lines.append(f"move {cycle[0][2]} before whatever waits for it, or {cycle[0][1]} later")
     return "\n".join(lines)
+
+
+def _counted(schedule: Schedule) -> str:
+    return "microbatches" if schedule.num_slices == 1 else "slices"
 
 
 def _some(items: list[str] | list[Action]) -> str:

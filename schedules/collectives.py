@@ -62,7 +62,7 @@ _READY: Mapping[Op, Callable[[Collective, _Landmarks], int]] = {
 
 def update_group_size(schedule: Schedule) -> int:
     """Microbatches whose gradients are added up before they are shared: all of them where a flush follows."""
-    return schedule.total_microbatches if schedule.has_epilogue else schedule.group_size
+    return schedule.total_indices if schedule.has_epilogue else schedule.group_size
 
 
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:

@@ -11,11 +11,12 @@ from .weight_rules import RULES, WeightRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages:
-    """P, M, V, and seconds of one stage action where all stages are equal, and of a message between two ranks."""
+    """P, M, V, slices of a microbatch, seconds of one stage action where all are equal, and of a message."""
 
     num_ranks: int
     num_microbatches: int
     num_chunks: int = 1
+    num_slices: int = 1
     forward: float = 1.0
     input_grad: float = 1.0
     weight_grad: float = 1.0
@@ -28,8 +29,8 @@ class EqualStages:
 
     @property
     def work(self) -> float:
-        """Work of a rank, M V (F + B) [s]."""
-        return self.num_microbatches * self.num_chunks * self.both
+        """Work of a rank, M n V (F + B) with n slices a microbatch [s]."""
+        return self.num_microbatches * self.num_slices * self.num_chunks * self.both
 
 
 Seconds = Callable[[EqualStages], float | None]
@@ -72,6 +73,11 @@ class Family:
     def takes_chunks(self) -> bool:
         """Whether the number of stages a rank may be chosen."""
         return "num_chunks" in self.options
+
+    @property
+    def takes_slices(self) -> bool:
+        """Whether its microbatches are cut along the sequence."""
+        return "num_slices" in self.options
 
     @property
     def takes_replicas(self) -> bool:

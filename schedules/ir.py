@@ -6,7 +6,8 @@ A schedule is data. The same object is checked, simulated, executed and drawn:
     rank 1 | .   1F0 1B0 1F1 1B1 1F2 1B2 .      a program = the ordered actions of one rank
 
 Symbols: P ranks, V chunks per rank, S = P*V stages, M microbatches of a batch; `index` of a
-compute action is the global microbatch t*M + k (batch t), of an update its update group.
+compute action is the global microbatch t*M + k (batch t), of an update its update group. Where microbatches are cut
+into n slices along the sequence, it counts slices: k*n + q is slice q of microbatch k.
 """
 
 from __future__ import annotations
@@ -141,9 +142,11 @@ class Schedule(Shown):
         name: of the family, for people.
         placement: [P] tuples: the stages of each rank. A stage may stand on several ranks (replicas).
         owners: [S] tuples: the ranks of each stage in the order in which microbatches go round: microbatch k of a batch
-            belongs to `owners[s][k % len(owners[s])]`. Ascending where not given.
+            belongs to `owners[s][k % len(owners[s])]`, with all its slices. Ascending where not given.
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
+        num_slices: n, of one microbatch along the sequence: slice q of microbatch k has the index k*n + q. A slice
+            attends to those before it, so a stage runs F in their order and the backwards in the opposite one.
         num_batches: how many batches the program spans; 1 for every flush schedule.
         weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
         update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
@@ -156,6 +159,7 @@ class Schedule(Shown):
     placement: tuple[tuple[int, ...], ...]
     programs: tuple[tuple[Action, ...], ...]
     num_microbatches: int
+    num_slices: int = 1
     num_batches: int = 1
     weight_rule: str = "flush"
     update_every: int | None = None
@@ -165,6 +169,7 @@ class Schedule(Shown):
     def __repr__(self) -> str:
         parts = [count(len(self.placement), "rank"), count(len(self.owners), "stage")]
         parts += [count(self.num_microbatches, "microbatch")]
+        parts += [f"{self.num_slices} slices each"] if self.num_slices > 1 else []
         parts += [count(self.num_batches, "batch")] if self.num_batches > 1 else []
         return f"<Schedule {self.name}: {', '.join(parts)}>"
 
@@ -186,6 +191,13 @@ class Schedule(Shown):
         if self.weight_rule not in RULES:
             raise ScheduleError(
                 f"weight_rule={self.weight_rule!r} of schedule {self.name!r}: expected one of {', '.join(RULES)}"
+            )
+        if self.num_slices < 1:
+            raise ScheduleError(f"num_slices={self.num_slices}: expected at least 1")
+        if self.num_slices > 1 and (self.num_batches > 1 or self.rule.is_asynchronous):
+            raise ScheduleError(
+                f"num_slices={self.num_slices} for {count(self.num_batches, 'batch')} under the rule "
+                f"{self.weight_rule!r}: expected one batch under a rule that flushes, or num_slices=1"
             )
         object.__setattr__(self, "owners", _read_owners(self.owners, ascending_owners(self.placement)))
         if self.edges is None:
@@ -209,19 +221,24 @@ class Schedule(Shown):
         return self.edges
 
     @property
-    def total_microbatches(self) -> int:
-        """Microbatches over all batches of the program."""
-        return self.num_microbatches * self.num_batches
+    def batch_indices(self) -> int:
+        """Indices of one batch: its microbatches, or the slices of all of them."""
+        return self.num_microbatches * self.num_slices
+
+    @property
+    def total_indices(self) -> int:
+        """Indices of all batches of the program."""
+        return self.batch_indices * self.num_batches
 
     @property
     def group_size(self) -> int:
-        """Microbatches of one update group: their gradients are added up, and each stage updates after them."""
-        return self.num_microbatches if self.update_every is None else self.update_every
+        """Indices of one update group: their gradients are added up, and each stage updates after them."""
+        return self.batch_indices if self.update_every is None else self.update_every * self.num_slices
 
     @property
     def groups_per_batch(self) -> int:
         """Updates of each stage in one batch."""
-        return self.num_microbatches // self.group_size
+        return self.batch_indices // self.group_size
 
     @property
     def rule(self) -> WeightRule:
@@ -244,9 +261,9 @@ class Schedule(Shown):
         return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous
 
     def owner(self, stage: int, index: int) -> int:
-        """The rank that runs microbatch `index` of `stage`."""
+        """The rank that runs `index` of `stage`: all slices of a microbatch on the same one."""
         ranks = self.owners[stage]
-        return ranks[0] if len(ranks) == 1 else ranks[(index % self.num_microbatches) % len(ranks)]
+        return ranks[0] if len(ranks) == 1 else ranks[index % self.batch_indices // self.num_slices % len(ranks)]
 
     def with_edges(self, edges: Sequence[Edge]) -> Schedule:
         """The same programs over another stage graph (skip connections)."""
@@ -259,7 +276,8 @@ class Schedule(Shown):
             num_microbatches: of a smaller batch; M by default.
         """
         batch = self.num_microbatches if num_microbatches is None else num_microbatches
-        programs = tuple(tuple(a for a in p if a.op is Op.F and a.index < batch) for p in self.programs)
+        indices = batch * self.num_slices
+        programs = tuple(tuple(a for a in p if a.op is Op.F and a.index < indices) for p in self.programs)
         return replace(
             self,
             programs=programs,
@@ -343,8 +361,9 @@ def _read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...
 
 def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
     """The owners under which each forward stands on the rank that owns it; None where no order of ranks is such."""
-    runs_on = {(s, k): rank for rank, program in enumerate(schedule.programs) for s, op, k in program if op is Op.F}
-    M = schedule.num_microbatches
+    M, n = schedule.num_microbatches, schedule.num_slices
+    forwards = [(a.stage, a.index, rank) for rank, p in enumerate(schedule.programs) for a in p if a.op is Op.F]
+    runs_on = {(stage, index // n): rank for stage, index, rank in forwards}
     found = []
     for stage, ranks in enumerate(schedule.owners):
         first = [runs_on[stage, k] for k in range(min(len(ranks), M)) if (stage, k) in runs_on]
@@ -352,7 +371,7 @@ def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
         if sorted(owners) != sorted(ranks):
             return None
         found.append(owners)
-    fits = all(found[s][(k % M) % len(found[s])] == rank for (s, k), rank in runs_on.items())
+    fits = all(found[s][(index // n % M) % len(found[s])] == rank for s, index, rank in forwards)
     return tuple(found) if fits else None
 
 

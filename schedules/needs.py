@@ -5,6 +5,11 @@ B(s, k)   the gradient from every consumer of s, and its own F(s, k)
 I(s, k)   the same as B
 W(s, k)   its own I(s, k)
 
+Slices of a microbatch attend to those before them: they need the keys and values of F, and B needs what later ones add
+to the gradients of its own.
+
+F(s, q)   F(s, q - 1), and B(s, q) or I(s, q) the one of slice q + 1, where they are slices of the same microbatch
+
 Where maker and user stand on different ranks, a message brings it: one for all stages of a rank that take the output,
 kept there for those that come later, and one back with the sum of their gradients.
 
@@ -85,6 +90,7 @@ class Needs:
     def __init__(self, schedule: Schedule) -> None:
         self.wires = tuple(_wires(schedule))
         self._owner = schedule.owner
+        self._num_slices = schedule.num_slices
         self._programs = schedule.programs
         # By stage: the wires that bring something to its forward or backward, and those that take something from it.
         count = schedule.num_stages
@@ -109,10 +115,14 @@ class Needs:
         """The actions whose results `action` needs, in a fixed order."""
         stage, op, index = action
         if op is Op.F:
-            return [Action(wire.src, Op.F, index) for wire in self._to_forward[stage]]
+            makes = [Action(wire.src, Op.F, index) for wire in self._to_forward[stage]]
+            return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
         if op in BACKWARD_OPS:
             makers = sorted(maker for wire in self._to_backward[stage] for maker in wire.makers)
-            return [self.backward(maker, index) for maker in makers] + [Action(stage, Op.F, index)]
+            own = [Action(stage, Op.F, index)]
+            if (index + 1) % self._num_slices:
+                own.append(self.backward(stage, index + 1))
+            return [self.backward(maker, index) for maker in makers] + own
         if op is Op.W:
             return [Action(stage, Op.I, index)]
         return []

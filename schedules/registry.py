@@ -14,6 +14,10 @@ from .builders.interleaved_zb import INTERLEAVED_ZB
 from .builders.looped_bfs import LOOPED_BFS
 from .builders.one_f_one_b import ONE_F_ONE_B
 from .builders.pipedream import PIPEDREAM, TWO_BW
+from .builders.seq1f1b import SEQ1F1B
+from .builders.seq_zb_h1 import SEQ_ZB_H1
+from .builders.slimpipe import SLIMPIPE
+from .builders.terapipe import TERAPIPE
 from .builders.zb_h1 import ZB_H1
 from .builders.zb_h2 import ZB_H2
 from .families import Family
@@ -35,6 +39,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ZB_H2,
             INTERLEAVED_ZB,
             GIS,
+            TERAPIPE,
+            SEQ1F1B,
+            SEQ_ZB_H1,
+            SLIMPIPE,
         )
     }
 )
@@ -75,7 +83,8 @@ def build(
         num_ranks: P >= 1.
         num_microbatches: M >= 1.
         num_chunks: V >= 1, chunks per rank; only schedules that interleave take any number (default 2 there).
-        options: of the one builder, see its docstring.
+        options: of the one builder, see its docstring. Only schedules over slices of the sequence take more than 1 for
+            `num_slices` (default 2 there).
 
     Raises ValueError for an unknown name or option and for sizes that do not fit.
 
@@ -84,8 +93,10 @@ def build(
     """
     chosen = family(name)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    given = sizes if num_chunks is None else {**sizes, "num_chunks": num_chunks}
-    for option, value in given.items():
+    num_slices = options.pop("num_slices", None)
+    for option, value in {**sizes, "num_chunks": num_chunks, "num_slices": num_slices}.items():
+        if value is None and option not in sizes:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{option}={value!r} for schedule {chosen.name!r}: expected a whole number, at least 1")
     if num_chunks is not None and chosen.takes_chunks:
@@ -96,6 +107,14 @@ def build(
         raise ValueError(
             f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has {stages} a rank; "
             f"expected {chosen.num_chunks}, or a schedule that interleaves ({looping})"
+        )
+    if num_slices is not None and chosen.takes_slices:
+        options["num_slices"] = num_slices
+    elif num_slices not in (None, 1):
+        slicing = ", ".join(each.name for each in FAMILIES.values() if each.takes_slices)
+        raise ValueError(
+            f"num_slices={num_slices} for schedule {chosen.name!r}: it takes microbatches whole; "
+            f"expected 1, or a schedule over slices of the sequence ({slicing})"
         )
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:

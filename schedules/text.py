@@ -16,7 +16,7 @@ _JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
-_OPTIONAL_KEYS = frozenset({"update_every", "owners"})  # files written before there were such have none
+_OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices"})  # files written before there were such have none
 # What torch's tables hold besides compute; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -59,13 +59,13 @@ def to_csv(schedule: Schedule) -> str:
     """A row per rank, a column per unit of time, empty where idle; what torch.distributed.pipelining reads too.
 
     The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
-    (replicas, several batches, updates).
+    (replicas, slices, several batches, updates).
     """
     updates = any(action.op is Op.U for program in schedule.programs for action in program)
     replicas = any(len(ranks) > 1 for ranks in schedule.owners)
-    if updates or replicas or schedule.num_batches > 1 or schedule.weight_rule != "flush":
+    if updates or replicas or max(schedule.num_batches, schedule.num_slices) > 1 or schedule.weight_rule != "flush":
         raise ScheduleError(
-            f"schedule {schedule.name!r} has replicas, several batches or updates, which a CSV table cannot "
+            f"schedule {schedule.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
             f"say: expected a flush schedule with one owner a stage; use to_json"
         )
     rows = unit_time_cells(schedule)
@@ -131,6 +131,7 @@ def to_json(schedule: Schedule) -> str:
             "version": _JSON_VERSION,
             "name": schedule.name,
             "num_microbatches": schedule.num_microbatches,
+            "num_slices": schedule.num_slices,
             "num_batches": schedule.num_batches,
             "weight_rule": schedule.weight_rule,
             "update_every": schedule.update_every,
@@ -160,6 +161,7 @@ def from_json(text: str) -> Schedule:
         owners=_read_numbers(data.get("owners", []), "owners"),
         programs=tuple(_read_program(*pair) for pair in enumerate(_list(data["programs"], "programs"))),
         num_microbatches=_whole(data["num_microbatches"], "num_microbatches"),
+        num_slices=_whole(data.get("num_slices", 1), "num_slices"),
         num_batches=_whole(data["num_batches"], "num_batches"),
         weight_rule=str(data["weight_rule"]),
         update_every=None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),

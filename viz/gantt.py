@@ -54,7 +54,7 @@ def shows_batches(timeline: Timeline) -> bool:
 def batch_of(timeline: Timeline, action: Action) -> int:
     """The batch to which an action belongs."""
     schedule = timeline.schedule
-    return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.num_microbatches)
+    return action.index // (schedule.groups_per_batch if action.op is Op.U else schedule.batch_indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

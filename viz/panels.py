@@ -54,10 +54,11 @@ class TimelinePanel:
         """Name and sizes of its schedule."""
         schedule = self.timeline.schedule
         several = schedule.num_batches > 1 and not schedule.is_asynchronous
+        slices = f", {schedule.num_slices} slices each" if schedule.num_slices > 1 else ""
         batches = f", {schedule.num_batches} batches" if several else ""
         return (
             f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(self.timeline)}  "
-            f"M={schedule.num_microbatches}{batches}"
+            f"M={schedule.num_microbatches}{slices}{batches}"
         )
 
     def title(self, unit_name: str, unit: float) -> str:

@@ -88,6 +88,7 @@ def _facts(timeline: Timeline) -> Event:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        "num_slices": schedule.num_slices,
         "num_batches": schedule.num_batches,
         "makespan_seconds": timeline.makespan,
         "batch_seconds": timeline.batch_seconds,

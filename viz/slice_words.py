@@ -19,13 +19,14 @@ class SliceWords:
         schedule = timeline.schedule
         self._versions = derive_versions(schedule).used if schedule.is_asynchronous else {}
         self._clock_error = timeline.clock_error
+        self._num_slices = schedule.num_slices
 
     def of_action(self, rank: int, action: Action, gap: Gap | None) -> Event:
         """An action, with the idle time before it [us] and its cause, the version of the weights that it uses, and by
         how much the clock of its rank may be wrong [us]."""
         stage, op, index = action
         args: Event = {"action": str(action), "stage": stage}
-        args |= {"update_group": index} if op is Op.U else {"microbatch": index}
+        args |= {"update_group": index} if op is Op.U else self._part(index)
         if gap is not None:
             args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
         if op is not Op.U and (stage, index) in self._versions:
@@ -39,10 +40,16 @@ class SliceWords:
         kind, src, dst, index = message
         args: Event = {"message": str(message)}
         if kind in STAGE_KINDS:
-            args |= {"from_stage": src, "to_stage": dst, "microbatch": index}
+            args |= {"from_stage": src, "to_stage": dst, **self._part(index)}
         else:
             args |= {"from_rank": src, "to_rank": dst, "update_group": index}
         return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
+
+    def _part(self, index: int) -> Event:
+        """The microbatch of an index, and its slice of the sequence where there are several."""
+        if self._num_slices == 1:
+            return {"microbatch": index}
+        return {"microbatch": index // self._num_slices, "sequence_slice": index % self._num_slices}
 
     def of_collective(self, collective: Collective) -> Event:
         """A step that ranks take together."""

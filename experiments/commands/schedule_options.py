@@ -28,6 +28,8 @@ class BuildOptions:
     """M, microbatches of a batch."""
     chunks: int | None = None
     """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    slices: int | None = None
+    """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
     warmup: Literal["plain", "eager"] | None = None
     """2bw: forwards ahead of the backwards. eager hides latency, for more activations (default: plain)."""
     update_every: int | None = None
@@ -64,6 +66,7 @@ class BuildOptions:
             num_ranks=self.ranks,
             num_microbatches=self.microbatches,
             num_chunks=self.chunks,
+            num_slices=self.slices,
             **self.given(),
         )
         check(schedule)
@@ -74,7 +77,12 @@ class BuildOptions:
         surplus = [f"--{option.removeprefix('num_').replace('_', '-')}" for option in self.given()]
         if surplus:
             raise ValueError(f"{', '.join(surplus)} beside {name}: expected the file alone, which says it all")
-        sizes = {"num_ranks": self.ranks, "num_microbatches": self.microbatches, "num_chunks": self.chunks}
+        sizes = {
+            "num_ranks": self.ranks,
+            "num_microbatches": self.microbatches,
+            "num_chunks": self.chunks,
+            "num_slices": self.slices,
+        }
         return read(name, sizes)
 
 

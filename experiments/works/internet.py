@@ -239,7 +239,7 @@ def _ways(schedule: Schedule, where: Sequence[Region]) -> Mapping[tuple[int, int
     pairs = {(a, b) for owners in schedule.owners for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)}
     for src, dst, _ in schedule.stage_edges:
         here, there = schedule.owners[src], schedule.owners[dst]
-        for k in range(min(lcm(len(here), len(there)), schedule.total_microbatches)):
+        for k in range(min(lcm(len(here), len(there)), schedule.total_indices)):
             pairs |= {(here[k % len(here)], there[k % len(there)]), (there[k % len(there)], here[k % len(here)])}
     return {(a, b): _way(a, b, where) for a, b in pairs}
 

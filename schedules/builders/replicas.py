@@ -43,7 +43,10 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         return schedule
 
     def of_replica(action: Action, q: int) -> Action:
-        return action if action.op is Op.U else action._replace(index=action.index * num_replicas + q)
+        if action.op is Op.U:
+            return action
+        microbatch, part = divmod(action.index, schedule.num_slices)
+        return action._replace(index=(microbatch * num_replicas + q) * schedule.num_slices + part)
 
     replicas = range(num_replicas)
     return replace(

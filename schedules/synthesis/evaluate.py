@@ -69,7 +69,8 @@ class Evaluator:
     def orders(self, schedule: Schedule) -> Orders:
         """The programs of a schedule as codes; ValueError where it is not one of this problem."""
         problem = self.problem
-        if schedule.placement != problem.placement or schedule.total_microbatches != problem.num_microbatches:
+        sizes = (schedule.total_indices, schedule.num_slices)
+        if schedule.placement != problem.placement or sizes != (problem.num_microbatches, 1):
             raise ValueError(f"{schedule!r} is not one of {problem.num_microbatches} microbatches on this placement")
         code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
         try:

@@ -133,7 +133,7 @@ class _Ways:
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule, self.table, self.links = schedule, table, links
         wires = Needs(schedule).wires
-        self.kinds, self.kind_of = _kinds(table, schedule.total_microbatches)
+        self.kinds, self.kind_of = _kinds(table, schedule.total_indices)
         self.counts = [
             Counter((op, s, 0 if op is Op.U else self.kind_of[k]) for s, op, k in program)
             for program in schedule.programs
@@ -178,7 +178,7 @@ class _Ways:
     def _pairs(self, wire: Wire) -> Counter[tuple[int, int, int]]:
         """How many messages of each kind of microbatch each pair of ranks sends over a wire."""
         owner = self.schedule.owner
-        indices = range(self.schedule.total_microbatches)
+        indices = range(self.schedule.total_indices)
         pairs = Counter((owner(wire.src, k), owner(wire.dst, k), self.kind_of[k]) for k in indices)
         return Counter({key: count for key, count in pairs.items() if key[0] != key[1]})
 

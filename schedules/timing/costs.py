@@ -99,7 +99,7 @@ class Costs:
         """The same costs over the stages and action indices of a schedule."""
         return self.table(
             num_stages=schedule.num_stages,
-            num_indices=schedule.num_microbatches,
+            num_indices=schedule.batch_indices,
             num_batches=schedule.num_batches,
         )
 

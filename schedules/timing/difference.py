@@ -135,7 +135,7 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
 def _num_batches(timeline: Timeline) -> int:
     """Number of batches of which a forward is shown."""
-    size = timeline.schedule.num_microbatches
+    size = timeline.schedule.batch_indices
     spans = (span.what for rank in timeline.ranks for span in rank.compute)
     return len({action.index // size for action in spans if action.op is Op.F})
 
@@ -203,6 +203,11 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
         notes.append(
             f"{count(old.num_microbatches, 'microbatch')} a batch before and {new.num_microbatches} after: an action "
             f"may work on another number of samples"
+        )
+    if old.num_slices != new.num_slices:
+        notes.append(
+            f"{count(old.num_slices, 'slice')} a microbatch before and {new.num_slices} after: no action works on the "
+            f"same tokens"
         )
     for name, timeline in (("before", before), ("after", after)):
         if timeline.missing:

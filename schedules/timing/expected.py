@@ -51,8 +51,13 @@ def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
     if family is None or family.batch_seconds is None or len(chunks) > 1 or any(len(o) > 1 for o in schedule.owners):
         return None
     (num_chunks,) = chunks
-    sizes = {"num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches, "num_chunks": num_chunks}
-    if num_chunks > 1 and not family.takes_chunks:
+    sizes = {
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": num_chunks,
+        "num_slices": schedule.num_slices,
+    }
+    if (num_chunks > 1 and not family.takes_chunks) or (schedule.num_slices > 1 and not family.takes_slices):
         return None
     if not schedule.is_asynchronous and build(schedule.name, **sizes).programs != schedule.programs:
         return None

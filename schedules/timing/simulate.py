@@ -92,7 +92,7 @@ class _Simulation:
         self.wiring = wiring = Wiring(schedule, table, links)
         rows = [table.row(op, s) for op in OPS for s in range(schedule.num_stages)]
         # By code and index: [S * 5][M].
-        self.durations = [row * (wiring.num_microbatches // len(row)) for row in rows]
+        self.durations = [row * (wiring.num_indices // len(row)) for row in rows]
         channels = [Channel() for _ in range(wiring.num_channels)]
         self.delays = [table.latency[each.stage] for each in wiring.passages]
         self.routes: list[Route] | None = None

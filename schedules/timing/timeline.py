@@ -153,13 +153,13 @@ class Timeline(Shown):
 
     def _steady_state(self) -> _SteadyState | None:
         """Figures of the later half of the batches (of all in a measured run); None where fewer than two began."""
-        num_microbatches = self.schedule.num_microbatches
+        size = self.schedule.batch_indices
         began: list[dict[int, int]] = []  # per rank: batch -> position of its first forward
         for trace in self.ranks:
             first: dict[int, int] = {}
             for position, (what, _, _) in enumerate(trace.compute):
                 if what.op is Op.F:
-                    first.setdefault(what.index // num_microbatches, position)
+                    first.setdefault(what.index // size, position)
             began.append(first)
         working = [rank for rank, first in enumerate(began) if first]  # a replica may have nothing to do
         if not working:

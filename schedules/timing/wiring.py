@@ -40,10 +40,10 @@ class Passage(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Product of an action for another rank: microbatch k fills slot base + k.
+    """Product of an action for another rank: index k fills slot base + k.
 
-    passages: by microbatch, a number; None: it stays on the rank.
-    last: by microbatch, the code of the action behind which it is whole; None: of the only one that makes it.
+    passages: by index, a number; None: it stays on the rank.
+    last: by index, the code of the action behind which it is whole; None: of the only one that makes it.
     """
 
     base: int
@@ -86,7 +86,7 @@ class Wiring:
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule = schedule
         self.num_stages = schedule.num_stages
-        self.num_microbatches = schedule.total_microbatches
+        self.num_indices = schedule.total_indices
         self.inputs: list[list[int]] = [[] for _ in range(len(OPS) * self.num_stages)]
         self.outputs: list[list[Output]] = [[] for _ in self.inputs]
         self.passages: list[Passage] = []
@@ -141,7 +141,7 @@ class Wiring:
         for wire in needs.wires:
             if owners[wire.src] == owners[wire.dst]:
                 continue
-            base = self._slots(self.num_microbatches)
+            base = self._slots(self.num_indices)
             output = Output(base, wire, self._passages_of(wire, sizes.get(wire, 0.0)), self._last(wire, needs))
             for op in wire.ops:
                 for stage in wire.users:
@@ -152,9 +152,9 @@ class Wiring:
     def _passages_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
         owner = self.schedule.owner
         if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1:
-            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire, num_bytes),) * self.num_microbatches
+            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire, num_bytes),) * self.num_indices
         between: dict[tuple[int, int], int | None] = {}
-        pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_microbatches)]
+        pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_indices)]
         for src, dst in pairs:
             if (src, dst) not in between:
                 between[src, dst] = None if src == dst else self._passage(src, dst, wire, num_bytes)
@@ -169,7 +169,7 @@ class Wiring:
     def _last(self, wire: Wire, needs: Needs) -> tuple[int, ...] | None:
         if len(wire.makers) == 1:
             return None
-        makers = [needs.maker(wire.message(k)) for k in range(self.num_microbatches)]
+        makers = [needs.maker(wire.message(k)) for k in range(self.num_indices)]
         return tuple(self.code(op, stage) for stage, op, _ in makers)
 
     # --- what ranks do together ---
@@ -247,7 +247,7 @@ class Wiring:
                 self.behind[each.stage] = len(self.meetings)
                 if not schedule.has_epilogue:
                     base = self._gathered(each.stage)
-                    versions = [used[each.stage, k] for k in range(self.num_microbatches)]
+                    versions = [used[each.stage, k] for k in range(self.num_indices)]
                     self.filled += [base + k for k, version in enumerate(versions) if version == 0]
                     for k, version in enumerate(versions):
                         if version:
@@ -265,7 +265,7 @@ class Wiring:
 
     def _gathered(self, stage: int) -> int:
         """Slots at which forwards of a stage look for its weights."""
-        base = self._slots(self.num_microbatches)
+        base = self._slots(self.num_indices)
         self.inputs[self.code(Op.F, stage)].append(base)
         return base
 

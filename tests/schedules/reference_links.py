@@ -27,7 +27,7 @@ class Run:
         self.programs = [list(program) for program in schedule.programs]
         self.free = [0.0] * schedule.num_ranks
         self.present = {a for program in schedule.programs for a in program}
-        self.group = schedule.total_microbatches if schedule.has_epilogue else schedule.group_size
+        self.group = schedule.total_indices if schedule.has_epilogue else schedule.group_size
         while any(self.programs):
             ends = {rank: self.end(rank) for rank, program in enumerate(self.programs) if program}
             end, rank = min((end, rank) for rank, end in ends.items() if end is not None)

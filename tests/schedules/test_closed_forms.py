@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from stagewright.schedules import FAMILIES, Costs, Family, build, check, lower_bound, simulate
@@ -28,8 +30,9 @@ def test_what_a_family_says_of_itself(each: Family) -> None:
     held: set[str] = set()
     for P in (1, 2, 3, 5):
         for M in sorted({1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 3 * P} - {0}):
-            for V in (1, 2, 3) if each.takes_chunks else (each.num_chunks,):
-                sizes = {"num_ranks": P, "num_microbatches": M, "num_chunks": V}
+            chunks = (1, 2, 3) if each.takes_chunks else (each.num_chunks,)
+            for V, n in product(chunks, (1, 2, 3, 5) if each.takes_slices else (1,)):
+                sizes = {"num_ranks": P, "num_microbatches": M, "num_chunks": V, "num_slices": n}
                 try:
                     schedule = build(each.name, **sizes)
                 except ValueError:

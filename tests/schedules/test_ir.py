@@ -80,7 +80,7 @@ def test_schedule_error_is_a_value_error() -> None:
 def test_owners() -> None:
     """Stage 1 stands on ranks 1 and 2: its microbatches alternate, from 0 in each batch."""
     made = schedule(((0,), (1,), (1,)), num_microbatches=3, num_batches=2)
-    assert (made.num_ranks, made.num_stages, made.total_microbatches) == (3, 2, 6)
+    assert (made.num_ranks, made.num_stages, made.total_indices) == (3, 2, 6)
     assert made.owners == ((0,), (1, 2))
     assert [made.owner(1, k) for k in range(6)] == [1, 2, 1, 1, 2, 1]
     assert [made.owner(0, k) for k in range(6)] == [0] * 6

@@ -89,7 +89,7 @@ def test_update_every(P: int, every: int) -> None:
     for rank, program in enumerate(schedule.programs):
         assert replayed(program, every) == (report.peak_versions[rank], report.staleness[rank])
         updates = [action.index for action in program if action.op is Op.U]
-        assert updates == list(range(schedule.total_microbatches // every))
+        assert updates == list(range(schedule.total_indices // every))
 
 
 def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def test_no_bubble_when_links_and_updates_are_free(name: str, P: int) -> None:
             timeline = simulate(schedule, Costs(forward=F, backward=B))
             assert timeline.bubble == timeline.makespan_bubble == timeline.span_bubble == 0.0
             assert timeline.batch_seconds == M * (F + B)
-            assert timeline.makespan == (schedule.total_microbatches + P - 1) * (F + B)  # warm-up and drain, once
+            assert timeline.makespan == (schedule.total_indices + P - 1) * (F + B)  # warm-up and drain, once
             assert (timeline.peak_versions, timeline.staleness) == (
                 check(schedule).peak_versions,
                 check(schedule).staleness,
@@ -240,7 +240,7 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
     assert report.peak_versions == (2,) * P
     assert report.peak_activations == tuple(depth + 1 for depth in warmups)
     F, B, latency = data.draw(quarters) + 1, data.draw(quarters), data.draw(quarters)
-    starts = iterated(warmups, F, B, latency, microbatches=schedule.total_microbatches)
+    starts = iterated(warmups, F, B, latency, microbatches=schedule.total_indices)
     spans = simulate(schedule, Costs(forward=F, backward=B, latency=latency)).ranks[0].compute
     assert [s.start for s in spans if isinstance(s.what, Action) and s.what.op is Op.F] == starts
 

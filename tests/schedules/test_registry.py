@@ -73,9 +73,12 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
 def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:
     schedule = build(name, num_ranks=P, num_microbatches=M)
     report = check(schedule)
-    assert report.num_actions == (3 if family(name).splits_backward else 2) * M * schedule.num_stages
+    assert schedule.num_slices == (1 if not family(name).takes_slices else P if name == "slimpipe" else 2)  # by default
+    actions = (3 if family(name).splits_backward else 2) * M * schedule.num_slices
+    assert report.num_actions == actions * schedule.num_stages
     assert report.peak_versions == (1,) * P
-    assert schedule.num_stages == P * (2 if family(name).takes_chunks else family(name).num_chunks)  # 2 by default
+    chunks = family(name).num_chunks if name == "seq1f1b" else 2  # by default
+    assert schedule.num_stages == P * (chunks if family(name).takes_chunks else family(name).num_chunks)
 
 
 @pytest.mark.parametrize("name", ASYNC)
@@ -116,7 +119,7 @@ def test_unknown_name(name: str, hint: str) -> None:
     assert str(error.value).endswith(hint)
 
 
-@pytest.mark.parametrize("option", ["num_ranks", "num_microbatches", "num_chunks"])
+@pytest.mark.parametrize("option", ["num_ranks", "num_microbatches", "num_chunks", "num_slices"])
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "4", True])
 def test_sizes_that_are_no_counts(option: str, wrong: object) -> None:
     sizes = {"num_ranks": 2, "num_microbatches": 4, "num_chunks": 2, option: wrong}
@@ -130,6 +133,12 @@ def test_chunks_for_a_schedule_without(name: str) -> None:
         ValueError, match=rf"num_chunks=2 for schedule '{name}': it has one stage .*\(interleaved, looped"
     ):
         build(name, num_ranks=2, num_microbatches=2, num_chunks=2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw", "interleaved"])
+def test_slices_for_a_schedule_without(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"num_slices=2 for schedule '{name}': .*\(terapipe, seq1f1b, .*\)"):
+        build(name, num_ranks=2, num_microbatches=2, num_slices=2)
 
 
 @pytest.mark.parametrize(

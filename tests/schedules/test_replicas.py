@@ -65,7 +65,7 @@ def test_replicas(name: str, replicas: tuple[int, ...], M: int) -> None:
         count, replica = replicas[stage], owners[stage].index(rank)
         # M is a multiple of the replicas here, so that round-robin goes on from batch to batch.
         for op in (Op.F, Op.B):
-            assert [a.index for a in program if a.op is op] == list(range(replica, schedule.total_microbatches, count))
+            assert [a.index for a in program if a.op is op] == list(range(replica, schedule.total_indices, count))
     groups = tuple(ranks_of for ranks_of in owners if len(ranks_of) > 1)
     lowered = lower(schedule, sharing=Sharing(loss=True, norm=True, sums=groups))
     check_lowered(lowered)

@@ -199,7 +199,8 @@
     }
 
     batch(op, index) {
-      return Math.floor(index / (op === "U" ? this.schedule.groups : this.schedule.microbatches));
+      const { groups, microbatches, slices } = this.schedule;
+      return Math.floor(index / (op === "U" ? groups : microbatches * slices));
     }
 
     // Rank and position of an action's number.

@@ -36,6 +36,8 @@ def _attempts(schedule: Schedule, family: Family) -> Iterator[Build]:
     options: dict[str, Any] = {}
     if family.takes_chunks:
         options["num_chunks"] = schedule.num_stages * copies // schedule.num_ranks
+    if family.takes_slices:
+        options["num_slices"] = schedule.num_slices
     if "num_batches" in family.options:
         options["num_batches"] = schedule.num_batches
     if "vertical_sync" in family.options:

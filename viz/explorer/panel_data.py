@@ -80,6 +80,7 @@ class _Panel:
                 "stages": schedule.num_stages,
                 "chunks": num_chunks(timeline),
                 "microbatches": schedule.num_microbatches,
+                "slices": schedule.num_slices,
                 "batches": schedule.num_batches,
                 "groups": schedule.groups_per_batch,
                 "asynchronous": schedule.is_asynchronous,

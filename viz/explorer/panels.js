@@ -35,8 +35,8 @@
   function headline(exhibit) {
     const panel = exhibit.predicted || exhibit.measured;
     if (!panel) return [exhibit.name, ""];
-    const { name, ranks, chunks, microbatches, batches, asynchronous } = panel.schedule;
-    const sizes = "P=" + ranks + " V=" + chunks + " M=" + microbatches + (batches > 1 && !asynchronous ? ", " + batches + " batches" : "");
+    const { name, ranks, chunks, microbatches, slices, batches, asynchronous } = panel.schedule;
+    const sizes = "P=" + ranks + " V=" + chunks + " M=" + microbatches + (slices > 1 ? ", " + slices + " slices each" : "") + (batches > 1 && !asynchronous ? ", " + batches + " batches" : "");
     return [(exhibit.name === name ? "" : exhibit.name + ": ") + name, sizes];
   }
 

@@ -18,7 +18,7 @@
   class Wiring {
     constructor(data) {
       Object.assign(this, data);
-      this.total = data.microbatches * data.batches;
+      this.total = data.microbatches * data.slices * data.batches;
       this.programs = data.programs.map((each) => ({ codes: Int32Array.from(each.codes), indices: Int32Array.from(each.indices) }));
       this.first = [0]; // number of the first action of each rank
       for (const each of this.programs) this.first.push(this.first[this.first.length - 1] + each.codes.length);
@@ -319,7 +319,7 @@
       const began = wiring.programs.map(({ codes, indices }) => {
         const first = new Map(); // batch -> position of its first forward
         for (let at = 0; at < codes.length; at++) {
-          const batch = Math.floor(indices[at] / wiring.microbatches);
+          const batch = Math.floor(indices[at] / (wiring.microbatches * wiring.slices));
           if (codes[at] < wiring.stages && !first.has(batch)) first.set(batch, at);
         }
         return first;

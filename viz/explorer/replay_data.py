@@ -18,7 +18,7 @@ _STAYS = -1
 def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Columns:
     """Everything that `simulate(schedule, costs, links)` needs, as numbers and lists.
 
-    What is the same for all microbatches stands there once, else by microbatch.
+    What is the same for all microbatches (or slices) stands there once, else by index.
     """
     table = costs.table_for(schedule)
     wiring = Wiring(schedule, table, links)
@@ -32,6 +32,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
+        "slices": schedule.num_slices,
         "batches": schedule.num_batches,
         "groups": schedule.groups_per_batch,
         "epilogue": schedule.has_epilogue,

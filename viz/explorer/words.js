@@ -121,7 +121,9 @@
       facts.push(["makes", said.what + (said.user ? " for " + said.user : "") + road(said)]);
     }
     const title = OP_WORDS[op] || op;
-    return { title: title + (op === "U" ? (schedule.batches > 1 ? " " + index : "") : " of microbatch " + index), facts };
+    const n = schedule.slices;
+    const part = n > 1 ? " of slice " + (index % n) + " of microbatch " + Math.floor(index / n) : " of microbatch " + index;
+    return { title: title + (op === "U" ? (schedule.batches > 1 ? " " + index : "") : part), facts };
   }
 
   // The same action in the other panel of its exhibit.
