@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ class RankProgram:
         peak_receives: the most posted and unconsumed receives at once, over all links of the rank.
         finally_needs: messages consumed at the very end (losses).
         cuts: where each call begins in `steps`, for a program that was lowered call by call.
+
+    Attributes:
+        fused: each I with its W right behind it: nobody waits for what is between, and they run as one backward.
     """
 
     rank: int
@@ -52,6 +56,28 @@ class RankProgram:
     shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
     finally_needs: tuple[Message, ...] = ()
     cuts: tuple[int, ...] = ()
+    fused: frozenset[Action] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
+
+
+def _fused(steps: Sequence[Step]) -> Iterator[Action]:
+    """Each I with its W behind it, and no more between them than receives that are posted:
+
+    1I3 1SEND_B3 1W3    the gradient leaves, and W fills the time that it takes: two
+    0I3 0W3             nobody waits for a gradient: one
+    """
+    before: Action | None = None
+    for step in steps:
+        if isinstance(step, Transfer) and not step.is_send:
+            continue
+        if isinstance(step, Action):
+            if step.op is Op.W and before == step._replace(op=Op.I):
+                yield before
+            before = step
+        else:
+            before = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def plan(
             divided where the step becomes shorter by more than gathering the updated weights takes, or where memory is
             short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        runnable: only what the runtime executes: no split backwards.
+        runnable: only what the runtime executes, which today is all.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; a note says where the search stopped at it.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
@@ -102,12 +102,6 @@ def plan(
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     wanted = (schedules,) if isinstance(schedules, str) else schedules
     names = _names("schedules", [canonical_name(name) for name in wanted])
-    for name in names:
-        if runnable and family(name).splits_backward:
-            raise ValueError(
-                f"schedules: {name!r} with runnable=True: its split backwards (I and W) are simulated, but not yet "
-                f"run: expected another schedule, such as {SCHEDULES[0]}"
-            )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Costs, Message, Op, Span
@@ -14,7 +14,10 @@ _WINDOW = 400  # durations remembered of each (stage, op)
 
 Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 _Stamps = tuple[
-    list[tuple[Action, Stamp, Stamp]], list[tuple[Message, Stamp, Stamp]], list[tuple[Collective, Stamp, Stamp]]
+    list[tuple[Action, Stamp, Stamp]],
+    list[tuple[Message, Stamp, Stamp]],
+    list[tuple[Collective, Stamp, Stamp]],
+    set[Action],
 ]
 
 
@@ -31,6 +34,7 @@ class Recorder:
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
         self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
+        self._fused: set[Action] = set()
         self._remembered = 0  # actions of this step whose durations are in already
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -38,8 +42,13 @@ class Recorder:
     def begin(self) -> None:
         """A new step: the one before goes into the durations."""
         self._remember()
-        self._before.append((self._actions, self._waits, self._collectives))
+        self._before.append((self._actions, self._waits, self._collectives, self._fused))
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
+        self._fused = set()
+
+    def runs_as_one(self, fused: Collection[Action]) -> None:
+        """These I run with the W behind each as one backward: half of its time is recorded for either."""
+        self._fused.update(fused)
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""
@@ -68,14 +77,18 @@ class Recorder:
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        steps = [*self._before, (self._actions, self._waits, self._collectives)]
+        steps = [*self._before, (self._actions, self._waits, self._collectives, self._fused)]
         at = self.clock.seconds
 
         def read() -> RankRecord:
             return RankRecord(
-                compute=tuple(Span(a, at(start), at(end)) for actions, *_ in steps for a, start, end in actions),
-                arrivals=tuple((m, at(start), at(end)) for _, waits, _ in steps for m, start, end in waits),
-                collectives=tuple(Span(c, at(start), at(end)) for *_, begun in steps for c, start, end in begun),
+                compute=tuple(
+                    Span(a, start, end)
+                    for actions, _, _, fused in steps
+                    for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in actions], fused)
+                ),
+                arrivals=tuple((m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
+                collectives=tuple(Span(c, at(start), at(end)) for *_, begun, _ in steps for c, start, end in begun),
             )
 
         return read
@@ -92,9 +105,30 @@ class Recorder:
         self._norms.clear()
 
     def _remember(self) -> None:
+        pair: tuple[Action, float] | None = None  # an I, and the seconds of it and its W
         for action, start, end in self._actions[self._remembered :]:
-            self._durations[(action.stage,), action.op].append(self.clock.between(start, end))
+            seconds = self.clock.between(start, end)
+            if action in self._fused:
+                pair = action, seconds
+            elif pair is not None and action == pair[0]._replace(op=Op.W):
+                self._durations[(action.stage,), Op.B].append(pair[1] + seconds)
+            else:
+                self._durations[(action.stage,), action.op].append(seconds)
         self._remembered = len(self._actions)
+
+
+def _halved(
+    actions: Sequence[tuple[Action, float, float]], fused: Collection[Action]
+) -> Iterator[tuple[Action, float, float]]:
+    """Each action with its begin and end; of I and W that ran as one, the time of both is halved between them."""
+    middle: float | None = None
+    for number, (action, start, end) in enumerate(actions):
+        if action in fused and number + 1 < len(actions):
+            middle = (start + actions[number + 1][2]) / 2
+            yield action, start, middle
+        else:
+            yield action, start if middle is None else middle, end
+            middle = None
 
 
 def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, latency: float, norm: float | None) -> Costs:
@@ -103,9 +137,20 @@ def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, laten
     def column(op: Op) -> list[float]:
         return [medians.get(((stage,), op), 0.0) for stage in range(num_stages)]
 
+    def half(op: Op) -> list[float] | None:
+        """Where I and W ran as one, or B did, half of that; None where no backward was split."""
+        if not any(op in (Op.I, Op.W) for _, op in medians):
+            return None
+        return [medians.get(((s,), op), medians.get(((s,), Op.B), 0.0) / 2) for s in range(num_stages)]
+
+    whole, input_grad, weight_grad = column(Op.B), half(Op.I), half(Op.W)
+    if input_grad is not None and weight_grad is not None:
+        whole = [b or i + w for b, i, w in zip(whole, input_grad, weight_grad, strict=True)]
     return Costs(
         forward=column(Op.F),
-        backward=column(Op.B),
+        backward=whole,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
         reduce_grad=column(Op.REDUCE_GRAD),
         tied=[(s, seconds) for (s, op), seconds in medians.items() if op is Op.REDUCE_GRAD and len(s) > 1],
         update=column(Op.U),

@@ -19,6 +19,7 @@ from ...partition.graph.forms import Tensors
 from ...partition.profiler.live_bytes import LiveBytes
 from ...partition.profiler.memory import bytes_of
 from ...schedules import Action, Message, MessageKind, Op
+from ...schedules.ir import BACKWARD_OPS
 from .engine import Engine
 from .worker import Worker
 
@@ -94,7 +95,7 @@ class ActionMemory:
         if action.op is Op.F:
             seen.kept.append(after - before)
             seen.forward.append(most - max(before, after))
-        elif action.op is Op.B:
+        elif action.op in BACKWARD_OPS:
             seen.backward.append(most - before)
 
     def put(self, message: Message, tensors: Tensors) -> None:

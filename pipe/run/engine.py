@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...comm import PipelineError, Transport
-from ...schedules import Action, Collective, Message, Op, Schedule, ScheduleError, check
+from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram
 from ..measure.recorder import Recorder
@@ -114,6 +114,8 @@ class _Run:
     def __init__(self, local: LocalRank, program: RankProgram) -> None:
         self.local = local
         self.machine = RankMachine(program)
+        local.worker.begin(program)
+        local.recorder.runs_as_one(program.fused)
         self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
 
     def receive(self, wait: Wait, timeout: float) -> bool:
@@ -149,17 +151,12 @@ class _Run:
 def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
     """Raise ScheduleError or ValueError for a schedule that the engine does not run.
 
-    It runs whole backwards, flush schedules of one batch, and asynchronous ones as streams, which need an optimizer.
+    It runs flush schedules of one batch, and asynchronous ones as streams, which need an optimizer.
     """
     if not schedule.is_asynchronous and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "
             f"batches: expected a flush schedule of one batch, which the engine repeats"
-        )
-    odd = next((a for program in schedule.programs for a in program if a.op not in (Op.F, Op.B, Op.U)), None)
-    if odd is not None:
-        raise ScheduleError(
-            f"{odd} in schedule {schedule.name!r}: expected F and B; the runtime splits no backward yet"
         )
     check(schedule)
     if schedule.is_asynchronous and not has_optimizer:

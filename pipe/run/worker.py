@@ -4,6 +4,7 @@ The inbox holds what arrived (or was made by another stage of this rank), the ou
 
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
+    I(s, k): the same with stage.input_grad, which puts gradients of weights aside for W(s, k): stage.weight_grad
 
 Consumers on the same ranks have one message, or entry: it stays until the last of them has taken it, and their
 gradients are added up before they leave. A gradient that does not exist is None.
@@ -26,7 +27,7 @@ from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.needs import Wire
-from ...schedules.program import GroupStep
+from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch
 from ..parallel.tensor_group import settled
 from ..stages.presence import Gradients, pack, unpack
@@ -123,6 +124,12 @@ class Worker(ABC):
         self._outbox: dict[Message, Gradients] = {}
         self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
         self._sums: dict[Message, _Sum] = {}
+        self._fused: frozenset[Action] = frozenset()
+        self._split = frozenset(a.stage for a in schedule.programs[rank] if a.op is Op.I)
+
+    def begin(self, program: RankProgram) -> None:
+        """A program begins."""
+        self._fused = program.fused
 
     @abstractmethod
     def run(self, action: Action) -> None:
@@ -218,14 +225,19 @@ class TrainingWorker(Worker):
     """Forwards, backwards and updates."""
 
     def run(self, action: Action) -> None:
-        """F, B or U."""
+        """F, B, I, W or U."""
         s, op, index = action
         if op is Op.U:
             self._updates.step(s, index)
             return
-        self._unshard(s)
         number, k = divmod(index, self._num_microbatches)
         batch = self._updates.batches[number]
+        if op is Op.W:
+            if Action(s, Op.I, index) not in self._fused:
+                with batch.autocast.off():
+                    self._stages[s].weight_grad(index)
+            return
+        self._unshard(s)
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             if op is Op.F:
@@ -237,18 +249,20 @@ class TrainingWorker(Worker):
                         self._ports[s].wants_grad,
                         batch.targets[k],
                         version=self._updates.version(s, index),
+                        is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
                     )
                 if loss is not None:
                     self._updates.note_loss(index, loss)
                 else:
                     self._hand_on(s, index, outputs, batch.specs[k][s])
             else:
-                assert op is Op.B, f"{action} got past the check of the schedule"
+                stage = self._stages[s]
+                run = stage.input_grad if op is Op.I and action not in self._fused else stage.backward
                 gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
                 group = index // batch.group_size
                 graded = (True,) if s == self._last else self._ports[s].graded
                 with batch.autocast.off():
-                    by_input = self._stages[s].backward(index, gradients, graded, group=group, autocast=batch.autocast)
+                    by_input = run(index, gradients, graded, group=group, autocast=batch.autocast)
                 self._hand_back(s, index, by_input, batch.certain[k][s])
         finally:
             self._seeder.end()

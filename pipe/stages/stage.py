@@ -1,7 +1,8 @@
 """One stage: a piece of the model with its forward, backward and recomputation of each microbatch.
 
     forward(k):  inputs -> leaves -> module -> outputs (detached copies travel on; the graph stays here)
-    backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back)
+    backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back), and of the weights
+                 or in two halves: input_grad(k) the former, weight_grad(k) the latter
 
 The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
 backward runs it again with the same random numbers and the same buffers; what runs again of a forward that keeps its
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ...partition.graph.deferred import SplitBackward, WeightGradients
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import StageModule
 from .autocast import Autocast
@@ -53,6 +55,16 @@ class _Live:
     target: object
     version: int
     buffers: Snapshot
+    is_split: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """Remains of a microbatch between I and W."""
+
+    version: int
+    group: int
+    weights: WeightGradients
 
 
 class Stage:
@@ -89,6 +101,8 @@ class Stage:
         self._weights = weights
         self._loss_of = loss_of
         self._live: dict[int, _Live] = {}
+        self._owed: dict[int, _Owed] = {}
+        self._split = SplitBackward()
         self._buffers = MovingBuffers(module)
 
     def forward(
@@ -100,6 +114,7 @@ class Stage:
         target: object,
         *,
         version: int = 0,
+        is_split: bool = False,
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
 
@@ -109,6 +124,7 @@ class Stage:
             wants_grad: by slot: which inputs want a gradient.
             target: of this microbatch, for the loss on the last stage.
             version: of the weights, where there are several.
+            is_split: whether the backward comes in two halves.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
@@ -122,7 +138,11 @@ class Stage:
         try:  # the module is called from here: every function in between costs each microbatch time
             buffers = self._buffers.before_forward() if runs_again else ()
             before = _Target.kept(target) if runs_again and self._loss_of is not None else None
-            with torch.set_grad_enabled(not runs_again), no_checkpoints_inside() if runs_again else _NOTHING:
+            with (
+                torch.set_grad_enabled(not runs_again),
+                no_checkpoints_inside() if runs_again else _NOTHING,
+                self._split.forward() if is_split else _NOTHING,
+            ):
                 value = module.module(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
                 outputs, loss = self._with_loss(module.flatten(value), target)
             if runs_again:
@@ -133,7 +153,7 @@ class Stage:
             if weights is not None:
                 weights.release()
         seen = target if before is None else before.seen_by_loss()
-        self._live[key] = _Live(module, leaves, None if runs_again else outputs, seen, version, buffers)
+        self._live[key] = _Live(module, leaves, None if runs_again else outputs, seen, version, buffers, is_split)
         if loss is not None:
             mean_or_sum, count = loss
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
@@ -167,7 +187,46 @@ class Stage:
 
         Returns the gradient of each input, by slot; None where it wants none, or does not get one.
         """
-        live = self._live.pop(key)
+        return self._backward(self._live.pop(key), gradients, wanted, autocast=autocast, group=group)
+
+    def input_grad(
+        self,
+        key: int,
+        gradients: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        autocast: Autocast,
+        group: int = 0,
+    ) -> list[torch.Tensor | None]:
+        """The first half of `backward`, of a forward with `is_split`: gradients of weights are put aside."""
+        owed = _Owed(self._live[key].version, group, WeightGradients())
+        by_input = self._backward(
+            self._live.pop(key), gradients, wanted, autocast=autocast, group=group, aside=owed.weights
+        )
+        self._owed[key] = owed
+        return by_input
+
+    def weight_grad(self, key: int) -> None:
+        """The second half: the gradients that `input_grad` put aside add up where those of `backward` do."""
+        owed = self._owed.pop(key)
+        if self._weights is not None:
+            self._weights.begin_backward(owed.version, owed.group)
+        try:
+            owed.weights.add()
+        finally:
+            if self._weights is not None:
+                self._weights.end_backward(owed.version, owed.group)
+
+    def _backward(
+        self,
+        live: _Live,
+        gradients: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        autocast: Autocast,
+        group: int,
+        aside: WeightGradients | None = None,
+    ) -> list[torch.Tensor | None]:
         if any(wanted) and all(gradient is None for gradient in gradients):
             return [None] * len(live.leaves)
         if self._weights is not None:
@@ -178,7 +237,8 @@ class Stage:
             if not all(wanted):
                 self._refuse_new_gradients(outputs, wanted)
             if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                with self._split.backward(aside) if live.is_split else _NOTHING:
+                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         except RuntimeError as error:
             self._reruns.refuse_changed_inputs(error, stage=f"stage {self.index} ({self.name})")
             raise
@@ -206,6 +266,7 @@ class Stage:
     def drop(self) -> None:
         """Forget all microbatches in flight (after an error)."""
         self._live.clear()
+        self._owed.clear()
 
     def _recomputed(self, live: _Live, autocast: Autocast) -> Tensors:
         """The outputs of a forward that kept its inputs only."""
@@ -215,6 +276,7 @@ class Stage:
             no_checkpoints_inside(),
             self._buffers.put_back(live.buffers),
             self._compiled.through(),
+            self._split.forward() if live.is_split else _NOTHING,
         ):
             outputs, _ = self._with_loss(live.module.run(live.leaves), live.target)
         return outputs

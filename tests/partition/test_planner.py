@@ -129,7 +129,6 @@ def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
         ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
         ({"recompute": ("half",)}, "recompute: 'half': expected some of none, full, layer, selective$"),
         ({"optimizer_sharding": "layer"}, "optimizer_sharding: 'layer': expected some of none, full$"),
-        ({"schedules": ("1f1b", "zb-h1"), "runnable": True}, "schedules: 'zb-h1' with runnable=True: its split backw"),
         ({"tensor_sizes": (2,)}, "tensor_sizes=2: expected some of 1"),
         ({"data_sizes": (3,)}, "no configuration of a batch of 8 on 4 devices with data_sizes=3: expected"),
         ({"chunk_sizes": (1, 2)}, r"chunk_sizes: 1: expected at least 2 \(a schedule with one stage a rank is 1f1b\)"),

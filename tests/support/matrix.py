@@ -12,7 +12,7 @@ from .models import TASKS
 from .pairwise import Row, pairwise
 
 INTERLEAVING = ("interleaved", "looped-bfs")
-SCHEDULES = ("gpipe", "1f1b", *INTERLEAVING)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", *INTERLEAVING)
 CHUNKS = (1, 2, 3)
 # With the tasks' batch sizes: fewer than the ranks, no multiple of the ranks, no divisor of the samples.
 MICROBATCHES = (1, 2, 5, 8)
