@@ -12,6 +12,7 @@ into n slices along the sequence, it counts slices: k*n + q is slice q of microb
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,15 @@ class Op(StrEnum):
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
     UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
     RESHARD = "RESHARD"  # each of them keeps its part alone
+
+    def __call__(self, stage: int, index: int) -> Action:
+        """Action of a stage: `Op.F(3, 12)` is 3F12. Any whole numbers: rules speak of neighbours that may not exist."""
+        try:
+            return Action(operator.index(stage), self, operator.index(index))
+        except TypeError:
+            raise ValueError(
+                f"{self.value}({stage!r:.40}, {index!r:.40}): expected whole numbers, a stage and a microbatch"
+            ) from None
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -76,6 +86,37 @@ class Action(NamedTuple):
                 f"with an op of F B I W U"
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
+
+    def before(self, other: Action) -> Relation:
+        """This one ends before the other begins, for rules (see `constraints`)."""
+        return Relation(self, other, adjacent=False)
+
+    def after(self, other: Action) -> Relation:
+        """The other ends before this one begins."""
+        return Relation(other, self, adjacent=False)
+
+    def right_before(self, other: Action) -> Relation:
+        """Their rank runs the other next after this one."""
+        return Relation(self, other, adjacent=True)
+
+    def right_after(self, other: Action) -> Relation:
+        """Their rank runs this one next after the other."""
+        return Relation(other, self, adjacent=True)
+
+
+class Relation(NamedTuple):
+    """`first` ends before `then` begins; `adjacent`: and their rank runs nothing between them.
+
+    >>> print(Op.B(0, 1).right_after(Op.F(0, 3)))
+    0F3 right before 0B1
+    """
+
+    first: Action
+    then: Action
+    adjacent: bool
+
+    def __str__(self) -> str:
+        return f"{self.first} {'right ' if self.adjacent else ''}before {self.then}"
 
 
 class Collective(NamedTuple):

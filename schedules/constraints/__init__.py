@@ -1,0 +1,27 @@
+"""Schedules from rules over (op, stage, microbatch) in place of tables.
+
+Constraints(rules=...)  ──ground──>  relations, limits, filters  ──solve──>  Schedule, or the rules that contradict
+"""
+
+from ..ir import Relation
+from .clash import ContradictionError
+from .notation import B, F, I, Rule, U, W, in_flight, in_order, in_turns, only_if
+from .so_far import SoFar
+from .solve import Constraints
+
+__all__ = [
+    "B",
+    "Constraints",
+    "ContradictionError",
+    "F",
+    "I",
+    "Relation",
+    "Rule",
+    "SoFar",
+    "U",
+    "W",
+    "in_flight",
+    "in_order",
+    "in_turns",
+    "only_if",
+]

@@ -1,0 +1,124 @@
+"""The words in which rules about an order are written.
+
+F(s, m).before(B(s, m - 2))             a relation of two actions; so do after, right_before, right_after
+lambda s, m: ...                        a predicate: the relations of stage s and microbatch m, if there are any
+in_order(F, key=lambda s, m: ...)       each rank runs them in ascending order of the key
+in_flight(at_most=4)                    stage activations that a rank holds at once
+only_if(lambda action, so_far: ...)     a filter: may this action go next?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..ir import Action, Op, Relation
+from .so_far import SoFar
+
+F, B, I, W, U = Op.F, Op.B, Op.I, Op.W, Op.U
+
+Predicate = Callable[[int, int], Relation | Iterable[Relation] | None]
+Filter = Callable[[Action, SoFar], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOrder:
+    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`; equal keys in any order."""
+
+    ops: tuple[Op, ...]
+    key: Callable[[int, int], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurns:
+    """Each rank runs two orders in turn: the n-th of `lag` right behind the (n + ahead)-th of `lead`, or later ones of
+    `lag`; `ahead` is one number or by rank."""
+
+    lead: InOrder
+    lag: InOrder
+    ahead: int | Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A rank holds at most so many stage activations at once, from F to the end of B or W; one number or by rank."""
+
+    at_most: int | Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlyIf:
+    """Filter: an action may begin only where `allows(action, so_far)` says so."""
+
+    allows: Filter
+
+
+Rule = Predicate | Relation | InOrder | InTurns | InFlight | OnlyIf
+
+
+def by_microbatch(stage: int, microbatch: int) -> tuple[int, int]:
+    """Key of the order microbatch by microbatch."""
+    return microbatch, stage
+
+
+def in_order(*ops: Op, key: Callable[[int, int], Any] = by_microbatch) -> InOrder:
+    """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`, see InOrder.
+
+    Several ops are ordered together: of one stage and microbatch, in the order in which they are named.
+    Raises ValueError for what is no op, or no function.
+    """
+    if not ops or not all(isinstance(op, Op) for op in ops):
+        raise ValueError(f"in_order{ops!r:.60}: expected ops, such as in_order(F) or in_order(F, key=lambda s, m: m)")
+    if not callable(key):
+        raise ValueError(f"in_order(key={key!r:.60}): expected a function of stage and microbatch: lambda s, m: (m, s)")
+    return InOrder(ops=ops, key=key)
+
+
+def in_turns(lead: InOrder, lag: InOrder, *, ahead: int | Callable[[int], int]) -> InTurns:
+    """The rule that each rank runs `ahead` of one order, then one of each in turn, then the rest of the other.
+
+        in_turns(in_order(F), in_order(B), ahead=2)        F0 F1 | F2 B0 F3 B1 | B2 B3
+
+    Raises ValueError for what is no order, and for a number below 0.
+    """
+    for each in (lead, lag):
+        if not isinstance(each, InOrder):
+            raise ValueError(
+                f"in_turns({each!r:.60}): expected two orders, as in in_turns(in_order(F), in_order(B), ...)"
+            )
+    if not callable(ahead):
+        check_number(ahead, "in_turns(ahead=", least=0)
+    return InTurns(lead=lead, lag=lag, ahead=ahead)
+
+
+def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:
+    """The rule that a rank holds at most so many stage activations at once: a number, or a function of the rank.
+
+    Raises ValueError for what is neither.
+    """
+    if not callable(at_most):
+        check_number(at_most, "in_flight(at_most=", least=1)
+    return InFlight(at_most=at_most)
+
+
+def only_if(allows: Filter) -> OnlyIf:
+    """The rule that an action may begin only where `allows(action, so_far)` is true, asked as the order grows.
+
+    Raises ValueError for what is no function.
+    """
+    if not callable(allows):
+        raise ValueError(
+            f"only_if({allows!r:.60}): expected a function of an action and of what has run so far, such as "
+            f"lambda action, so_far: so_far.in_flight < 3"
+        )
+    return OnlyIf(allows=allows)
+
+
+def check_number(number: object, where: str, *, least: int) -> int:
+    """The number; ValueError where it is none, or below `least`."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(
+            f"{where}{number!r:.60}): expected a whole number, at least {least}, or a function of the rank"
+        )
+    return number

@@ -1,0 +1,230 @@
+"""Orders that keep all rules: a list scheduler over time, and a search where that stands still."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from ..ir import Action, Op
+from ..timing.costs import CostTable
+from .order import Fact, Order
+from .so_far import SoFar
+
+MOST_STATES = 20_000
+
+
+class State:
+    """What has run so far, and what may begin.
+
+    Attributes:
+        waiting: by number, predecessors that are not through.
+        held: by rank, stage activations.
+        due: by rank within a block, its next member.
+        programs: by rank, numbers in order.
+        done: all of them, as bits.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.waiting = [len(before) for before in order.before]
+        self.held = [0] * order.ground.schedule.num_ranks
+        self.due: dict[int, int] = {}
+        self.programs: list[list[int]] = [[] for _ in self.held]
+        self.done = 0
+        self._begun: set[Action] = set()
+        self._own: list[list[Action]] = [[] for _ in self.held]
+
+    def copy(self) -> State:
+        """The same, to go on from in another way; filters are not asked there."""
+        other = object.__new__(State)
+        other.order, other.done = self.order, self.done
+        other.waiting, other.held, other.due = self.waiting.copy(), self.held.copy(), self.due.copy()
+        other.programs = [program.copy() for program in self.programs]
+        other._begun, other._own = self._begun, self._own
+        return other
+
+    def why_not(self, n: int) -> str | None:
+        """Words on why an action may not begin though what it needs is there; None: it may."""
+        order = self.order
+        rank, action = order.rank[n], order.actions[n]
+        due = self.due.get(rank)
+        if due is not None:
+            return None if due == n else f"rank {rank} runs {order.actions[due]} next"
+        if n != order.block[n][0]:
+            return f"it comes right after {order.actions[order.block[n][order.block[n].index(n) - 1]]}"
+        if rank in order.limits:
+            limit, name = order.limits[rank]
+            if self.held[rank] + order.climb[n] > limit:
+                return f"rank {rank} holds {self.held[rank]}, with at most {limit} allowed by {name!r}"
+        for name, allows in order.filters.items():
+            so_far = SoFar(rank=rank, program=self._own[rank], in_flight=self.held[rank], begun=self._begun)
+            try:
+                allowed = allows(action, so_far)
+            except Exception as error:
+                raise ValueError(f"rule {name!r} fails at {action}: {type(error).__name__}: {error}") from error
+            if not isinstance(allowed, bool):
+                raise ValueError(f"rule {name!r} returns {allowed!r:.60} for {action}: expected True or False")
+            if not allowed:
+                return f"{name!r} says no"
+        return None
+
+    def begin(self, n: int) -> None:
+        """An action begins."""
+        order = self.order
+        rank = order.rank[n]
+        self.programs[rank].append(n)
+        self.done |= 1 << n
+        if order.filters:
+            self._own[rank].append(order.actions[n])
+            self._begun.add(order.actions[n])
+        self.held[rank] += order.rise[n]
+        at = order.block[n].index(n) + 1
+        if at < len(order.block[n]):
+            self.due[rank] = order.block[n][at]
+        else:
+            self.due.pop(rank, None)
+
+    def end(self, n: int) -> list[int]:
+        """An action ends; returns those that waited for nothing else."""
+        self.held[self.order.rank[n]] += self.order.net[n] - self.order.rise[n]
+        freed = []
+        for then in self.order.behind[n]:
+            self.waiting[then] -= 1
+            if not self.waiting[then]:
+                freed.append(then)
+        return freed
+
+    def still(self) -> list[str]:
+        """By rank that is not through, what stands in front of it."""
+        order, lines = self.order, []
+        for rank, program in enumerate(self.programs):
+            own = [n for n, its in enumerate(order.rank) if its == rank and not self.done >> n & 1]
+            if not own:
+                continue
+            able = [n for n in own if not self.waiting[n]]
+            if rank in self.due and self.due[rank] not in able:
+                able = []
+                own = [self.due[rank]]
+            reasons = [f"{order.actions[n]} may not begin: {self.why_not(n)}" for n in able[:3]]
+            freeing = [n for n in own if order.net[n] < 0 and self.waiting[n]]
+            for n in freeing[:1] if able else own[:1]:
+                lacking, why = next((b, w) for b, w in order.before[n].items() if not self.done >> b & 1)
+                told = f" ({why.rule!r})" if isinstance(why, Fact) and why.rule is not None else ""
+                reasons.append(f"{order.actions[n]} waits for {order.actions[lacking]}{told}")
+            ran = " ".join(str(order.actions[n]) for n in program[-3:]) or "nothing"
+            lines.append(f"rank {rank}, behind {ran}: {'; '.join(reasons)}")
+        return lines
+
+
+def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tuple[State, float | None]:
+    """Each rank begins what may begin as soon as it is free, the least by `priority` first.
+
+    An action may begin when what it needs has ended, and arrived where it ran on another rank. Returns the last state,
+    and when the last action ended [s]; None: all ranks stood still before. O(actions * log + choices).
+    """
+    state = State(order)
+    seconds = [table.of(a.op, a.stage) for a in order.actions]
+    latency = [table.latency[a.stage] for a in order.actions]
+    ready: list[list[tuple[int, int]]] = [[] for _ in state.held]  # by rank: (priority, number)
+    arrives = [0.0] * len(seconds)
+    free = [True] * len(state.held)
+    # (time, an action can begin rather than ends, number)
+    events = [(0.0, True, n) for n, count in enumerate(state.waiting) if not count]
+    now, through = 0.0, 0
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, begins, n = heappop(events)
+            rank = order.rank[n]
+            if begins:
+                insort(ready[rank], (priority[n], n))
+                continue
+            through += 1
+            free[rank] = True
+            for then in order.behind[n]:
+                arrives[then] = max(arrives[then], now + latency[n] * order.crosses(n, then))
+            for then in state.end(n):
+                heappush(events, (arrives[then], True, then))
+        for rank, able in enumerate(ready):
+            chosen = next((each for each in able if state.why_not(each[1]) is None), None) if free[rank] else None
+            if chosen is not None:
+                n = chosen[1]
+                able.remove(chosen)
+                state.begin(n)
+                free[rank] = False
+                heappush(events, (now + seconds[n], False, n))
+    return state, now if through == len(seconds) else None
+
+
+def search(order: Order, priority: Sequence[int]) -> tuple[State, bool]:
+    """A state in which all has run, found without regard to time, or one from which nothing goes on.
+
+    Whatever does no harm runs at once; where a forward takes room that is short, or a block would bind its rank, each
+    way is tried, depth first, no set of actions twice. The flag says whether all ways were tried, up to MOST_STATES.
+    """
+    everything = (1 << len(order.actions)) - 1
+    start = State(order)
+    stack = [(start, {n for n, count in enumerate(start.waiting) if not count})]
+    seen: set[int] = set()
+    farthest = start
+    while stack and len(seen) < MOST_STATES:
+        state, able = stack.pop()
+        _run_harmless(state, able)
+        if state.done == everything:
+            return state, True
+        if state.done in seen:
+            continue
+        seen.add(state.done)
+        if state.done.bit_count() > farthest.done.bit_count():
+            farthest = state
+        choices = sorted((n for n in able if state.why_not(n) is None), key=priority.__getitem__, reverse=True)
+        for n in choices:
+            other = state.copy()
+            other.begin(n)
+            stack.append((other, (able - {n}) | set(other.end(n))))
+    return farthest, not stack
+
+
+def _run_harmless(state: State, able: set[int]) -> None:
+    """Run what any order could run now: what takes no room that is short, and binds no rank."""
+    order = state.order
+    going = True
+    while going:
+        going = False
+        for n in sorted(able):
+            rank = order.rank[n]
+            is_due = state.due.get(rank) == n
+            alone = len(order.block[n]) == 1 and (order.actions[n].op is not Op.F or rank not in order.limits)
+            if (is_due or alone) and state.why_not(n) is None:
+                state.begin(n)
+                able.remove(n)
+                able.update(state.end(n))
+                going = True
+
+
+def numbered(order: Order, keys: Iterable[Any]) -> list[int]:
+    """Priority by number, from a key of each, equal ones in the order of (microbatch, stage)."""
+    ties = [(key, a.index, a.stage, n) for n, (a, key) in enumerate(zip(order.actions, keys, strict=True))]
+    priority = [0] * len(ties)
+    for at, (*_, n) in enumerate(sorted(ties)):
+        priority[n] = at
+    return priority
+
+
+def by_kind(order: Order) -> list[int]:
+    """Priority of backwards, then forwards, then weight gradients; in each, in the order of microbatches."""
+    kinds = {Op.F: 1, Op.W: 2}
+    return numbered(order, [kinds.get(action.op, 0) for action in order.actions])
+
+
+def by_path(order: Order, table: CostTable, *, kinds_first: bool) -> list[int]:
+    """Priority of what has the longest path of work behind it; `kinds_first`: within the kinds of `by_kind`."""
+    tails = [0.0] * len(order.actions)
+    for n in reversed(order.sorted()):
+        action = order.actions[n]
+        behind = max((tails[then] for then in order.behind[n]), default=0.0)
+        tails[n] = behind + table.of(action.op, action.stage)
+    kinds = {Op.F: 1, Op.W: 2} if kinds_first else {}
+    return numbered(order, [(kinds.get(a.op, 0), -tail) for a, tail in zip(order.actions, tails, strict=True)])

@@ -1,0 +1,245 @@
+"""Rules completed to orders: against trying all orders, and what is said where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
+from stagewright.schedules.constraints import (
+    B,
+    Constraints,
+    ContradictionError,
+    F,
+    I,
+    Relation,
+    W,
+    in_flight,
+    in_order,
+    in_turns,
+    only_if,
+)
+
+P, M = 2, 2
+
+
+def keeps(program: tuple[Action, ...], relations: list[Relation], limit: int) -> bool:
+    """Whether one rank's program does."""
+    at = {action: n for n, action in enumerate(program)}
+    held = most = 0
+    for action in program:
+        held += action.op is F
+        most = max(most, held)
+        held -= action.op is B
+    return most <= limit and all(
+        at[then] - at[first] == 1 if adjacent else at[first] < at[then]
+        for first, then, adjacent in relations
+        if first in at
+    )
+
+
+def all_orders(relations: list[Relation], limits: list[int]) -> Iterator[Schedule]:
+    own = [[op(rank, k) for op in (F, B) for k in range(M)] for rank in range(P)]
+    kept = [[p for p in itertools.permutations(own[r]) if keeps(p, relations, limits[r])] for r in range(P)]
+    for programs in itertools.product(*kept):
+        schedule = Schedule(name="any", placement=tuple((r,) for r in range(P)), programs=programs, num_microbatches=M)
+        try:
+            check(schedule)
+        except ScheduleError:
+            continue
+        yield schedule
+
+
+@st.composite
+def relations_of_a_rank(draw: st.DrawFn) -> Relation:
+    rank = draw(st.integers(0, P - 1))
+    own = [op(rank, k) for op in (F, B) for k in range(M)]
+    first, then = draw(st.permutations(own))[:2]
+    return Relation(first, then, draw(st.booleans()))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    relations=st.lists(relations_of_a_rank(), max_size=4, unique_by=lambda relation: relation[:2]),
+    limits=st.lists(st.integers(1, M), min_size=P, max_size=P),
+)
+def test_an_order_is_found_where_there_is_one_and_the_rules_named_where_not(
+    relations: list[Relation], limits: list[int]
+) -> None:
+    rules = [*relations, in_flight(at_most=lambda rank: limits[rank])]
+    constraints = Constraints(num_ranks=P, num_microbatches=M, rules=rules)
+    try:
+        solved = constraints.solve()
+    except ContradictionError as error:
+        raised = error
+    else:
+        check(solved)
+        assert all(keeps(*each, limit) for *each, limit in zip(solved.programs, [relations] * P, limits, strict=True))
+        assert solved == constraints.solve()
+        return
+    named = [int(name.split("]")[0].removeprefix("rules[")) for name in raised.rules]
+    for lacking in [None, *named]:  # they contradict each other, and without any one of them there is an order
+        some = [relation for n, relation in enumerate(relations) if n in named and n != lacking]
+        keeps_limits = len(relations) in named and lacking != len(relations)
+        found = next(all_orders(some, limits if keeps_limits else [M] * P), None)
+        assert (found is None) == (lacking is None), raised
+
+
+def test_all_that_is_free_is_chosen_for_a_short_makespan() -> None:
+    for costs in (Costs(forward=1.0, backward=2.0), Costs(forward=1.0, backward=1.0, latency=0.5)):
+        free = Constraints(num_ranks=4, num_microbatches=8).solve(costs)
+        assert (
+            simulate(free, costs).makespan <= simulate(build("1f1b", num_ranks=4, num_microbatches=8), costs).makespan
+        )
+
+
+def test_a_limit_of_activations_alone_makes_1f1b() -> None:
+    rule = in_flight(at_most=lambda rank: 4 - rank)
+    table = build("1f1b", num_ranks=4, num_microbatches=8)
+    assert Constraints(num_ranks=4, num_microbatches=8, rules=[rule]).solve().programs == table.programs
+
+
+def test_a_greedy_start_that_cannot_end_is_taken_back() -> None:
+    """A rank that takes the first forwards it can has no room for the chunk that would free some: a search finds it."""
+    constraints = Constraints(
+        num_ranks=2,
+        num_microbatches=4,
+        placement="cyclic",
+        rules=[in_flight(at_most=2)],
+        prefer=lambda action: (action.op is not F, action.stage),
+    )
+    assert check(constraints.solve()).peak_activations == (2, 2)
+
+
+def test_contradictions_name_the_rules_and_the_actions() -> None:
+    def eager(s: int, m: int) -> Relation:
+        """Backwards right after their forwards."""
+        return B(s, m).right_after(F(s, m))
+
+    rules = {
+        "all forwards first": lambda s, m: F(s, 2).before(B(s, m)),
+        "in order": in_order(F),
+        "depth first": eager,
+    }
+    with pytest.raises(ContradictionError) as raised:
+        Constraints(num_ranks=2, num_microbatches=3, rules=rules).solve()
+    assert raised.value.rules == ("all forwards first", "in order", "depth first")
+    facts = str(raised.value).split("they clash at\n")[1].splitlines()
+    assert facts == [
+        "  0F0 before 0F1 ('in order')",
+        "  0F1 before 0F2 ('in order')",
+        "  0F0 right before 0B0 ('depth first')",
+        "  0F2 before 0B0 ('all forwards first')",
+    ]
+    with pytest.raises(ContradictionError, match=r"'in_flight' cannot be kept|rule 'rules\[0\], in_flight' cannot be"):
+        Constraints(num_ranks=1, placement=[[0, 1]], num_microbatches=1, rules=[in_flight(at_most=1)]).solve()
+    with pytest.raises(
+        ContradictionError, match=r"(?s)rule 'W before I' cannot be kept.*0W0 before 0I0 \('W before I'\)"
+    ):
+        Constraints(
+            num_ranks=2,
+            num_microbatches=2,
+            split_backward=True,
+            rules={"W before I": lambda s, m: W(s, m).before(I(s, m))},
+        ).solve()
+
+
+def test_rules_across_ranks_must_follow_from_messages() -> None:
+    rules = {"stage 1 waits": F(0, 2).before(F(1, 0))}
+    with pytest.raises(
+        ScheduleError, match=r"'stage 1 waits' wants 0F2 before 1F0, on the ranks 0 and 1, but no messa"
+    ):
+        Constraints(num_ranks=2, num_microbatches=3, rules=rules).solve()
+    implied = {"in order": in_order(F), "stage 1 waits": F(0, 1).before(F(1, 2))}
+    assert Constraints(num_ranks=2, num_microbatches=3, rules=implied).solve().programs[1][0] == F(1, 0)
+
+
+def test_a_filter_is_asked_as_the_order_grows() -> None:
+    few = only_if(lambda action, so_far: action.op is not F or so_far.in_flight < 2)
+    assert check(Constraints(num_ranks=4, num_microbatches=6, rules=[few]).solve()).peak_activations == (2, 2, 2, 1)
+    alternating = only_if(lambda action, so_far: not so_far.program or so_far.program[-1].op is not action.op)
+    program = Constraints(num_ranks=1, num_microbatches=3, rules=[alternating]).solve().programs[0]
+    assert [action.op for action in program] == [F, B] * 3
+    with pytest.raises(
+        ScheduleError,
+        match=r"(?s)nothing may go next, behind 8 of 12.*rank 0, behind 0F2 0B0 0B2: 0F1 may not begin: 'odd ones",
+    ):
+        Constraints(
+            num_ranks=2, num_microbatches=3, rules={"odd ones out": only_if(lambda action, so_far: action.index != 1)}
+        ).solve()
+
+
+def nothing(s: int, m: int) -> None:
+    return None
+
+
+def failing(s: int, m: int) -> Relation:
+    return F(s, m).before(B(s, m // (m - 1)))
+
+
+BAD: dict[str, tuple[object, str]] = {
+    "no list": (in_order(F), r"rules=InOrder.*: expected a list of rules, or a dict"),
+    "no function": (["1F1B"], r"rules\[0\] is '1F1B': expected a function of stage and microbatch"),
+    "an op": ([F], r"rules\[0\] is <Op\.F: 'F'>: expected a function"),
+    "one argument": ([lambda s: None], r"rule 'rules\[0\], a lambda' takes \(s\): expected a function of two numbers"),
+    "nothing": ([nothing], r"rule 'nothing' returns no relation for any of the 2 stages and 3 microbatches"),
+    "no relation": (
+        [lambda s, m: Action(s, Op.F, m)],
+        r"returns 0F0 for stage 0, microbatch 0: expected a relation such as",
+    ),
+    "less than": ([lambda s, m: F(s, m) < B(s, m)], r"returns False .*for `<` write before\(\)"),
+    "no action": ([lambda s, m: F(s, m).before(3)], r"relates 3: expected actions"),
+    "stages out of reach": (
+        [lambda s, m: F(s + 5, m).before(B(s, m))],
+        r"matches no two actions: in '5F0 before 0B0', 5F0 does not exist.*stages 0\.\.1 and microbatches 0\.\.2",
+    ),
+    "microbatches out of reach": ([lambda s, m: F(s, m + 99).before(B(s, m))], r"0F99 does not exist"),
+    "an op that is not there": ([lambda s, m: W(s, m).after(I(s, m))], r"speaks of 0I0.*split_backward=True"),
+    "orders of it": ([in_order(W)], r"speaks of 0W0, which the schedule does not have: its backward is whole"),
+    "itself": ([lambda s, m: F(s, m).before(F(s, m))], r"puts 0F0 before itself"),
+    "two ranks": (
+        [lambda s, m: F(s + 1, m).right_after(F(s, m))],
+        r"puts 1F0 right after 0F0, but they run on the ranks 1 and 0: expected two actions of one rank",
+    ),
+    "failing": ([failing], r"rule 'failing' fails at stage 0, microbatch 1: ZeroDivisionError"),
+    "halves": ([lambda s, m: F(s, m / 2).before(B(s, m))], r"F\(0, 0\.0\): expected whole numbers"),
+    "a limit": ([in_flight(at_most=lambda rank: rank)], r"'rules\[0\], in_flight' on rank 0 \(0\): expected a whole"),
+    "keys": ([in_order(F, key=lambda s, m: (m, None) if s else "a")], None),
+    "equal turns": ([in_turns(in_order(F, key=lambda s, m: s), in_order(B), ahead=1)], r"is the same for 0F0 and 0F1"),
+    "a filter's answer": ([only_if(lambda action, so_far: None)], r"returns None for 0F0: expected True or False"),
+    "a filter that fails": ([only_if(lambda action, so_far: so_far.alive)], r"fails at 0F0: AttributeError"),
+}
+
+
+@pytest.mark.parametrize(("rules", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_rules(rules: object, message: str | None) -> None:
+    constraints = Constraints(num_ranks=2, num_microbatches=3, rules=rules)  # type: ignore[arg-type]
+    if message is None:
+        constraints.solve()
+        return
+    with pytest.raises(ValueError, match=message):
+        constraints.solve()
+
+
+def test_bad_words() -> None:
+    for make, message in (
+        (lambda: in_order("F"), r"in_order\('F',\): expected ops, such as in_order\(F\)"),
+        (lambda: in_order(F, key=3), r"in_order\(key=3\): expected a function of stage and microbatch"),
+        (lambda: in_flight(at_most=0), r"in_flight\(at_most=0\): expected a whole number, at least 1"),
+        (lambda: in_turns(F, B, ahead=1), r"in_turns\(<Op\.F: 'F'>\): expected two orders"),
+        (lambda: only_if(True), r"only_if\(True\): expected a function of an action"),
+        (lambda: Constraints(num_ranks=2, num_microbatches=0).solve(), r"num_microbatches=0: expected a whole number"),
+        (lambda: Constraints(num_microbatches=2).solve(), r"num_ranks=None: expected a whole number"),
+        (
+            lambda: Constraints(num_ranks=2, num_microbatches=2, placement="w").solve(),
+            r"placement='w': expected one of",
+        ),
+        (lambda: Constraints(num_ranks=3, num_microbatches=2, placement=[[0], [1]]).solve(), r"expected 2"),
+        (lambda: Constraints(num_ranks=2, num_microbatches=2, prefer=3).solve(), r"prefer=3: expected a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
