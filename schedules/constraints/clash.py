@@ -50,7 +50,7 @@ def _clash(ground: Ground, rules: Sequence[GroundRule]) -> ClashError | None:
     except ClashError as clash:
         return clash
     priority = by_kind(order)
-    _, end = list_schedule(order, UNIT_COSTS.table(num_stages=ground.schedule.num_stages), priority)
+    _, end = list_schedule(order, UNIT_COSTS.table_for(ground.schedule), priority)
     if end is not None:
         return None
     state, tried_all = search(order, priority)

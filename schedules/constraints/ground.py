@@ -51,7 +51,7 @@ class Ground:
         backward = (Op.I, Op.W) if split_backward else (Op.B,)
         programs: list[list[Action]] = [[] for _ in skeleton.placement]
         for stage in range(skeleton.num_stages):
-            for k in range(skeleton.total_microbatches):
+            for k in range(skeleton.total_indices):
                 rank = skeleton.owner(stage, k)
                 programs[rank] += (Action(stage, op, k) for op in (Op.F, *backward))
         filled = replace(skeleton, programs=tuple(map(tuple, programs)))
@@ -153,7 +153,7 @@ def _at(rank: int, given: int | Callable[[int], int], words: str, *, least: int)
 
 def _refuse_typos(ground: Ground, found: Sequence[Relation], words: str) -> None:
     """ValueError for a rule that no two actions match, unless more microbatches, up to two a stage, would mend that."""
-    stages, microbatches = ground.schedule.num_stages, ground.schedule.total_microbatches
+    stages, microbatches = ground.schedule.num_stages, ground.schedule.total_indices
     if stages == 1:
         return
     if not found and microbatches > 1:
@@ -217,7 +217,7 @@ def _neighbours(orders: Iterable[list[list[Action]]]) -> Iterator[Relation]:
 
 
 def _turns(ground: Ground, rule: InTurns, words: str) -> Iterator[Relation]:
-    """The n-th of `lag` between the (n + ahead)-th of `lead` and the next."""
+    """The n-th of `lag` right after the (n + ahead)-th of `lead`, and those left behind the last."""
     leads, lags = (_orders(ground, each, words) for each in (rule.lead, rule.lag))
     for each, equal in ((rule.lead, leads), (rule.lag, lags)):
         several = next((group for groups in equal for group in groups if len(group) > 1), None)
@@ -230,10 +230,8 @@ def _turns(ground: Ground, rule: InTurns, words: str) -> Iterator[Relation]:
     for rank, (lead, lag) in enumerate(zip(leads, lags, strict=True)):
         ahead = _at(rank, rule.ahead, words, least=0)
         for n, (late,) in enumerate(lag if lead else ()):
-            at = min(n + ahead, len(lead) - 1)
-            yield late.after(lead[at][0])
-            if at + 1 < len(lead):
-                yield late.before(lead[at + 1][0])
+            at = n + ahead
+            yield late.right_after(lead[at][0]) if at < len(lead) else late.after(lead[-1][0])
 
 
 def _relations(ground: Ground, rule: Predicate, words: str) -> Iterator[Relation]:
@@ -246,7 +244,7 @@ def _relations(ground: Ground, rule: Predicate, words: str) -> Iterator[Relation
     except ValueError:  # written in C: it does not say
         pass
     for stage in range(ground.schedule.num_stages):
-        for k in range(ground.schedule.total_microbatches):
+        for k in range(ground.schedule.total_indices):
             made = _in_words(words, partial(_listed, rule, stage, k), f" at stage {stage}, microbatch {k}")
             for each in made:
                 if not isinstance(each, Relation):

@@ -32,8 +32,8 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTurns:
-    """Each rank runs two orders in turn: the n-th of `lag` right behind the (n + ahead)-th of `lead`, or later ones of
-    `lag`; `ahead` is one number or by rank."""
+    """Each rank runs two orders in turn: the n-th of `lag` right after the (n + ahead)-th of `lead`, and those that are
+    left behind the last; `ahead` is one number or by rank."""
 
     lead: InOrder
     lag: InOrder
@@ -79,6 +79,11 @@ def in_turns(lead: InOrder, lag: InOrder, *, ahead: int | Callable[[int], int]) 
     """The rule that each rank runs `ahead` of one order, then one of each in turn, then the rest of the other.
 
         in_turns(in_order(F), in_order(B), ahead=2)        F0 F1 | F2 B0 F3 B1 | B2 B3
+
+    Nothing stands between one and the other of a turn, unless a third order is in turn with the second:
+
+        in_turns(in_order(F), in_order(I), ahead=2)        F0 F1 | F2 I0 F3 I1 W0 | I2 W1 I3 W2 | W3
+        in_turns(in_order(I), in_order(W), ahead=1)
 
     Raises ValueError for what is no order, and for a number below 0.
     """

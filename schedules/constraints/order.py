@@ -111,7 +111,9 @@ class Order:
         return self.rank[first] != self.rank[then] and isinstance(why, Fact) and why.rule is None
 
     def _add(self, fact: Fact) -> None:
-        self._link(self.number[fact.first], self.number[fact.then], fact)
+        first, then = self.number[fact.first], self.number[fact.then]
+        if not self._link(first, then, fact) and fact.adjacent:
+            self.before[then][first] = fact  # it says more
 
     def _link(self, first: int, then: int, why: Fact | _Derived) -> bool:
         if first in self.before[then]:

@@ -125,7 +125,7 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
     and when the last action ended [s]; None: all ranks stood still before. O(actions * log + choices).
     """
     state = State(order)
-    seconds = [table.of(a.op, a.stage) for a in order.actions]
+    seconds = [table.of(a.op, a.stage, a.index) for a in order.actions]
     latency = [table.latency[a.stage] for a in order.actions]
     ready: list[list[tuple[int, int]]] = [[] for _ in state.held]  # by rank: (priority, number)
     arrives = [0.0] * len(seconds)
@@ -225,6 +225,6 @@ def by_path(order: Order, table: CostTable, *, kinds_first: bool) -> list[int]:
     for n in reversed(order.sorted()):
         action = order.actions[n]
         behind = max((tails[then] for then in order.behind[n]), default=0.0)
-        tails[n] = behind + table.of(action.op, action.stage)
+        tails[n] = behind + table.of(action.op, action.stage, action.index)
     kinds = {Op.F: 1, Op.W: 2} if kinds_first else {}
     return numbered(order, [(kinds.get(a.op, 0), -tail) for a, tail in zip(order.actions, tails, strict=True)])

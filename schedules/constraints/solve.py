@@ -33,7 +33,7 @@ class Constraints:
         num_chunks: V, stages a rank, for "cyclic" (2 by default).
         split_backward: whether the backward is I and W, or one B.
         prefer: key of an action: where several may go next, the least goes first. By default what ends soonest.
-        num_batches, weight_rule, update_every, edges: as in `Schedule`.
+        owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
         name: of the schedule.
 
     >>> P, M = 3, 4
@@ -52,6 +52,8 @@ class Constraints:
     num_chunks: int | None = None
     split_backward: bool = False
     prefer: Callable[[Action], Any] | None = None
+    owners: Sequence[Sequence[int]] = ()
+    num_slices: int = 1
     num_batches: int = 1
     weight_rule: str = "flush"
     update_every: int | None = None
@@ -71,7 +73,7 @@ class Constraints:
         rules = ground_rules(ground, self.rules)
         if self.prefer is not None and not callable(self.prefer):
             raise ValueError(f"prefer={self.prefer!r:.60}: expected a function of an action, or None")
-        table = costs.table(num_stages=ground.schedule.num_stages)
+        table = costs.table_for(ground.schedule)
         order, state = self._order(ground, rules, table)
         programs = tuple(tuple(order.actions[n] for n in program) for program in state.programs)
         schedule = replace(ground.schedule, programs=programs)
@@ -130,6 +132,8 @@ class Constraints:
             placement=placement,
             programs=((),) * len(placement),
             num_microbatches=self.num_microbatches,
+            owners=tuple(map(tuple, self.owners)),
+            num_slices=self.num_slices,
             num_batches=self.num_batches,
             weight_rule=self.weight_rule,
             update_every=self.update_every,

@@ -2,135 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from stagewright.schedules import Schedule
 from stagewright.schedules.builders.interleaved import microbatch_groups
-from stagewright.schedules.constraints import B, Constraints, F, I, U, W, in_order, in_turns
+from stagewright.schedules.constraints import B, Constraints, F, I, Rule, U, W, in_order, in_turns
+from stagewright.schedules.constraints.notation import InOrder
+from stagewright.schedules.ir import Op
 
-BOTH_IN_ORDER = {"forwards in order": in_order(F), "backwards in order": in_order(B)}
-SPLIT_IN_ORDER = {"F in order": in_order(F), "I in order": in_order(I), "W in order": in_order(W)}
+
+def all_forwards_first(orders: Callable[[Op], InOrder], last: Rule) -> list[Rule]:
+    return [orders(F), orders(B), last]
 
 
-def gpipe(table: Schedule) -> Constraints:
-    M = table.num_microbatches
+def one_and_one(orders: Callable[[Op], InOrder], warmup: Callable[[int], int]) -> list[Rule]:
+    """1F1B."""
+    return [in_turns(orders(F), orders(B), ahead=warmup)]
+
+
+def split(orders: Callable[[Op], InOrder], warmup: Callable[[int], int], put_off: Callable[[int], int]) -> list[Rule]:
+    """The same with I, and each W right after the I that comes so many later."""
+    return [in_turns(orders(F), orders(I), ahead=warmup), in_turns(orders(I), orders(W), ahead=put_off)]
+
+
+def in_rules(table: Schedule) -> Constraints:
+    """The rules of a family, for the sizes of its table."""
+    P, M, S, n = table.num_ranks, table.num_microbatches, table.num_stages, table.num_slices
+    V = S // P
+    total = M * n * V
+    options: dict[str, Any] = {"num_ranks": P, "num_microbatches": M, "num_slices": n}
+    if V > 1:
+        options |= {"placement": "cyclic", "num_chunks": V}
+
+    def orders(op: Op) -> InOrder:
+        """Microbatch by microbatch; a backward takes the slices of each from the last to the first."""
+        return in_order(op, key=lambda s, k: k if op is F else (k // n, -k))
+
+    def looping(at_least: int) -> tuple[Callable[[Op], InOrder], int]:
+        """By group, in it by chunk, in it as above."""
+        sizes = microbatch_groups(at_least=at_least, num_microbatches=M)
+        group = [number for number, size in enumerate(sizes) for _ in range(size)]
+
+        def looped(op: Op) -> InOrder:
+            sign = 1 if op is F else -1
+            return in_order(op, key=lambda s, k: (group[k // n], sign * s, k // n, sign * k))
+
+        return looped, (V - 1) * sizes[0] * n
+
+    def capped(warmup: Callable[[int], int]) -> tuple[Callable[[int], int], Callable[[int], int]]:
+        """A warm-up of at most all forwards, and how many W each rank puts off to hold what rank 0 does."""
+        return lambda r: min(warmup(r), total), lambda r: min(warmup(0), total) - min(warmup(r), total)
+
+    by_group, first_group = looping(-(-P // n))
+    plain = lambda r: P - 1 - r  # noqa: E731
+    double = lambda r: 2 * (P - 1 - r)  # noqa: E731
+    by_chunk = lambda op: in_order(op, key=lambda s, m: (s if op is F else -s, m))  # noqa: E731
+    rules: Mapping[str, Callable[[], list[Rule]]] = {
+        "gpipe": lambda: [orders(F), orders(B), lambda s, k: F(s, M - 1).before(B(s, k))],
+        "terapipe": lambda: [orders(F), orders(B), lambda s, k: F(s, M * n - 1).before(B(s, k))],
+        "looped-bfs": lambda: [by_chunk(F), by_chunk(B), lambda s, m: F(S - P + s % P, M - 1).before(B(s, m))],
+        "1f1b": lambda: one_and_one(orders, plain),
+        "eager-1f1b": lambda: one_and_one(orders, double),
+        "interleaved": lambda: one_and_one(by_group, lambda r: first_group + double(r)),
+        "seq1f1b": lambda: one_and_one(orders, lambda r: plain(r) + n - 1),
+        "slimpipe": lambda: one_and_one(by_group, lambda r: first_group + double(r) + n - 1),
+        "zb-h1": lambda: split(orders, *capped(plain)),
+        "zb-h2": lambda: split(orders, *capped(double)),
+        "interleaved-zb": lambda: split(by_group, *capped(lambda r: first_group + plain(r))),
+        "gis": lambda: split(by_group, lambda r: first_group + plain(r), lambda r: 0),
+        "seq-zb-h1": lambda: split(orders, lambda r: min(plain(r) + n - 1, total), lambda r: r),
+        "pipedream": lambda: [*one_and_one(orders, plain), lambda s, m: U(s, m).right_after(B(s, m))],
+        "2bw": lambda: [*one_and_one(orders, plain), lambda s, m: U(s, m).right_after(B(s, m * M + M - 1))],
+    }
     return Constraints(
-        num_ranks=table.num_ranks,
-        num_microbatches=M,
-        rules={**BOTH_IN_ORDER, "all forwards first": lambda s, m: F(s, M - 1).before(B(s, m))},
-    )
-
-
-def one_f_one_b(table: Schedule) -> Constraints:
-    P, M = table.num_ranks, table.num_microbatches
-    return Constraints(
-        num_ranks=P,
-        num_microbatches=M,
-        rules={
-            **BOTH_IN_ORDER,
-            "a backward right after the forward P - 1 - s later": lambda s, m: B(s, m).right_after(F(s, m + P - 1 - s)),
-            "the last ones behind all forwards": lambda s, m: B(s, m).after(F(s, min(m + P - 1 - s, M - 1))),
-        },
-    )
-
-
-def interleaved(table: Schedule) -> Constraints:
-    P, M, V = table.num_ranks, table.num_microbatches, table.num_stages // table.num_ranks
-    sizes = microbatch_groups(num_ranks=P, num_microbatches=M)
-    group = [number for number, size in enumerate(sizes) for _ in range(size)]
-    one_forward_one_backward = in_turns(
-        in_order(F, key=lambda s, m: (group[m], s, m)),
-        in_order(B, key=lambda s, m: (group[m], -s, m)),
-        ahead=lambda rank: (V - 1) * sizes[0] + 2 * (P - 1 - rank),
-    )
-    return Constraints(
-        num_ranks=P, num_chunks=V, placement="cyclic", num_microbatches=M, rules=[one_forward_one_backward]
-    )
-
-
-def looped_bfs(table: Schedule) -> Constraints:
-    P, M, S = table.num_ranks, table.num_microbatches, table.num_stages
-    return Constraints(
-        num_ranks=P,
-        num_chunks=S // P,
-        placement="cyclic",
-        num_microbatches=M,
-        rules={
-            "chunk by chunk": in_order(F, key=lambda s, m: (s, m)),
-            "backwards, the last chunk first": in_order(B, key=lambda s, m: (-s, m)),
-            "all forwards first": lambda s, m: F(S - P + s % P, M - 1).before(B(s, m)),
-        },
-    )
-
-
-def zb_h1(table: Schedule) -> Constraints:
-    P, M = table.num_ranks, table.num_microbatches
-
-    def warmup(s: int) -> int:
-        return min(P - 1 - s, M)
-
-    def owed(s: int) -> int:
-        return P - 1 - warmup(s)
-
-    return Constraints(
-        num_ranks=P,
-        num_microbatches=M,
-        split_backward=True,
-        rules={
-            **SPLIT_IN_ORDER,
-            "one forward, one backward": lambda s, m: I(s, m).right_after(F(s, m + warmup(s))),
-            "behind all forwards of the warm-up": lambda s, m: I(s, m).after(F(s, min(m + warmup(s), M - 1))),
-            "W right after the I that is as many later as are put off": lambda s, m: W(s, m).right_after(
-                I(s, m + owed(s))
-            ),
-            "the last ones behind all I": lambda s, m: W(s, m).after(I(s, min(m + owed(s), M - 1))),
-        },
-    )
-
-
-def pipedream(table: Schedule) -> Constraints:
-    P = table.num_ranks
-    return Constraints(
-        num_ranks=P,
-        num_microbatches=table.num_microbatches,
+        **options,
+        rules=rules[table.name](),
+        split_backward=any(action.op is W for action in table.programs[0]),
         num_batches=table.num_batches,
-        weight_rule="stashing",
-        update_every=1,
-        rules={
-            **BOTH_IN_ORDER,
-            "1F1B": lambda s, m: B(s, m).right_after(F(s, m + P - 1 - s)),
-            "the last ones behind all forwards": lambda s, m: B(s, m).after(
-                F(s, min(m + P - 1 - s, table.total_microbatches - 1))
-            ),
-            "updates at once": lambda s, m: U(s, m).right_after(B(s, m)),
-        },
+        weight_rule=table.weight_rule,
+        update_every=table.update_every,
+        name=table.name,
     )
 
 
-def two_bw(table: Schedule) -> Constraints:
-    P, M = table.num_ranks, table.num_microbatches
-    return Constraints(
-        num_ranks=P,
-        num_microbatches=M,
-        num_batches=table.num_batches,
-        weight_rule="2bw",
-        rules={
-            **BOTH_IN_ORDER,
-            "1F1B": lambda s, m: B(s, m).right_after(F(s, m + P - 1 - s)),
-            "the last ones behind all forwards": lambda s, m: B(s, m).after(
-                F(s, min(m + P - 1 - s, table.total_microbatches - 1))
-            ),
-            "an update a batch": lambda s, m: U(s, m).right_after(B(s, m * M + M - 1)),
-        },
-    )
-
-
-IN_RULES: dict[str, Callable[[Schedule], Constraints]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "pipedream": pipedream,
-    "2bw": two_bw,
-}
+IN_RULES = (
+    "gpipe",
+    "terapipe",
+    "looped-bfs",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved",
+    "seq1f1b",
+    "slimpipe",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "gis",
+    "seq-zb-h1",
+    "pipedream",
+    "2bw",
+)

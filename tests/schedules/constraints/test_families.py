@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from stagewright.schedules import FAMILIES, build
 
-from .rules_of_families import IN_RULES
+from .rules_of_families import IN_RULES, in_rules
 
 # (P, M, V): multiples of P and remainders, fewer than P, one of each.
-SIZES = [(4, 8, 2), (4, 6, 2), (4, 4, 3), (3, 7, 2), (4, 3, 2), (6, 2, 2), (2, 5, 3), (1, 3, 2), (3, 1, 1)]
+SIZES = [(4, 8, 2), (4, 6, 2), (4, 4, 3), (3, 7, 2), (4, 3, 2), (6, 2, 2), (2, 5, 3), (1, 3, 2), (3, 1, 2)]
 
 
 @pytest.mark.parametrize("name", IN_RULES)
@@ -19,10 +17,9 @@ def test_a_family_follows_from_its_rules(name: str) -> None:
     for P, M, V in SIZES:
         if name == "2bw" and M < P - 1:
             continue
-        options = {"num_chunks": V} if FAMILIES[name].takes_chunks else {}
+        options = {"num_chunks": V} if FAMILIES[name].takes_chunks and name != "seq1f1b" else {}
         options |= {"num_batches": 3} if FAMILIES[name].rule.is_asynchronous else {}
         table = build(name, num_ranks=P, num_microbatches=M, **options)
-        constraints = IN_RULES[name](table)
-        solved = constraints.solve()
+        solved = in_rules(table).solve()
         assert solved.programs == table.programs, (name, P, M, V)
-        assert replace(solved, name=table.name, update_every=table.update_every) == table, (name, P, M, V)
+        assert solved == table, (name, P, M, V)
