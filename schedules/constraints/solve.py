@@ -36,9 +36,10 @@ class Constraints:
         owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
         name: of the schedule.
 
+    >>> from stagewright.schedules.constraints import B, F
     >>> P, M = 3, 4
     >>> def one_forward_one_backward(s, m):
-    ...     return Op.B(s, m).right_after(Op.F(s, m + P - 1 - s))
+    ...     return B(s, m).right_after(F(s, m + P - 1 - s))
     >>> print(Constraints(num_ranks=P, num_microbatches=M, rules=[one_forward_one_backward]).solve().grid())
     rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
