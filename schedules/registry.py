@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .builders.chimera import CHIMERA
+from .builders.dualpipe import DUALPIPE
+from .builders.dualpipe_v import DUALPIPE_V
 from .builders.eager_1f1b import EAGER_1F1B
 from .builders.gis import GIS
 from .builders.gpipe import GPIPE
@@ -43,6 +46,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             SEQ1F1B,
             SEQ_ZB_H1,
             SLIMPIPE,
+            CHIMERA,
+            DUALPIPE,
+            DUALPIPE_V,
         )
     }
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from ..families import EqualStages
-from ..ir import COMPUTE_OPS, Op, Schedule
+from ..families import EqualStages, Family
+from ..ir import COMPUTE_OPS, Action, Op, Schedule
 from ..registry import FAMILIES, build
 from .bounds import lower_bound
 from .costs import Costs
@@ -47,19 +48,23 @@ def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
     """Seconds from batch to batch by the closed form of the schedule's family, for stages of the mean cost, and free
     links; None where it has none: another order, replicas, unequal microbatches, or sizes that it does not cover."""
     family = FAMILIES.get(schedule.name)
-    chunks = {len(stages) for stages in schedule.placement}
-    if family is None or family.batch_seconds is None or len(chunks) > 1 or any(len(o) > 1 for o in schedule.owners):
+    held = {len(stages) for stages in schedule.placement}
+    if family is None or family.batch_seconds is None or len(held) > 1:
         return None
-    (num_chunks,) = chunks
+    if {len(ranks) for ranks in schedule.owners} != {family.weight_copies}:
+        return None
+    num_chunks = held.pop() // family.weight_copies
     sizes = {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": num_chunks,
         "num_slices": schedule.num_slices,
     }
-    if (num_chunks > 1 and not family.takes_chunks) or (schedule.num_slices > 1 and not family.takes_slices):
+    if num_chunks != family.num_chunks and not family.takes_chunks:
         return None
-    if not schedule.is_asynchronous and build(schedule.name, **sizes).programs != schedule.programs:
+    if schedule.num_slices > 1 and not family.takes_slices:
+        return None
+    if not schedule.is_asynchronous and _programs(sizes, family) != schedule.programs:
         return None
     table = costs.table_for(schedule)
     if table.varies:
@@ -69,6 +74,14 @@ def closed_form_seconds(schedule: Schedule, costs: Costs) -> float | None:
     weight_grad = fmean(table.weight_grad) if family.splits_backward else whole / 2
     equal = EqualStages(forward=fmean(table.forward), input_grad=input_grad, weight_grad=weight_grad, **sizes)
     return family.batch_seconds(equal)
+
+
+def _programs(sizes: Mapping[str, int], family: Family) -> Sequence[Sequence[Action]] | None:
+    """The order of the family itself; None for sizes that it has none for."""
+    try:
+        return build(family.name, **sizes).programs
+    except ValueError:
+        return None
 
 
 def least_seconds(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:

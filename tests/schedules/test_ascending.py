@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
+from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Action, Op, Schedule, build, lower
 
@@ -39,10 +40,10 @@ def out_of_order(programs: Iterable[Sequence[object]], num_slices: int = 1) -> l
 @pytest.mark.parametrize("name", FLUSH)
 def test_under_every_flush_schedule(name: str, num_ranks: int) -> None:
     chunks = (1, 2, 3) if FAMILIES[name].takes_chunks else (None,)
-    for num_microbatches in MICROBATCHES:
+    for P, M in dict.fromkeys(fitting(name, num_ranks, number) for number in MICROBATCHES):
         for num_chunks in chunks:
-            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-            case = f"M={num_microbatches}, V={num_chunks}"
+            schedule = build(name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks)
+            case = f"M={M}, V={num_chunks}"
             assert not out_of_order(schedule.programs, schedule.num_slices), case
             # What is executed: sends and receives stand between the actions, in their order.
             steps = (program.steps for program in lower(schedule).programs)

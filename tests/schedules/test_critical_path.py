@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
@@ -108,7 +109,8 @@ def test_shorter_actions_shorten_the_run_only_on_the_path(case: tuple[Schedule, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_their_epilogue(name: str) -> None:
-    schedule = build(name, num_ranks=3, num_microbatches=6)
+    P, M = fitting(name, 3, 6)
+    schedule = build(name, num_ranks=P, num_microbatches=M)
     norm = 0.75 if schedule.has_epilogue else None
     path = check_tiles(simulate(schedule, Costs(forward=1.0, latency=0.25, update=0.5, norm=norm)))
     assert path.by_kind.get(PathKind.BEFORE_UPDATE, 0.0) == (norm or 0.0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
@@ -118,10 +119,11 @@ def test_the_action_that_departs_most_comes_first() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_schedules_are_compared_as_far_as_they_can_be(name: str) -> None:
-    before = simulate(build("1f1b", num_ranks=3, num_microbatches=6), Costs(forward=1.0))
-    after = simulate(build(name, num_ranks=3, num_microbatches=6), Costs(forward=1.0))
+    P, M = fitting(name, 3, 6)
+    before = simulate(build("1f1b", num_ranks=P, num_microbatches=M), Costs(forward=1.0))
+    after = simulate(build(name, num_ranks=P, num_microbatches=M), Costs(forward=1.0))
     found = compare(before, after)
-    assert len(found.ranks) == 3
+    assert len(found.ranks) == P
     if name == "interleaved":
         assert "stages stand on other ranks (3 stages on 3 ranks before, 6 stages on 3 ranks after)" in found.notes[0]
     if name == "zb-h1":

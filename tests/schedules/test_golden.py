@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, ir, lower_bound, simulate
 from stagewright.schedules.builders.one_f_one_b import pair_up
@@ -77,7 +78,8 @@ def drawn_streams(name: str) -> str:
 
 
 def drawn_flushes(name: str) -> str:
-    sizes = SIZES if FAMILIES[name].takes_chunks else list(dict.fromkeys((P, M, 1) for P, M, _ in SIZES))
+    chunks = FAMILIES[name].takes_chunks
+    sizes = dict.fromkeys((*fitting(name, P, M), V if chunks else 1) for P, M, V in SIZES)
     blocks = []
     for P, M, V in sizes:
         schedule = made(name, P, M, V)
@@ -85,7 +87,7 @@ def drawn_flushes(name: str) -> str:
         timeline = simulate(schedule, costs)
         peaks = " ".join(map(str, check(schedule).peak_activations))
         blocks.append(
-            f"{name}  P={P} M={M}{f' V={V}' if FAMILIES[name].takes_chunks else ''}\n"
+            f"{name}  P={P} M={M}{f' V={V}' if chunks else ''}\n"
             f"F=1 B=2: makespan {timeline.makespan:g}, lower bound {lower_bound(schedule, costs):g}, "
             f"makespan bubble {timeline.makespan_bubble:.4f}, span bubble {timeline.span_bubble:.4f}, "
             f"peak activations {peaks}\n{schedule.grid()}\n"

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
@@ -183,6 +184,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
 @pytest.mark.parametrize(("P", "V"), [(2, 2), (4, 2), (4, 3), (3, 1)])
 def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, V: int) -> None:
     chunks = V if name in ("interleaved", "looped-bfs") else None
+    P, _ = fitting(name, P, 2 * P)
     peaks = [
         [
             program.peak_receives

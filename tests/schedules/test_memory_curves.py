@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
@@ -118,7 +119,8 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_versions_and_let_go(name: str) -> None:
-    schedule = build(name, num_ranks=3, num_microbatches=6)
+    P, M = fitting(name, 3, 6)
+    schedule = build(name, num_ranks=P, num_microbatches=M)
     timeline = simulate(schedule, Costs(forward=1.0, latency=0.25, update=0.5))
     stage = StageBytes(weights=100, gradients=10, activations=5, workspace=1, output=2)
     for rank, curve in enumerate(memory_curves(timeline, [stage] * schedule.num_stages)):

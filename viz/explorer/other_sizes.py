@@ -31,11 +31,12 @@ def builder_of(schedule: Schedule) -> Build | None:
 
 
 def _attempts(schedule: Schedule, family: Family) -> Iterator[Build]:
-    counts = [len(ranks) for ranks in schedule.owners]
-    copies = counts[0] if len(set(counts)) == 1 else 1
+    own = family.weight_copies
+    counts = [len(ranks) // own for ranks in schedule.owners]
+    copies = counts[0] if len(set(counts)) == 1 and counts[0] else 1
     options: dict[str, Any] = {}
     if family.takes_chunks:
-        options["num_chunks"] = schedule.num_stages * copies // schedule.num_ranks
+        options["num_chunks"] = schedule.num_stages * copies * own // schedule.num_ranks
     if family.takes_slices:
         options["num_slices"] = schedule.num_slices
     if "num_batches" in family.options:
