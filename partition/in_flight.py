@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules.alive import activations
-from ..schedules.ir import BACKWARD_OPS, LAST_USES, Action, Op, Schedule
+from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.registry import family
 from ..schedules.versions import derive_versions
 from .topology import Floats
@@ -123,6 +123,8 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
     held, in_backward = {(none, tuple(graded))}, {(none, tuple(graded), 0)}
     num_microbatches = 0
     for (stage, op, _), alive in activations(program):
+        if op in MOVE_OPS:
+            continue
         chunk = chunk_of[stage]
         counts = tuple(alive.get(s, 0) for s in stages)
         if op is Op.F:

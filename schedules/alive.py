@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .ir import LAST_USES, Action, Op
+from .ir import COMING_OPS, LAST_USES, LEAVING_OPS, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
+
+_BEGIN = COMING_OPS | {Op.F}
+_END = LEAVING_OPS | LAST_USES
 
 
 def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
@@ -19,25 +22,46 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
         program     F0  F1  B0  F2  I1  W1  B2       whether a backward is split differs by microbatch
         alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
 
+    One that leaves the rank while it waits (see `moves`) counts up to the action that begins its way out, and again
+    from the one that begins its way back; on a partner from HOLD to RETURN. Here a way takes no time, see `by_time`.
     In a program without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.
     """
-    begun = {(stage, index) for stage, op, index in program if op is Op.F}
+    begun = {(stage, index) for stage, op, index in program if op in _BEGIN}
     alive = {stage: 0 for stage, _, _ in program}
     for stage, op, index in program:
-        alive[stage] += op in LAST_USES and (stage, index) not in begun
+        alive[stage] += op in _END and (stage, index) not in begun
     forward_only = all(op is Op.F for _, op, _ in program)
     for action in program:
-        if action.op is Op.F:
+        if action.op in _BEGIN:
             alive[action.stage] += 1
         yield action, alive
-        if action.op in LAST_USES or forward_only:
+        if action.op in _END or forward_only:
             alive[action.stage] -= 1
 
 
 def peak_activations(program: Sequence[Action]) -> int:
     """The most stage activations alive at once when a rank runs `program` in order."""
     return max((sum(alive.values()) for _, alive in activations(program)), default=0)
+
+
+def by_time(program: Sequence[Action], starts: Mapping[Action, float], through: Mapping[Action, float]) -> list[Action]:
+    """A rank's program with what leaves the rank (OFFLOAD, LEND, RETURN) where it is through, not where it is begun.
+
+    Arguments:
+        starts: of each action that leaves nothing [s].
+        through: when each that does is [s].
+    """
+    order: list[Action] = []
+    leaving: list[Action] = []
+    for action in program:
+        if action.op in LEAVING_OPS:
+            leaving.append(action)
+            continue
+        order += [each for each in leaving if through[each] <= starts[action]]
+        leaving = [each for each in leaving if through[each] > starts[action]]
+        order.append(action)
+    return [*order, *leaving]
 
 
 class Change(NamedTuple):

@@ -8,8 +8,9 @@ from itertools import zip_longest
 
 from .alive import peak_activations
 from .collectives import find_cycle, latest_positions, ready_positions
-from .ir import COMPUTE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
-from .messages import STAGE_KINDS, Message, Transfer
+from .ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError, fitting_owners
+from .messages import MOVE_KINDS, STAGE_KINDS, Message, Transfer
+from .moves import find_moves
 from .needs import Needs
 from .program import GroupStep, Lowered, RankProgram
 from .versions import check_rule, check_updates, derive_versions
@@ -23,7 +24,7 @@ class Report:
 
     Arguments:
         num_actions: compute actions over all ranks.
-        peak_activations: per rank, the most stage activations alive at once.
+        peak_activations: per rank, the most stage activations alive at once, where moves of activations take no time.
         peak_versions: per rank, the most weight versions of one stage kept at once.
         staleness: per rank, the most updates that a stage makes between the weights of a gradient and those it is
             applied to; 0 for every flush schedule.
@@ -46,6 +47,7 @@ def check(schedule: Schedule) -> Report:
     O(actions * in-degree).
     """
     _check_complete(schedule)
+    find_moves(schedule)
     _check_acyclic(schedule)
     versions = derive_versions(schedule)
     check_updates(schedule)
@@ -116,7 +118,7 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Needs) -> None
             continue  # see _check_collectives
         elif not step.is_send:
             posted.add(step.message)
-        elif step.message.kind in STAGE_KINDS:
+        elif step.message.kind in STAGE_KINDS | MOVE_KINDS:
             maker = needs.maker(step.message)
             if maker not in made:
                 raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
@@ -171,14 +173,17 @@ def _check_complete(schedule: Schedule) -> None:
     """Each (stage, microbatch) has one F, and B or I+W (none in a forward-only program), on its owner."""
     counts: Counter[Action] = Counter()
     for rank, program in enumerate(schedule.programs):
-        counts.update(action for action in program if action.op is not Op.U)  # U: see check_updates
+        # U: see check_updates; moves: see find_moves.
+        counts.update(action for action in program if action.op in COMPUTE_OPS)
         own = frozenset(schedule.placement[rank])
         for position, action in enumerate(program):
             stage, op, index = action
+            if op in MOVE_OPS:
+                continue  # see `moves`
             if op not in COMPUTE_OPS and op is not Op.U:
                 raise ScheduleError(
-                    f"{action} on rank {rank}, position {position}: a compute order holds F B I W U only; "
-                    f"communication is inserted by lowering"
+                    f"{action} on rank {rank}, position {position}: a compute order holds F B I W U, and moves of "
+                    f"activations; communication is inserted by lowering"
                 )
             if stage not in own:
                 raise ScheduleError(
@@ -272,13 +277,13 @@ def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], positio
         action = schedule.programs[rank][position[rank]]
         need = next(n for n in needs.of(action) if n not in done)
         path.append((rank, action, need))
-        rank = schedule.owner(need.stage, need.index)
+        rank = needs.rank(need)
     cycle = path[[r for r, _, _ in path].index(rank) :]
     lines = [f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"]
     for r, action, need in cycle:
         program, at = schedule.programs[r], position[r]
         around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
-        other = schedule.owner(need.stage, need.index)
+        other = needs.rank(need)
         lines.append(
             f"  rank {r} at position {at} ({around}) waits for {need}, "
             f"at position {schedule.programs[other].index(need)} of rank {other}"

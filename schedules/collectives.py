@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .ir import LAST_USES, Collective, Op, Schedule
+from .ir import LAST_USES, MOVE_OPS, Collective, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ def _landmarks(schedule: Schedule, rank: int) -> _Landmarks:
     first: dict[int, int] = {}
     behind: dict[int, int] = {}
     for position, (stage, op, index) in enumerate(schedule.programs[rank]):
+        if op in MOVE_OPS:
+            continue
         first.setdefault(stage, position)
         behind[stage] = position + 1
         if op in LAST_USES:
@@ -100,8 +102,11 @@ def place_collectives(
     O(actions + members of all collectives).
     """
     ready = [ready_positions(schedule, rank, collectives) for rank in range(schedule.num_ranks)]
-    # Of those that are ready at once, ties last: what holds them up does not hold up the others.
-    orders = [sorted(own, key=lambda each: (own[each], len(each.stages), each)) for own in ready]
+    # Of those that are ready at once (on a replica without a microbatch all are), weights that others need come first,
+    # and ties last: what holds them up does not hold up the others.
+    orders = [
+        sorted(own, key=lambda each: (own[each], each.op is not Op.UNSHARD, len(each.stages), each)) for own in ready
+    ]
     if not schedule.has_epilogue:
         return tuple(tuple((at[each], each) for each in own) for at, own in zip(ready, orders, strict=True))
     order = _common_order(orders)

@@ -29,13 +29,19 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """Kind of an action: compute (F, B, I, W) or update (U). The others are steps that lowering inserts."""
+    """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
+    goes on beside compute (see `moves`). The others are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward
     I = "I"  # input gradient
     W = "W"  # weight gradient
     U = "U"  # optimizer step of a stage: makes its next weight version
+    OFFLOAD = "OFFLOAD"  # the activations of a microbatch leave the rank, for its host
+    LEND = "LEND"  # they leave it, for a partner rank
+    RELOAD = "RELOAD"  # they come back, whichever way they went
+    HOLD = "HOLD"  # on the partner: they come
+    RETURN = "RETURN"  # on the partner: they go back
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
     UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
@@ -54,8 +60,11 @@ class Op(StrEnum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
 LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
+LEAVING_OPS = frozenset({Op.OFFLOAD, Op.LEND, Op.RETURN})  # when they are through, activations are no longer there
+COMING_OPS = frozenset({Op.RELOAD, Op.HOLD})  # from their beginning on activations are there
+MOVE_OPS = LEAVING_OPS | COMING_OPS
 
-_ACTION = re.compile(r"(\d+)([FBIWU])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|LEND|RELOAD|HOLD|RETURN)(\d+)")
 _COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
 
 
@@ -83,7 +92,7 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(
                 f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
-                f"with an op of F B I W U"
+                f"with an op of F B I W U, or OFFLOAD LEND RELOAD HOLD RETURN"
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
@@ -295,6 +304,18 @@ class Schedule(Shown):
     def has_backward(self) -> bool:
         """False for a forward-only (evaluation) program."""
         return any(op in COMPUTE_OPS and op is not Op.F for program in self.programs for _, op, _ in program)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations leave a rank while they wait."""
+        return any(op in MOVE_OPS for program in self.programs for _, op, _ in program)
+
+    @property
+    def compute_programs(self) -> tuple[tuple[Action, ...], ...]:
+        """The programs without moves: what each rank's compute lane runs."""
+        if not self.moves_activations:
+            return self.programs
+        return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
     @property
     def has_epilogue(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .check import check
-from .ir import COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
+from .ir import COMPUTE_OPS, MOVE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
 from .timing.costs import UNIT_COSTS
 from .timing.simulate import simulate
 
@@ -61,6 +61,11 @@ def to_csv(schedule: Schedule) -> str:
     The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
     (replicas, slices, several batches, updates).
     """
+    move = next((action for program in schedule.programs for action in program if action.op in MOVE_OPS), None)
+    if move is not None:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} moves activations ({move}, ...), which a CSV table cannot say: use to_json"
+        )
     updates = any(action.op is Op.U for program in schedule.programs for action in program)
     replicas = any(len(ranks) > 1 for ranks in schedule.owners)
     if updates or replicas or max(schedule.num_batches, schedule.num_slices) > 1 or schedule.weight_rule != "flush":
@@ -121,6 +126,11 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
             program.append(Action.parse(cell))
         except ValueError as error:
             raise ScheduleError(f"row {row}, column {column}: {error}") from None
+        if program[-1].op in MOVE_OPS:
+            raise ScheduleError(
+                f"row {row}, column {column}: {program[-1]} moves activations, which a CSV table cannot say: "
+                f"expected F B I W, or a schedule as JSON"
+            )
     return tuple(program)
 
 
@@ -202,15 +212,36 @@ def _whole(value: object, key: str) -> int:
 def to_grid(schedule: Schedule) -> str:
     """The order as an aligned grid: a row per rank, a column per unit of time.
 
-    The stage number stands before the op only where a rank has several stages.
+    The stage number stands before the op only where a rank has several stages. A rank that begins moves of activations
+    has a second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back; +3 is
+    held for another rank from there on, -3 goes back.
     """
     rows = unit_time_cells(schedule)
     several = any(len(stages) > 1 for stages in schedule.placement)
     texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows]
-    width = max((len(cell) for row in texts for cell in row), default=1)
+    moves = [_move_cells(program, row, several=several) for program, row in zip(schedule.programs, rows, strict=True)]
+    width = max((len(cell) for row in (*texts, *moves) for cell in row), default=1)
     label = len(str(len(rows) - 1))
-    lines = [
-        f"rank {rank:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
-        for rank, row in enumerate(texts)
-    ]
+    lines = []
+    for rank, (row, below) in enumerate(zip(texts, moves, strict=True)):
+        lines.append(f"rank {rank:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip())
+        if any(below):
+            lines.append(f"{'':{label + 5}} | " + " ".join(cell.ljust(width) for cell in below).rstrip())
     return "\n".join(lines)
+
+
+_MARKS = {Op.OFFLOAD: ">", Op.LEND: ">", Op.RELOAD: "<", Op.HOLD: "+", Op.RETURN: "-"}
+
+
+def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, several: bool) -> list[str]:
+    """The moves of a rank, each under the action in front of which it is begun; at the end in a cell more."""
+    column = {action: at for at, action in enumerate(row) if action is not None}
+    cells: list[list[str]] = [[] for _ in range(len(row) + 1)]
+    at = len(row)
+    for action in reversed(program):
+        if action.op in MOVE_OPS:
+            stage = f"{action.stage}" if several or action.op in {Op.HOLD, Op.RETURN} else ""
+            cells[at].insert(0, f"{stage}{_MARKS[action.op]}{action.index}")
+        else:
+            at = column.get(action, at)
+    return [",".join(cell) for cell in cells]

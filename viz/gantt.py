@@ -246,7 +246,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 def _bars(trace: RankTrace) -> list[tuple[float, float, str]]:
     """Bars of a rank's lanes: start, end, colour."""
     messages = [(start, end, MESSAGE_HUES[message.kind]) for message, start, end in trace.comm]
-    together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.collectives]
+    together = [(start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE)) for what, start, end in trace.beside]
     return sorted(messages + together)
 
 
@@ -261,5 +261,5 @@ def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
 
 
 def collectives_of(timeline: Timeline) -> set[Op]:
-    """Kinds of what ranks did together."""
-    return {span.what.op for trace in timeline.ranks for span in trace.collectives}
+    """Kinds of what ranks did together, and of moves of activations."""
+    return {span.what.op for trace in timeline.ranks for span in trace.beside}

@@ -27,8 +27,8 @@ from .slice_words import Event, SliceWords
 # still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
 _TICKS_PER_US = 8
 OWN_KEY = "stagewrightTimelines"  # a key that other readers skip: what the slices were made of, unrounded
-_COMPUTE, _RECEIVE, _TOGETHER = 0, 100, 200  # first thread id of each kind of lane
-_LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together"}
+_COMPUTE, _RECEIVE, _TOGETHER, _MOVES = 0, 100, 200, 300  # first thread id of each kind of lane
+_LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together", _MOVES: "moves"}
 
 
 def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: str | Path) -> None:
@@ -131,6 +131,7 @@ class _Trace:
         yield from self._lane(rank, _COMPUTE, trace.compute, compute)
         yield from self._lane(rank, _RECEIVE, trace.comm, tell.of_message)
         yield from self._lane(rank, _TOGETHER, trace.collectives, tell.of_collective)
+        yield from self._lane(rank, _MOVES, trace.moves, tell.of_move)
 
     def _lane(
         self, rank: int, first_tid: int, spans: Sequence[Span[What]], describe: Callable[[What], Event]

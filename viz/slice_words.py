@@ -45,6 +45,11 @@ class SliceWords:
             args |= {"from_rank": src, "to_rank": dst, "update_group": index}
         return {"name": f"{kind.value} {index}", "cat": "receive", "args": args}
 
+    def of_move(self, move: Action) -> Event:
+        """Activations that leave the rank, or come."""
+        stage, op, index = move
+        return {"name": f"{op.value} {index}", "cat": "moves", "args": {"stage": stage, **self._part(index)}}
+
     def _part(self, index: int) -> Event:
         """The microbatch of an index, and its slice of the sequence where there are several."""
         if self._num_slices == 1:

@@ -3,6 +3,7 @@
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 
+Activations that come back are made when both ranks have begun that, and arrive when it is through.
 The gap before an optimizer step is drain while another rank still computes, update after that.
 """
 
@@ -86,6 +87,7 @@ class _Finder:
         self._needs = Needs(timeline.schedule)
         spans = [span for rank in timeline.ranks for span in rank.compute]
         self._made_at = {what: end for what, _, end in spans}
+        self._moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
         self._last = max((s.end for s in spans if s.what.op is not Op.U), default=0.0)
 
     def gaps_of(self, rank: RankTrace) -> dict[Action, Gap]:
@@ -121,5 +123,8 @@ class _Finder:
             sent, here = arrived.get(message, (previous, previous))
             made = max(made, self._made_at.get(maker, sent))
             arrival = max(arrival, here)
+        for move in self._needs.of(action) if self._moves else ():  # activations that come back for it
+            if move in self._moves:
+                made, arrival = max(made, self._moves[move].start), max(arrival, self._moves[move].end)
         made, arrival = min(made, start), min(max(arrival, made), start)
         return Gap(action, late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)

@@ -26,7 +26,7 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
 
     It holds for every order of the same actions on the same placement, since one of the set starts first and one
     ends last. Tried are all sets, each action with the head and tail of its own microbatch (`machine_bound`).
-    With links, the messages of one link or network card are such a set, too.
+    With links, the messages of one link or network card are such a set, too. Moves of activations count for nothing.
     O(actions + U * (S + edges * log(edges)) + P * U * V * log(U * V)), of U microbatches of unequal costs.
     """
     table = costs.table_for(schedule)
@@ -136,7 +136,7 @@ class _Ways:
         self.kinds, self.kind_of = _kinds(table, schedule.total_indices)
         self.counts = [
             Counter((op, s, 0 if op is Op.U else self.kind_of[k]) for s, op, k in program)
-            for program in schedule.programs
+            for program in schedule.compute_programs
         ]
         self.present = {(op, stage) for counts in self.counts for op, stage, _ in counts}
         self.sums = {each.stage: each for each in links.sums} if links is not None else {}

@@ -41,6 +41,8 @@ class Costs:
         tied: sums of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; likewise,
             under flush schedules, where the stages stand on several ranks.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
+        offload, reload: activations of one microbatch of the stage over its rank's link to the host, and back [s]. They
+            occupy that direction of the link, and no compute lane.
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
 
@@ -63,6 +65,8 @@ class Costs:
     tied: Ties = ()
     update: PerStage = 0.0
     norm: float | None = None
+    offload: PerStage = 0.0
+    reload: PerStage = 0.0
     index_factors: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -148,6 +152,8 @@ class Costs:
             tied=dict(self.tied),
             update=update,
             norm=self.norm,
+            offload=_spread("offload", self.offload, num_stages),
+            reload=_spread("reload", self.reload, num_stages),
         )
 
 
@@ -245,6 +251,8 @@ class CostTable:
     tied: Mapping[tuple[int, ...], float]
     update: tuple[float, ...]
     norm: float | None
+    offload: tuple[float, ...]
+    reload: tuple[float, ...]
 
     @property
     def varies(self) -> bool:

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from ..collectives import place_collectives
-from ..ir import Action, Collective, Op
+from ..ir import BACKWARD_OPS, MOVE_OPS, Action, Collective, Op
 from ..messages import Message
 from ..needs import Needs
 from ..versions import derive_versions
@@ -36,6 +36,7 @@ class PathKind(StrEnum):
     MESSAGE = "message"  # from made to arrived, queueing included; measured, as far as its receiver waited for it
     SUM = "sum of gradients"  # from begun on the last of its ranks until it was through
     GATHER = "gather of weights"  # likewise
+    MOVE = "activations away"  # from begun, on the last of its ranks, until they have left or are back
     BEFORE_UPDATE = "before update"  # wait: the global norm and clipping, for which an optimizer step waits
     NOT_SEEN = "not seen"  # wait: what came before is not in the timeline (a window of a stream, a missing rank)
     UNEXPLAINED = "unexplained"  # wait: measured only, all was there and nothing ran
@@ -52,6 +53,7 @@ _KIND_OF_OP = {
     Op.REDUCE_GRAD: PathKind.SUM,
     Op.UNSHARD: PathKind.GATHER,
     Op.RESHARD: PathKind.GATHER,
+    **dict.fromkeys(MOVE_OPS, PathKind.MOVE),
 }
 
 
@@ -143,6 +145,7 @@ class _Walk:
         self._compute = [rank.compute for rank in timeline.ranks]
         self._place = [{span.what: at for at, span in enumerate(spans)} for spans in self._compute]
         self._arrived = [{span.what: span for span in rank.comm} for rank in timeline.ranks]
+        self._moves = [{span.what: span for span in rank.moves} for rank in timeline.ranks]
         self._collectives: dict[Collective, dict[int, Span[Collective]]] = {}
         for rank, trace in enumerate(timeline.ranks):
             for span in trace.collectives:
@@ -195,12 +198,15 @@ class _Walk:
                 behind = self._begun_behind(node.what, node.rank)
                 if behind in self._place[node.rank]:
                     yield self._action(node.rank, self._place[node.rank][behind])
+            case Action(op=op) if op in MOVE_OPS:
+                yield from self._before_move(node.what, node.start)
             case Action():
                 at = self._place[node.rank][node.what]
                 if at:
                     yield self._action(node.rank, at - 1)
                 yield from self._messages(node.what, node.rank)
                 yield from (self._collective(each, seen_by=node.rank) for each in self._awaited(node.what))
+                yield from self._move(node.what)
 
     def _messages(self, action: Action, rank: int) -> Iterator[_Node]:
         for message, maker, sender, *_ in self._needs.arrivals(action):
@@ -210,6 +216,31 @@ class _Walk:
             elif maker in self._place[sender]:  # it took no time, or was not seen to arrive
                 made = self._compute[sender][self._place[sender][maker]].end
                 yield _Node(message, rank, made, made, sender)
+
+    def _move(self, action: Action) -> Iterator[_Node]:
+        """What brings back the activations that a backward needs: begun on the last of its ranks."""
+        move = self._needs.moves.get((action.stage, action.index)) if action.op in BACKWARD_OPS else None
+        if move is not None and move.reload in self._moves[move.owner]:
+            yield self._half(move.reload, move.returning)
+
+    def _half(self, own: Action, others: Action) -> _Node:
+        """One way of activations; it begins on the rank that begins it last."""
+        halves = [
+            (span.start, rank, span)
+            for rank, moves in enumerate(self._moves)
+            for span in moves.values()
+            if span.what in (own, others)
+        ]
+        _, rank, (what, start, end) = max(halves)
+        return _Node(what, rank, start, end)
+
+    def _before_move(self, action: Action, start: float) -> Iterator[_Node]:
+        """What a way of activations waited for: its rank, and on the way back the way out."""
+        move = self._needs.moves[action.stage, action.index]
+        yield from self._action_before(self._needs.rank(action), start)
+        if action in (move.reload, move.returning):
+            out = self._half(move.out, move.hold)
+            yield out
 
     def _awaited(self, action: Action) -> Iterable[Collective]:
         """The collectives that an action waits for, of those in the timeline."""

@@ -3,8 +3,9 @@
     weights       all versions of its stages, from the start
     gradients     of a stage, from the end of its first backward to the end of its update (in a stream always)
     optimizer, buffers    from the start
-    activations   of a microbatch, from the start of F to the end of B or W; what B makes anew or needs beyond
-                  the workspace, while it runs
+    activations   of a microbatch, from the start of F to the end of B or W, but not while they are away; on the
+                  partner that holds them from HOLD until they are back; what B makes anew or needs beyond the
+                  workspace, while it runs
     workspace     while an action of the stage runs
     messages      receives from when they are posted, sends until they are known to be received, as the lowered
                   program has them; sums of gradients while they are under way
@@ -21,9 +22,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ..alive import message_changes
-from ..ir import BACKWARD_OPS, LAST_USES, Action, Op
+from ..ir import BACKWARD_OPS, COMING_OPS, LAST_USES, LEAVING_OPS, MOVE_OPS, Action, Op
 from ..lowering.lower import lower
-from ..messages import Message
+from ..messages import STAGE_KINDS, Message
 from ..needs import Needs
 from ..program import RankProgram
 from .timeline import Span, Timeline
@@ -163,8 +164,10 @@ class _Rank:
         import numpy as np  # simulating and printing schedules need none
 
         self._begin()
+        self._leave()  # at one moment what has left is gone before anything else comes
         self._run()
         self._sum()
+        self._come()
         times = np.array([time for time, _ in self._changes])
         order = np.argsort(times, kind="stable")
         values = np.maximum(np.cumsum(np.array([change for _, change in self._changes])[order], axis=0), 0.0)
@@ -214,7 +217,7 @@ class _Rank:
                 self._change(span.start, {MemoryPart.MESSAGES: come})
                 self._act(span, forward_only=forward_only)
                 now = span.end
-            elif isinstance(step, Action):
+            elif isinstance(step, Action) and step.op not in MOVE_OPS:
                 break  # behind the window
             else:
                 self._change(now, {MemoryPart.MESSAGES: come})
@@ -223,7 +226,8 @@ class _Rank:
             self._act(span, forward_only=forward_only)
 
     def _size(self, messages: Collection[Message]) -> float:
-        return sum(self._stages[self._needs.wire(message).producer].output for message in messages)
+        stages = [self._needs.wire(message).producer for message in messages if message.kind in STAGE_KINDS]
+        return sum(self._stages[stage].output for stage in stages)
 
     def _act(self, span: Span[Action], *, forward_only: bool) -> None:
         (stage, op, _), start, end = span
@@ -250,6 +254,16 @@ class _Rank:
             size = max((self._stages[s].summing for s in collective.stages if s in self._own), default=0.0)
             self._change(begun, {MemoryPart.MESSAGES: size})
             self._change(through, {MemoryPart.MESSAGES: -size})
+
+    def _leave(self) -> None:
+        for (stage, op, _), _, through in self._trace.moves:
+            if op in LEAVING_OPS:
+                self._change(through, {MemoryPart.ACTIVATIONS: -self._stages[stage].activations})
+
+    def _come(self) -> None:
+        for (stage, op, _), begun, _ in self._trace.moves:
+            if op in COMING_OPS:
+                self._change(begun, {MemoryPart.ACTIVATIONS: self._stages[stage].activations})
 
 
 def _corners(times: np.ndarray, values: np.ndarray) -> np.ndarray:

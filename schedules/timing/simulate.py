@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..ir import Action, Collective, Op, Schedule, ScheduleError
+from ..ir import MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
 from .links import Channel, Links, Route
@@ -59,16 +59,16 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
     """The largest own work of any rank [s]: what a rank without any idle time would take."""
     table = costs.table_for(schedule)
-    return max(sum(table.of(op, stage, k) for stage, op, k in program) for program in schedule.programs)
+    return max(sum(table.of(op, stage, k) for stage, op, k in program) for program in schedule.compute_programs)
 
 
 class _MeetingTimes:
-    """Times of a `Meeting`: when ranks begin it, and when it is through."""
+    """Times of a `Meeting`: when ranks begin it, and when it is through, by update group or microbatch."""
 
-    def __init__(self, num_ranks: int, route: Route, fills: Mapping[int, Sequence[int]]) -> None:
-        self.num_ranks, self.route, self.fills = num_ranks, route, fills
-        self.begun: dict[int, dict[int, float]] = {}  # update group -> rank -> when it began [s]
-        self.through: dict[int, float] = {}  # update group -> when all ranks have it [s]
+    def __init__(self, num_ranks: int, route: Route, fills: Mapping[int, Sequence[int]], after: int | None) -> None:
+        self.num_ranks, self.route, self.fills, self.after = num_ranks, route, fills, after
+        self.begun: dict[int, dict[int, float]] = {}  # by rank, when it began [s]
+        self.through: dict[int, float] = {}  # when all ranks have it [s]
 
     def begin(self, group: int, rank: int, now: float, arrived: list[float]) -> Sequence[int]:
         """A rank begins that of a group; returns the slots that it fills, if it was the last to begin."""
@@ -76,6 +76,8 @@ class _MeetingTimes:
         begun[rank] = now
         if len(begun) < self.num_ranks:
             return ()
+        if self.after is not None:
+            now = max(now, arrived[self.after + group])
         self.through[group] = self.route.carry(now)
         slots = self.fills.get(group, ())
         for slot in slots:
@@ -95,18 +97,24 @@ class _Simulation:
         self.durations = [row * (wiring.num_indices // len(row)) for row in rows]
         channels = [Channel() for _ in range(wiring.num_channels)]
         self.delays = [table.latency[each.stage] for each in wiring.passages]
-        self.routes: list[Route] | None = None
-        if links is not None:
-            self.routes = [
-                Route(
-                    each.num_bytes * each.way.seconds_per_byte,
-                    delay + each.way.latency,
-                    [channels[n] for n in each.channels],
-                )
-                for each, delay in zip(wiring.passages, self.delays, strict=True)
-            ]
+        routes = [
+            Route(
+                each.num_bytes * each.way.seconds_per_byte,
+                delay + each.way.latency,
+                [channels[n] for n in each.channels],
+            )
+            for each, delay in zip(wiring.passages, self.delays, strict=True)
+        ]
+        self.routes = None if links is None else routes
         self.meetings = [
-            _MeetingTimes(len(each.ranks), Route(each.seconds, 0.0, [channels[n] for n in each.channels]), each.fills)
+            _MeetingTimes(
+                len(each.ranks),
+                Route(each.seconds, 0.0, [channels[n] for n in each.channels])
+                if each.passage is None
+                else routes[each.passage],
+                each.fills,
+                each.after,
+            )
             for each in wiring.meetings
         ]
         self.arrived = [_NOT_YET] * wiring.num_slots
@@ -117,7 +125,7 @@ class _Simulation:
         durations = self.durations
         starts = self._play()
         computes = []
-        for rank, program in enumerate(self.schedule.programs):
+        for rank, program in enumerate(self.wiring.actions):
             codes, indices = self.wiring.programs[rank]
             computes.append(
                 [
@@ -131,8 +139,10 @@ class _Simulation:
         return Timeline(
             schedule=self.schedule,
             ranks=tuple(
-                RankTrace(compute=tuple(compute), comm=messages, collectives=together)
-                for compute, messages, together in zip(computes, comm, self._collectives(), strict=True)
+                RankTrace(compute=tuple(compute), comm=messages, collectives=together, moves=moves)
+                for compute, messages, together, moves in zip(
+                    computes, comm, self._collectives(), self._moves(), strict=True
+                )
             ),
         )
 
@@ -211,7 +221,7 @@ class _Simulation:
         ]
 
     def _check_through(self, position: list[int]) -> None:
-        for rank, program in enumerate(self.schedule.programs):
+        for rank, program in enumerate(self.wiring.actions):
             if position[rank] < len(program):
                 raise ScheduleError(
                     f"rank {rank} never gets what {program[position[rank]]} needs: "
@@ -257,7 +267,23 @@ class _Simulation:
         """The lane of collectives of each rank: each from when this rank began it until it was through."""
         lanes: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
         for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
+            if wired.op in MOVE_OPS:
+                continue
             for group, through in each.through.items():
                 for rank, begun in each.begun[group].items():
                     lanes[rank].append(Span(Collective(wired.stages, wired.op, group), begun, through))
+        return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]
+
+    def _moves(self) -> list[tuple[Span[Action], ...]]:
+        """Moves of each rank: each from when this rank began it until it was through."""
+        lanes: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
+        for wired, each in zip(self.wiring.meetings, self.meetings, strict=True):
+            if wired.op not in MOVE_OPS:
+                continue
+            owner, (stage,) = wired.ranks[0], wired.stages
+            out = wired.op in (Op.OFFLOAD, Op.LEND)
+            own, others = (wired.op, Op.HOLD) if out else (Op.RELOAD, Op.RETURN)
+            for k, through in each.through.items():
+                for rank, begun in each.begun[k].items():
+                    lanes[rank].append(Span(Action(stage, own if rank == owner else others, k), begun, through))
         return [tuple(sorted(spans, key=attrgetter("start"))) for spans in lanes]

@@ -3,6 +3,7 @@
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
            |              ====     collectives: sums of gradients, from begun on this rank to through
+           |      <<<<             moves: activations that leave the rank or come, from begun on this rank to through
 
 All times are in seconds from one origin that the ranks share.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ..alive import peak_activations
+from ..alive import by_time, peak_activations
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import Message, MessageKind
 from ..shown import Shown
@@ -38,12 +40,14 @@ class Span(NamedTuple, Generic[What]):
 class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
-    comm holds the messages that this rank received, collectives what it did together with others.
+    comm holds the messages that this rank received, collectives what it did together with others, moves those of
+    activations in its program (OFFLOAD, LEND, RELOAD, HOLD, RETURN).
     """
 
     compute: tuple[Span[Action], ...]
     comm: tuple[Span[Message], ...] = ()
     collectives: tuple[Span[Collective], ...] = ()
+    moves: tuple[Span[Action], ...] = ()
 
     @property
     def busy(self) -> float:
@@ -51,8 +55,13 @@ class RankTrace:
         return sum(span.end - span.start for span in self.compute if span.what.op in COMPUTE_OPS)
 
     @property
+    def beside(self) -> tuple[Span[Collective] | Span[Action], ...]:
+        """All that went on beside compute but messages: collectives, then moves."""
+        return (*self.collectives, *self.moves)
+
+    @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions in the order in which the rank ran them."""
+        """Actions of the compute lane in the order in which the rank ran them."""
         return tuple(span.what for span in self.compute)
 
 
@@ -180,8 +189,14 @@ class Timeline(Shown):
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most stage activations alive at once (from F to the end of B, or of W)."""
-        return tuple(peak_activations(rank.actions) for rank in self.ranks)
+        """Per rank, the most stage activations alive at once (from F to the end of B, or of W).
+
+        One that leaves the rank counts until it has left, and again from when it begins to come back.
+        """
+        programs = zip(self.ranks, self.schedule.programs, strict=True)
+        return tuple(
+            peak_activations(_in_time(rank, program) if rank.moves else rank.actions) for rank, program in programs
+        )
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
@@ -200,7 +215,8 @@ class Timeline(Shown):
             return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
 
         ranks = tuple(
-            RankTrace(compute=move(r.compute), comm=move(r.comm), collectives=move(r.collectives)) for r in self.ranks
+            RankTrace(compute=move(r.compute), comm=move(r.comm), collectives=move(r.collectives), moves=move(r.moves))
+            for r in self.ranks
         )
         return replace(self, ranks=ranks)
 
@@ -211,6 +227,7 @@ class Timeline(Shown):
                 "compute": [[str(what), start, end] for what, start, end in rank.compute],
                 "comm": [[list(what), start, end] for what, start, end in rank.comm],
                 "collectives": [[str(what), start, end] for what, start, end in rank.collectives],
+                **({"moves": [[str(what), start, end] for what, start, end in rank.moves]} if rank.moves else {}),
             }
             for rank in self.ranks
         ]
@@ -234,6 +251,7 @@ class Timeline(Shown):
                     collectives=tuple(
                         _span(Collective.parse(what), *times) for what, *times in rank.get("collectives", ())
                     ),
+                    moves=tuple(_span(Action.parse(what), *times) for what, *times in rank.get("moves", ())),
                 )
                 for rank in data["ranks"]
             )
@@ -249,6 +267,14 @@ class Timeline(Shown):
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
+
+
+def _in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
+    """What a rank began, with what left it where it had left."""
+    spans = {span.what: span for span in (*rank.compute, *rank.moves)}
+    begun = [action for action in program if action in spans]
+    ends = {what: span.end for what, span in spans.items()}
+    return by_time(begun, {what: span.start for what, span in spans.items()}, ends)
 
 
 def _span(what: What, start: float, end: float) -> Span[What]:

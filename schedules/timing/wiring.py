@@ -4,7 +4,8 @@
     slot       where an arrival time will stand; an action begins when those of its code, at its index, are filled
     passage    from rank to rank, for messages of one size: how long they take and which channels they occupy
     channel    one direction of a link or card, which carries one thing at a time
-    meeting    what several ranks do together: ready when the last of them begins it; then it fills slots, too
+    meeting    what several ranks do together: ready when the last of them begins it; then it fills slots, too. So are
+               the two ways of activations that move, of one rank alone where they go to its host
 
 Whoever replays a schedule plays this: the simulator (`simulate`), and the page in which costs can be varied.
 """
@@ -15,14 +16,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..collectives import place_collectives
-from ..ir import Collective, Op, Schedule, ScheduleError
+from ..ir import BACKWARD_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from ..moves import Move
 from ..needs import Needs, Wire
 from ..versions import derive_versions
 from .costs import CostTable
-from .links import Links, Sum, Way, wire_bytes
+from .links import Links, Sum, Way, lent_bytes, wire_bytes
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
 _FREE = Way()
+_WHICH_WAY = {Op.OFFLOAD: 0, Op.LEND: 0, Op.HOLD: 0, Op.RELOAD: 1, Op.RETURN: 1}  # out or back
 
 
 class Passage(NamedTuple):
@@ -53,10 +56,14 @@ class Output(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group.
+    """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group; activations of a
+    stage that leave (OFFLOAD, LEND) or come back (RELOAD from the host, RETURN from a partner), once a microbatch.
 
+    ranks: of activations the owner first.
     seconds: that it takes once its channels are free [s].
-    fills: slots, by update group.
+    fills: slots, by update group or microbatch.
+    passage: the number of the one whose way it takes, in place of seconds and channels; None: those.
+    after: base of slots; it begins no earlier than the one of its update group or microbatch is filled; None: at once.
     """
 
     stages: tuple[int, ...]
@@ -65,17 +72,20 @@ class Meeting(NamedTuple):
     seconds: float
     channels: tuple[int, ...]
     fills: Mapping[int, Sequence[int]]
+    passage: int | None = None
+    after: int | None = None
 
 
 class Wiring:
     """The wiring of one schedule, over links if there are any.
 
     Attributes:
-        programs: by rank, codes and indices of its actions.
+        actions: by rank, those of its compute lane.
+        programs: by rank, codes and indices of them.
         inputs: by code, the bases of the slots that an action looks at.
         outputs: by code.
         passages, meetings: by number.
-        begins: by rank and position in its program, the (meeting, update group) that it begins in front of it.
+        begins: by rank and position among these, the (meeting, update group or microbatch) that it begins in front.
         behind: by stage, the meeting that a rank begins behind an update of the epilogue.
         filled: slots that are filled from the start.
         num_slots, num_channels: how many there are.
@@ -91,6 +101,7 @@ class Wiring:
         self.outputs: list[list[Output]] = [[] for _ in self.inputs]
         self.passages: list[Passage] = []
         self.meetings: list[Meeting] = []
+        self.actions = schedule.compute_programs
         self.begins: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
         self.behind: dict[int, int] = {}
         self.filled: list[int] = []
@@ -98,8 +109,11 @@ class Wiring:
         self._channels: dict[Hashable, int] = {}
         self._links = links
         self.programs = self._encode()
-        self._lay_wires()
+        needs = Needs(schedule)
+        self._lay_wires(needs)
         self._arrange_meetings(table)
+        if needs.moves:
+            self._arrange_moves(needs.moves, table)
 
     @property
     def num_channels(self) -> int:
@@ -111,7 +125,7 @@ class Wiring:
     def _encode(self) -> list[tuple[list[int], list[int]]]:
         code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(OPS) for s in range(self.num_stages)}
         encoded = []
-        for rank, program in enumerate(self.schedule.programs):
+        for rank, program in enumerate(self.actions):
             try:
                 encoded.append(([code_of[op, stage] for stage, op, _ in program], [k for _, _, k in program]))
             except KeyError as error:
@@ -134,9 +148,9 @@ class Wiring:
 
     # --- messages ---
 
-    def _lay_wires(self) -> None:
+    def _lay_wires(self, needs: Needs) -> None:
         """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
-        needs, owners = Needs(self.schedule), self.schedule.owners
+        owners = self.schedule.owners
         sizes = {} if self._links is None else wire_bytes(self.schedule, self._links, needs.wires)
         for wire in needs.wires:
             if owners[wire.src] == owners[wire.dst]:
@@ -152,18 +166,18 @@ class Wiring:
     def _passages_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
         owner = self.schedule.owner
         if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1:
-            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire, num_bytes),) * self.num_indices
+            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire.src, num_bytes),) * self.num_indices
         between: dict[tuple[int, int], int | None] = {}
         pairs = [(owner(wire.src, k), owner(wire.dst, k)) for k in range(self.num_indices)]
         for src, dst in pairs:
             if (src, dst) not in between:
-                between[src, dst] = None if src == dst else self._passage(src, dst, wire, num_bytes)
+                between[src, dst] = None if src == dst else self._passage(src, dst, wire.src, num_bytes)
         return tuple(between[pair] for pair in pairs)
 
-    def _passage(self, src: int, dst: int, wire: Wire, num_bytes: float) -> int:
+    def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
         way = _FREE if self._links is None else self._links.way(src, dst)
         channels = () if self._links is None else self._number(self._links.channels(src, dst))
-        self.passages.append(Passage(src, dst, wire.src, num_bytes, way, channels))
+        self.passages.append(Passage(src, dst, stage, num_bytes, way, channels))
         return len(self.passages) - 1
 
     def _last(self, wire: Wire, needs: Needs) -> tuple[int, ...] | None:
@@ -191,14 +205,15 @@ class Wiring:
         ]
         wanted += [Collective((each.stage,), Op.UNSHARD, 0) for each in gathers if each.unshards]
         numbers = {(each.stages, each.op): number for number, each in enumerate(self.meetings)}
-        for begins, placed in zip(self.begins, place_collectives(schedule, wanted), strict=True):
+        for rank, placed in enumerate(place_collectives(schedule, wanted)):
             for position, (stages, op, group) in placed:
-                begins.setdefault(position, []).append((numbers[stages, op], group))
+                lane = self._on_lane(rank, position)
+                self.begins[rank].setdefault(lane, []).append((numbers[stages, op], group))
         if self.behind and not schedule.has_epilogue:
             self._begin_behind_updates()
 
     def _begin_behind_updates(self) -> None:
-        for begins, program in zip(self.begins, self.schedule.programs, strict=True):
+        for begins, program in zip(self.begins, self.actions, strict=True):
             for at, (stage, op, group) in enumerate(program):
                 if op is Op.U and stage in self.behind:
                     begins.setdefault(at + 1, []).append((self.behind[stage], group))
@@ -268,6 +283,64 @@ class Wiring:
         base = self._slots(self.num_indices)
         self.inputs[self.code(Op.F, stage)].append(base)
         return base
+
+    # --- activations that move ---
+
+    def _on_lane(self, rank: int, position: int) -> int:
+        """A position of the program as one of the compute lane: of the action there, or the next one behind it."""
+        program = self.schedule.programs[rank]
+        if len(program) == len(self.actions[rank]):
+            return position
+        return sum(action.op not in MOVE_OPS for action in program[:position])
+
+    def _arrange_moves(self, moves: Mapping[tuple[int, int], Move], table: CostTable) -> None:
+        """The ways of activations, by stage and ranks. Backwards of those that stay find their slots filled."""
+        sizes = (0.0,) * self.num_stages if self._links is None else lent_bytes(self.schedule, self._links)
+        slots: dict[int, tuple[int, int]] = {}  # by stage: those of the way out, and of the way back
+        numbers: dict[tuple[int, int, int | None], int] = {}  # the way out; the way back is the next
+        for stage in sorted({stage for stage, _ in moves}):
+            slots[stage] = self._slots(self.num_indices), self._slots(self.num_indices)
+            back = slots[stage][1]
+            self.filled += [back + k for k in range(self.num_indices) if (stage, k) not in moves]
+            for op in BACKWARD_OPS:
+                self.inputs[self.code(op, stage)].append(back)
+        at: dict[Action, tuple[int, int]] = {}
+        for stage, k, owner, partner in moves.values():
+            if (stage, owner, partner) not in numbers:
+                numbers[stage, owner, partner] = len(self.meetings)
+                if partner is None:
+                    self.meetings += self._to_host(stage, owner, slots[stage], table)
+                else:
+                    self.meetings += self._to_partner(stage, (owner, partner), slots[stage], sizes[stage])
+            number = numbers[stage, owner, partner]
+            for op, which in _WHICH_WAY.items():
+                at[Action(stage, op, k)] = number + which, k
+        for rank, program in enumerate(self.schedule.programs):
+            lane = 0
+            for action in program:
+                if action.op in MOVE_OPS:
+                    self.begins[rank].setdefault(lane, []).append(at[action])
+                else:
+                    lane += 1
+
+    def _to_host(self, stage: int, owner: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:
+        """Out and back."""
+        there, home = (self._number([(direction, owner)]) for direction in ("to host", "from host"))
+        fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
+        return [
+            Meeting((stage,), Op.OFFLOAD, (owner,), table.offload[stage], there, fills[0]),
+            Meeting((stage,), Op.RELOAD, (owner,), table.reload[stage], home, fills[1], after=slots[0]),
+        ]
+
+    def _to_partner(self, stage: int, pair: tuple[int, int], slots: tuple[int, int], size: float) -> list[Meeting]:
+        """Out and back."""
+        owner, partner = pair
+        there, home = self._passage(owner, partner, stage, size), self._passage(partner, owner, stage, size)
+        fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
+        return [
+            Meeting((stage,), Op.LEND, pair, 0.0, (), fills[0], passage=there),
+            Meeting((stage,), Op.RETURN, pair, 0.0, (), fills[1], passage=home, after=slots[0]),
+        ]
 
     def _around(self, each: Sum) -> tuple[int, ...]:
         assert self._links is not None

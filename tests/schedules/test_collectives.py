@@ -26,6 +26,7 @@ from stagewright.schedules import (
     simulate,
 )
 from stagewright.schedules.builders.replicas import replicate
+from stagewright.schedules.collectives import place_collectives
 from stagewright.schedules.messages import Sharing
 from stagewright.schedules.program import Step
 
@@ -73,6 +74,15 @@ def test_a_replica_without_a_microbatch_begins_at_once() -> None:
     made = lowered(schedule, total(0))
     assert [work(made, rank) for rank in range(2)] == ["0F0 0B0 0REDUCE_GRAD0", "0REDUCE_GRAD0"]
     assert check_lowered(made) == 0
+
+
+def test_a_replica_without_a_microbatch_gathers_weights_before_it_sums_gradients() -> None:
+    """The forward of the other replica waits for the weights, and the sum for its backward."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1, replicas=(2,))
+    wanted = [Collective((0,), op, 0) for op in (Op.REDUCE_GRAD, Op.UNSHARD)]
+    placed = place_collectives(schedule, wanted)
+    assert [[str(each) for _, each in own] for own in placed] == [["0UNSHARD0", "0REDUCE_GRAD0"]] * 2
+    assert placed[0][0][0] == 0
 
 
 def test_tied_weights_are_ready_behind_the_last_of_their_stages() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
+from support.random_moves import with_random_moves
+
 from stagewright.schedules import FAMILIES, Action, Costs, Edge, Links, Op, Schedule, Sum, Way, build
 from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.builders.replicas import replicate
@@ -42,6 +44,7 @@ class Case:
             tied=tuple((stages, seconds / by["bandwidth"]) for stages, seconds in table.tied.items()),
             norm=None if table.norm is None else table.norm * by["U"],
         )
+        costs = replace(costs, offload=self.costs.offload, reload=self.costs.reload)  # no link between ranks
         if self.links is None:
             return costs, None
         assert isinstance(self.links.network, dict)
@@ -64,6 +67,8 @@ def cases(count: int, *, seed: int = 0) -> Iterator[Case]:
     names = [*FAMILIES]
     for number in range(count):
         schedule = _random_order(random) if number % 5 == 4 else _of_family(random, names[number % len(names)])
+        if schedule.has_epilogue and random.random() < 0.3:
+            schedule = with_random_moves(random, schedule)
         links = _links(random, schedule) if random.random() < 0.7 else None
         changed = {knob: random.choice([1.0, random.uniform(0.25, 4.0)]) for knob in KNOBS}
         changed["more_latency"] = random.choice([0.0, random.uniform(0.0, 2.0)])
@@ -167,6 +172,8 @@ def _costs(random: Random, schedule: Schedule) -> Costs:
         tied=tied,
         norm=random.choice([None, 0.0, random.uniform(0.0, 1.0)]),
         index_factors=_seconds(random, M) if random.random() < 0.2 else None,
+        offload=random.choice([0.0, _seconds(random, S, most=2.0)]),
+        reload=random.choice([0.0, _seconds(random, S, most=2.0)]),
     )
 
 
@@ -198,5 +205,6 @@ def _links(random: Random, schedule: Schedule) -> Links:
         network=ways,
         activation_bytes=_seconds(random, edges),
         gradient_bytes=random.choice([None, _seconds(random, edges)]),
+        lent_bytes=random.choice([0.0, _seconds(random, schedule.num_stages)]),
         sums=tuple(sums),
     )

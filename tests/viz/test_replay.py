@@ -29,9 +29,12 @@ REPLAY = """
     }
   }
   const meetings = [];
-  for (const { stages, op, begun, through } of run.meetings) {
+  for (const { stages, op, owner, begun, through } of run.meetings) {
     for (const [group, end] of through) {
-      for (const [rank, start] of begun.get(group)) meetings.push([rank, stages.join("+") + op + group, start, end]);
+      for (const [rank, start] of begun.get(group)) {
+        const own = stagewright.replay.opOn({ op, owner }, rank);
+        meetings.push([rank, stages.join("+") + own + group, start, end]);
+      }
     }
   }
   return {
@@ -66,7 +69,7 @@ def panel(case: Case, *, varied: bool = False) -> dict[str, Any]:
 
 def expected(timeline: Timeline) -> dict[str, Any]:
     """What the page gives, of a timeline."""
-    sizes = [len(program) for program in timeline.schedule.programs]
+    sizes = [len(program) for program in timeline.schedule.compute_programs]
     own = [trace.compute[:size] for trace, size in zip(timeline.ranks, sizes, strict=True)]
     epilogue = [trace.compute[size:] for trace, size in zip(timeline.ranks, sizes, strict=True)]
     assert all(span.what.op is Op.U for spans in epilogue for span in spans)
@@ -82,7 +85,7 @@ def expected(timeline: Timeline) -> dict[str, Any]:
         "meetings": sorted(
             [rank, str(what), start, end]
             for rank, trace in enumerate(timeline.ranks)
-            for what, start, end in trace.collectives
+            for what, start, end in trace.beside
         ),
     }
 
@@ -136,7 +139,7 @@ def test_the_cases_hold_everything_that_a_schedule_may_have(replayed: list[tuple
     drawn = [case for case, _ in replayed]
     wires = [wire for case in drawn for wire in replay_data(case.schedule, case.costs, case.links)["wires"]]
     actions = {action.op for case in drawn for program in case.schedule.programs for action in program}
-    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U}
+    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U, Op.OFFLOAD, Op.LEND, Op.RELOAD, Op.HOLD, Op.RETURN}
     assert any(len(ranks) > 1 for case in drawn for ranks in case.schedule.owners)
     assert any(case.schedule.is_asynchronous for case in drawn)
     assert any(not program for case in drawn for program in case.schedule.programs)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...schedules import Idle, MemoryPart, MessageKind, Op
+from ...schedules import Idle, MemoryPart, MessageKind
 from ...schedules.timing.critical_path import PathKind
 from ..exhibit import Exhibit
 from ..headline import headline
@@ -83,8 +83,7 @@ def _palette() -> dict[str, Any]:
         "foreign": [[hue, ink(shade(hue, chunk=0, num_chunks=1))] for hue in SERIES_HUES],
         "messages": [[kind.value, MESSAGE_HUES[kind], MESSAGE_WORDS[kind]] for kind in MessageKind],
         "collectives": {
-            op.value: [COLLECTIVE_HUES.get(op, OTHER_HUE), COLLECTIVE_WORDS.get(op, op.value)]
-            for op in (Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD)
+            op.value: [COLLECTIVE_HUES.get(op, OTHER_HUE), COLLECTIVE_WORDS.get(op, op.value)] for op in COLLECTIVE_HUES
         },
         "memory": [[MEMORY_HUES[part], part.value] for part in MemoryPart],
         "path_kinds": [kind.value for kind in PathKind],

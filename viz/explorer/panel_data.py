@@ -1,4 +1,4 @@
-"""A timeline as columns: programs, times, idle time by cause, messages and collectives."""
+"""A timeline as columns: programs, times, idle time by cause, messages, collectives and moves."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _Panel:
             "idle": [] if rank in self.timeline.missing else self._idle(idle),
             "together": [
                 [str(what), what.op.value, self._ticks(start), self._ticks(end), lane]
-                for (what, start, end), lane in zip(trace.collectives, lanes.collectives, strict=True)
+                for (what, start, end), lane in zip(trace.beside, lanes.beside, strict=True)
             ],
             "lanes": lanes.count,
         }
@@ -207,15 +207,15 @@ def _hex(colour: RGB) -> str:
 
 
 class _Lanes:
-    """The lanes of a rank below its boxes: messages and collectives, beside each other where they overlap."""
+    """The lanes of a rank below its boxes: messages, collectives and moves, beside each other where they overlap."""
 
-    def __init__(self, messages: list[int], collectives: list[int]) -> None:
-        self.messages, self.collectives = messages, collectives
-        self.count = 1 + max([*messages, *collectives], default=-1)
+    def __init__(self, messages: list[int], beside: list[int]) -> None:
+        self.messages, self.beside = messages, beside
+        self.count = 1 + max([*messages, *beside], default=-1)
 
 
 def _lanes(trace: RankTrace) -> _Lanes:
-    spans = [(start, end) for _, start, end in (*trace.comm, *trace.collectives)]
+    spans = [(start, end) for _, start, end in (*trace.comm, *trace.beside)]
     order = sorted(range(len(spans)), key=spans.__getitem__)
     lane_of = dict(zip(order, assign_lanes([spans[at] for at in order]), strict=True))
     lanes = [lane_of[at] for at in range(len(spans))]

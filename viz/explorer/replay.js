@@ -120,9 +120,7 @@
         channels: each.channels,
       }));
       this.freeAt = new Float64Array(wiring.channels);
-      this.meetings = wiring.meetings.map((each) => ({
-        ...each, route: { seconds: each.seconds / by.bandwidth, latency: 0, channels: each.channels }, begun: new Map(), through: new Map(),
-      }));
+      this.meetings = wiring.meetings.map((each) => ({ ...each, route: this.routeOf(each, by), begun: new Map(), through: new Map() }));
       this.ready = new Float64Array(wiring.slots).fill(NaN);
       this.arrived = new Float64Array(wiring.slots).fill(NaN);
       this.maker = new Int32Array(wiring.slots).fill(-1);
@@ -140,6 +138,12 @@
       return row[index % row.length];
     }
 
+    // The way of a meeting; of one with a rank's host no change of links says anything.
+    routeOf({ op, seconds, channels, passage }, by) {
+      if (passage !== null) return this.routes[passage];
+      return { seconds: op === "OFFLOAD" || op === "RELOAD" ? seconds : seconds / by.bandwidth, latency: 0, channels };
+    }
+
     // Occupy the channels of a route from the time at which all are free, at or after `now`; the arrival.
     carry(route, now) {
       for (const channel of route.channels) if (this.freeAt[channel] > now) now = this.freeAt[channel];
@@ -155,7 +159,8 @@
       const begun = meeting.begun.get(group);
       begun.set(rank, now);
       if (begun.size < meeting.ranks) return [];
-      const through = this.carry(meeting.route, now);
+      const from = meeting.after === null ? now : Math.max(now, this.arrived[meeting.after + group]);
+      const through = this.carry(meeting.route, from);
       meeting.through.set(group, through);
       const slots = meeting.fills.get(group) || [];
       for (const slot of slots) {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ...schedules import Costs, Links, Op, Schedule
+from ...schedules.ir import MOVE_OPS
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.wiring import OPS, Output, Wiring
 from ...schedules.versions import derive_versions
@@ -75,6 +76,9 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
                 "seconds": each.seconds,
                 "channels": list(each.channels),
                 "fills": [[group, list(slots)] for group, slots in each.fills.items()],
+                "passage": each.passage,
+                "after": each.after,
+                "owner": each.ranks[0] if each.op in MOVE_OPS else None,
             }
             for each in wiring.meetings
         ],
@@ -82,6 +86,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
             [[position, *begun] for position, several in of_rank.items() for begun in several]
             for of_rank in wiring.begins
         ],
+        "returns": sorted({each.fills[0][0] for each in wiring.meetings if each.after is not None}),
         "behind": list(wiring.behind.items()),
         "filled": wiring.filled,
         "versions": _versions(schedule),

@@ -32,7 +32,7 @@
     let arrived = previous;
     for (const base of wiring.inputs[codes[at]]) {
       const slot = base + indices[at];
-      if (run.maker[slot] < 0) continue;
+      if (run.maker[slot] < 0 && !wiring.returns.includes(base)) continue;
       made = Math.max(made, run.ready[slot]);
       arrived = Math.max(arrived, run.arrived[slot]);
     }
@@ -72,6 +72,13 @@
     });
   }
 
+  // What a rank begins: of activations that wait on a partner, each side has an op of its own.
+  function opOn({ op, owner }, rank) {
+    if (op === "LEND") return rank === owner ? "LEND" : "HOLD";
+    if (op === "RETURN") return rank === owner ? "RELOAD" : "RETURN";
+    return op;
+  }
+
   // Messages that each rank received, and what it did together with others, with their lanes.
   function spansOf(wiring, run) {
     const messages = wiring.programs.map(() => []);
@@ -84,9 +91,12 @@
         messages[receiver].push({ kind, src, dst, index, slot, sender, receiver, start: run.ready[slot], end: run.arrived[slot], lane: -1 });
       }
     }
-    for (const { stages, op, begun, through } of run.meetings) {
-      for (const [group, end] of through) {
-        for (const [rank, start] of begun.get(group)) together[rank].push({ text: stages.join("+") + op + group, op, start, end, lane: 0 });
+    for (const meeting of run.meetings) {
+      for (const [group, end] of meeting.through) {
+        for (const [rank, start] of meeting.begun.get(group)) {
+          const op = opOn(meeting, rank);
+          together[rank].push({ text: meeting.stages.join("+") + op + group, op, start, end, lane: 0 });
+        }
       }
     }
     const counts = wiring.programs.map((_, rank) => {
@@ -186,5 +196,5 @@
     };
   }
 
-  app.replay.panelOf = panelOf;
+  Object.assign(app.replay, { panelOf, opOn });
 })(stagewright);

@@ -1,0 +1,219 @@
+"""Activations that leave their rank while they wait: checked, timed, counted, written and read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from support.random_moves import with_random_moves
+
+from stagewright.schedules import (
+    Action,
+    Costs,
+    Links,
+    Op,
+    PathKind,
+    Schedule,
+    ScheduleError,
+    StageBytes,
+    Timeline,
+    Way,
+    build,
+    check,
+    critical_path,
+    lower,
+    lower_bound,
+    memory_curves,
+    simulate,
+)
+from stagewright.schedules.check import check_lowered
+from stagewright.schedules.timing.attribution import attribute_idle
+
+from .builders import FLUSH
+
+FIRST = "0F0 0F1 0OFFLOAD0 0F2 0LEND1 0RELOAD0 0B0 0RELOAD1 0B1 0B2"
+SECOND = "1F0 1B0 0HOLD1 1F1 1B1 0RETURN1 1F2 1B2"
+
+
+def two_ranks(first: str = FIRST, second: str = SECOND) -> Schedule:
+    programs = tuple(tuple(map(Action.parse, row.split())) for row in (first, second))
+    return Schedule(name="by hand", placement=((0,), (1,)), programs=programs, num_microbatches=3)
+
+
+def test_the_grid_has_a_row_of_moves() -> None:
+    assert two_ranks().grid().splitlines() == [
+        "rank 0 | F0    F1    F2    B0    .     B1    .     B2",
+        "       |             >0    >1,<0       <1",
+        "rank 1 | .     F0    B0    F1    B1    F2    B2    .",
+        "       |                   0+1         0-1",
+    ]
+
+
+def test_when_moves_begin_and_end_by_hand() -> None:
+    """F 1, B 2, 0.5 to the host and 0.7 back, messages 0.1 + 0.1, lent activations 2 + 0.1 over the same links."""
+    links = Links(network=Way(seconds_per_byte=1.0), lent_bytes=2.0, activation_bytes=0.1)
+    timeline = simulate(two_ranks(), Costs(offload=0.5, reload=0.7, latency=0.1), links)
+    own, others = ({str(what): (start, end) for what, start, end in rank.moves} for rank in timeline.ranks)
+    compute = {str(s.what): s.start for rank in timeline.ranks for s in rank.compute}
+    assert own["0OFFLOAD0"] == pytest.approx((2.0, 2.5))  # beside 0F2
+    assert own["0RELOAD0"] == pytest.approx((3.0, 3.7))
+    assert (own["0LEND1"], others["0HOLD1"]) == (pytest.approx((3.0, 6.3)), pytest.approx((4.2, 6.3)))
+    # Behind the gradient of microbatch 1, which was ready at the same moment and takes 0.1 of the link.
+    assert (own["0RELOAD1"], others["0RETURN1"]) == (pytest.approx((6.4, 9.4)), pytest.approx((7.2, 9.4)))
+    assert compute["0B1"] == pytest.approx(9.4)
+    idle = attribute_idle(timeline)[0]
+    assert idle.transfer == pytest.approx(0.2 + 2.2)  # 0B0 for its gradient, 0B1 for its activations
+    assert idle.unexplained == 0
+    assert PathKind.MOVE in critical_path(timeline).by_kind
+    assert critical_path(timeline).seconds == pytest.approx(timeline.makespan)
+    # In the program's order a move takes no time; in the run 0LEND1 is under way while 0RELOAD0 has begun.
+    assert (check(two_ranks()).peak_activations, timeline.peak_activations) == ((2, 2), (3, 2))
+    curves = memory_curves(timeline, [StageBytes(activations=1)] * 2)
+    assert [curve.peak for curve in curves] == [3, 2]
+
+
+def test_a_way_back_waits_for_the_way_out() -> None:
+    schedule = two_ranks("0F0 0F1 0OFFLOAD0 0RELOAD0 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    moves = {
+        str(what): (start, end) for what, start, end in simulate(schedule, Costs(offload=2, reload=3)).ranks[0].moves
+    }
+    assert moves == {"0OFFLOAD0": (2.0, 4.0), "0RELOAD0": (2.0, 7.0)}
+
+
+def test_moves_of_one_direction_queue_and_those_of_two_do_not() -> None:
+    schedule = two_ranks("0F0 0F1 0F2 0OFFLOAD0 0OFFLOAD1 0B2 0RELOAD0 0B0 0RELOAD1 0B1", "1F0 1F1 1F2 1B2 1B0 1B1")
+    moves = {str(w): (s, e) for w, s, e in simulate(schedule, Costs(offload=[4.0, 0.0], reload=2.0)).ranks[0].moves}
+    assert (moves["0OFFLOAD0"], moves["0OFFLOAD1"]) == ((3.0, 7.0), (3.0, 11.0))  # 0B2 runs from 6 to 8
+    assert (moves["0RELOAD0"], moves["0RELOAD1"]) == ((8.0, 10.0), (12.0, 14.0))
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None:
+    """Whoever waits for them is late by no more than they take; where they take nothing nobody is."""
+    random = Random(name)
+    sizes = {"num_ranks": 4, "num_microbatches": 6}
+    plain = build(name, **sizes)
+    ops = set()
+    for _ in range(3):
+        schedule = with_random_moves(random, plain)
+        ops |= {action.op for program in schedule.programs for action in program}
+        assert schedule.compute_programs == plain.programs
+        report = check(schedule)
+        check_lowered(lower(schedule))
+        assert Schedule.from_json(schedule.to_json()) == schedule
+        costs = Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, latency=0.1)
+        free = simulate(schedule, costs)
+        assert free.makespan >= simulate(plain, costs).makespan
+        assert lower_bound(schedule, costs) <= free.makespan
+        slow = simulate(
+            schedule,
+            Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, latency=0.1, offload=0.6, reload=0.9),
+            Links(network=Way(seconds_per_byte=1.0), lent_bytes=0.5),
+        )
+        assert slow.makespan >= free.makespan - 1e-9
+        for timeline in (free, slow):
+            assert Timeline.from_json(timeline.to_json()) == timeline
+            assert critical_path(timeline).seconds == pytest.approx(timeline.makespan)
+            assert PathKind.NOT_SEEN not in critical_path(timeline).by_kind
+            assert PathKind.UNEXPLAINED not in critical_path(timeline).by_kind
+            for idle, rank in zip(attribute_idle(timeline), timeline.ranks, strict=True):
+                assert sum(idle) == pytest.approx(timeline.makespan - rank.busy)
+                assert idle.unexplained == pytest.approx(0.0, abs=1e-9)
+            curves = memory_curves(timeline, [StageBytes(activations=1)] * schedule.num_stages)
+            # Of what leaves and comes at one moment, the curve has the first first, and a count the program's order.
+            pairs = list(zip((curve.peak for curve in curves), timeline.peak_activations, strict=True))
+            assert all(one == other if timeline is slow else one <= other for one, other in pairs)
+            assert all(
+                one >= least for one, least in zip(timeline.peak_activations, report.peak_activations, strict=True)
+            )
+    assert {Op.OFFLOAD, Op.LEND, Op.RELOAD, Op.HOLD, Op.RETURN} <= ops
+
+
+FAULTS = {
+    "0RELOAD0 on rank 0, position 4, brings back what never left: expected 0OFFLOAD0 or 0LEND0": (
+        FIRST.replace("0OFFLOAD0 ", ""),
+        SECOND,
+    ),
+    "0OFFLOAD0 on rank 0, position 2, never comes back: expected 0RELOAD0": (FIRST.replace("0RELOAD0 ", ""), SECOND),
+    "0RELOAD0 on rank 0, position 6, comes too late for 0B0, which needs it while it is away": (
+        FIRST.replace("0RELOAD0 0B0", "0B0 0RELOAD0"),
+        SECOND,
+    ),
+    "0OFFLOAD0 on rank 0, position 0, leaves before it is made": (
+        "0OFFLOAD0 " + FIRST.replace("0OFFLOAD0 ", ""),
+        SECOND,
+    ),
+    "0RELOAD0 on rank 0, position 2, comes back before it has left": (
+        FIRST.replace("0OFFLOAD0", "x").replace("0RELOAD0", "0OFFLOAD0").replace("x", "0RELOAD0"),
+        SECOND,
+    ),
+    "0LEND1 lends to rank 0 itself": (
+        FIRST.replace("0LEND1", "0LEND1 0HOLD1 0RETURN1"),
+        "1F0 1B0 1F1 1B1 1F2 1B2",
+    ),
+    "0HOLD1 is held twice: on rank 1, position 2, and on rank 1, position 5": (
+        FIRST,
+        SECOND.replace("1B1", "1B1 0HOLD1"),
+    ),
+    "0HOLD1 on rank 1 is never returned: expected 0RETURN1 on rank 1": (FIRST, SECOND.replace("0RETURN1 ", "")),
+    "0RETURN1 on rank 1, position 4, gives back what nobody holds": (
+        FIRST.replace("0LEND1 ", "").replace("0RELOAD1 ", ""),
+        SECOND.replace("0HOLD1 ", ""),
+    ),
+    "0LEND1 on rank 0, position 4, is held by no rank": (
+        FIRST,
+        SECOND.replace("0HOLD1 ", "").replace("0RETURN1 ", ""),
+    ),
+    "0HOLD0 on rank 1, position 2, holds what nobody lends": (FIRST, SECOND.replace("0HOLD1", "0HOLD0 0HOLD1")),
+    "0RETURN1 on rank 1, position 2, gives back what has not come": (
+        FIRST,
+        "1F0 1B0 0RETURN1 1F1 1B1 0HOLD1 1F2 1B2",
+    ),
+    "0OFFLOAD0 on rank 1, position 2: microbatch 0 of stage 0 belongs to rank 0": (
+        FIRST.replace("0OFFLOAD0 ", ""),
+        SECOND.replace("0HOLD1", "0OFFLOAD0 0HOLD1"),
+    ),
+    "0LEND1 on rank 0 never comes back": (FIRST.replace("0RELOAD1 ", ""), SECOND),
+    "microbatch 0 of stage 0 leaves twice": (
+        FIRST.replace("0OFFLOAD0", "0OFFLOAD0 0LEND0"),
+        SECOND.replace("0HOLD1", "0HOLD0 0HOLD1").replace("0RETURN1", "0RETURN0 0RETURN1"),
+    ),
+    "deadlock: a cycle of 2 ranks": (
+        "0F0 0F1 0F2 0B0 0LEND1 0RELOAD1 0B1 0B2",
+        "1F0 0HOLD1 0RETURN1 1B0 1F1 1B1 1F2 1B2",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_fault_is_named(message: str) -> None:
+    with pytest.raises(ScheduleError, match=message.replace("(", r"\(")):
+        check(two_ranks(*FAULTS[message]))
+
+
+def test_what_cannot_move() -> None:
+    with pytest.raises(ScheduleError, match="which a CSV table cannot say: use to_json"):
+        two_ranks().to_csv()
+    with pytest.raises(ScheduleError, match="row 1, column 2: 0OFFLOAD0 moves activations, which a CSV table cannot"):
+        Schedule.from_csv("0F0,0OFFLOAD0,0RELOAD0,0B0\n")
+    asynchronous = build("2bw", num_ranks=2, num_microbatches=2)
+    program = asynchronous.programs[0]
+    at = program.index(Action.parse("0F0")) + 1
+    moved = (*program[:at], Action.parse("0OFFLOAD0"), Action.parse("0RELOAD0"), *program[at:])
+    with pytest.raises(
+        ScheduleError, match=r"whose batches overlap, moves activations: expected .* in flush schedules"
+    ):
+        check(replace(asynchronous, programs=(moved, *asynchronous.programs[1:])))
+    forward_only = two_ranks().forward_only()
+    assert not forward_only.moves_activations
+
+
+def test_a_message_behind_lent_activations_cannot_be_used_before_they_are_held() -> None:
+    """Messages of a link are received in the order in which they are sent."""
+    schedule = two_ranks("0F0 0LEND0 0F1 0F2 0RELOAD0 0B0 0B1 0B2", "1F0 1F1 0HOLD0 0RETURN0 1B0 1B1 1F2 1B2")
+    check(schedule)
+    with pytest.raises(
+        ScheduleError, match="activations of microbatch 1 from stage 0 to stage 1 is used before the lent"
+    ):
+        lower(schedule)
