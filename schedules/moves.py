@@ -66,8 +66,8 @@ def find_moves(schedule: Schedule) -> dict[tuple[int, int], Move]:
         )
     if schedule.num_slices > 1:
         raise ScheduleError(
-            f"schedule {schedule.name!r} of {schedule.num_slices} slices a microbatch moves activations: expected whole "
-            f"microbatches, since later slices need the keys and values of those before them"
+            f"schedule {schedule.name!r} of {schedule.num_slices} slices a microbatch moves activations: expected "
+            f"whole microbatches, since later slices need the keys and values of those before them"
         )
     places = _places(schedule)
     moves = {}

@@ -88,12 +88,14 @@ def test_moves_of_one_direction_queue_and_those_of_two_do_not() -> None:
     assert (moves["0RELOAD0"], moves["0RELOAD1"]) == ((8.0, 10.0), (12.0, 14.0))
 
 
-@pytest.mark.parametrize("name", FLUSH)
+SIZES = {"num_ranks": 4, "num_microbatches": 8}
+
+
+@pytest.mark.parametrize("name", [name for name in FLUSH if build(name, **SIZES).num_slices == 1])
 def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None:
     """Whoever waits for them is late by no more than they take; where they take nothing nobody is."""
     random = Random(name)
-    sizes = {"num_ranks": 4, "num_microbatches": 6}
-    plain = build(name, **sizes)
+    plain = build(name, **SIZES)
     ops = set()
     for _ in range(3):
         schedule = with_random_moves(random, plain)
@@ -104,8 +106,8 @@ def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None
         assert Schedule.from_json(schedule.to_json()) == schedule
         costs = Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, latency=0.1)
         free = simulate(schedule, costs)
-        assert free.makespan >= simulate(plain, costs).makespan
-        assert lower_bound(schedule, costs) <= free.makespan
+        assert free.makespan >= simulate(plain, costs).makespan - 1e-9
+        assert lower_bound(schedule, costs) <= free.makespan + 1e-9
         slow = simulate(
             schedule,
             Costs(forward=1.0, input_grad=1.0, weight_grad=0.7, latency=0.1, offload=0.6, reload=0.9),
@@ -205,6 +207,8 @@ def test_what_cannot_move() -> None:
         ScheduleError, match=r"whose batches overlap, moves activations: expected .* in flush schedules"
     ):
         check(replace(asynchronous, programs=(moved, *asynchronous.programs[1:])))
+    with pytest.raises(ScheduleError, match="moves activations: expected whole microbatches, since later slices need"):
+        check(replace(two_ranks(), num_slices=3, num_microbatches=1))
     forward_only = two_ranks().forward_only()
     assert not forward_only.moves_activations
 

@@ -67,7 +67,7 @@ def cases(count: int, *, seed: int = 0) -> Iterator[Case]:
     names = [*FAMILIES]
     for number in range(count):
         schedule = _random_order(random) if number % 5 == 4 else _of_family(random, names[number % len(names)])
-        if schedule.has_epilogue and random.random() < 0.3:
+        if schedule.has_epilogue and schedule.num_slices == 1 and random.random() < 0.3:
             schedule = with_random_moves(random, schedule)
         links = _links(random, schedule) if random.random() < 0.7 else None
         changed = {knob: random.choice([1.0, random.uniform(0.25, 4.0)]) for knob in KNOBS}
