@@ -157,7 +157,7 @@ def _costs(random: Random, schedule: Schedule) -> Costs:
     tied = ()
     if S > 1 and random.random() < 0.3:
         tied = ((tuple(sorted(random.sample(range(S), 2))), random.uniform(0.1, 2.0)),)
-    M = schedule.num_microbatches
+    M = schedule.batch_indices
     forward: list[float | list[float]] = [*_seconds(random, S)]
     if random.random() < 0.2:
         forward[random.randrange(S)] = _seconds(random, M)
