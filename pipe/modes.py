@@ -52,8 +52,18 @@ def wire(
 
     Arguments:
         alike: see Wiring.
+
+    Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
     specs = inference.outputs(microbatch)
+    for stage in schedule.without_backward:
+        slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
+        if slot is not None:
+            raise ValueError(
+                f"output {slot} of stage {stage} ({inference.stages[stage].name}) wants a gradient, and schedule "
+                f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): expected "
+                f"torch.no_grad() around it in the model, or a schedule with its backwards"
+            )
     wired = schedule.with_edges(stage_edges(inference.stages, specs))
     check(wired)
     wiring = Wiring(inference.stages, specs, Needs(wired).wires, alike=alike)

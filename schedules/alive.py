@@ -24,19 +24,19 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
 
     One that leaves the rank while it waits (see `moves`) counts up to the action that begins its way out, and again
     from the one that begins its way back; on a partner from HOLD to RETURN. Here a way takes no time, see `by_time`.
-    In a program without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
+    Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.
     """
     begun = {(stage, index) for stage, op, index in program if op in _BEGIN}
     alive = {stage: 0 for stage, _, _ in program}
     for stage, op, index in program:
         alive[stage] += op in _END and (stage, index) not in begun
-    forward_only = all(op is Op.F for _, op, _ in program)
+    with_backward = {stage for stage, op, _ in program if op is not Op.F}
     for action in program:
         if action.op in _BEGIN:
             alive[action.stage] += 1
         yield action, alive
-        if action.op in _END or forward_only:
+        if action.op in _END or action.stage not in with_backward:
             alive[action.stage] -= 1
 
 

@@ -220,13 +220,21 @@ def _of_another_rank(schedule: Schedule, action: Action, where: str) -> str:
 
 
 def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
-    has_backward = schedule.has_backward
+    has_backward, trains = schedule.has_backward, schedule.trains
     missing: list[str] = []
     for stage in range(schedule.num_stages):
         for k in range(schedule.total_indices):
             if (stage, "F", k) not in counts:
                 missing.append(str(Action(stage, Op.F, k)))
             if not has_backward:
+                continue
+            if not trains(stage):
+                surplus = next((op for op in "BIW" if (stage, op, k) in counts), None)
+                if surplus is not None:
+                    raise ScheduleError(
+                        f"{stage}{surplus}{k}: stage {stage} runs without a backward "
+                        f"(without_backward={schedule.without_backward}): expected its forwards alone"
+                    )
                 continue
             whole, input_grad, weight_grad = ((stage, op, k) in counts for op in "BIW")
             if whole and (input_grad or weight_grad):
@@ -239,8 +247,19 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
     if missing:
         raise ScheduleError(
             f"missing: {_some(missing)}. Each of the {schedule.num_stages} stages needs F and B (or I and W) "
-            f"of each of the {schedule.total_indices} {_counted(schedule)}"
+            f"of each of the {schedule.total_indices} {_counted(schedule)}{_declared(schedule)}"
         )
+
+
+def _declared(schedule: Schedule) -> str:
+    """A hint on stages that have all their forwards and no backward."""
+    ops = {(stage, op) for program in schedule.programs for stage, op, _ in program}
+    alone = [
+        s for s in range(schedule.num_stages - 1) if schedule.trains(s) and {o for t, o in ops if t == s} == {Op.F}
+    ]
+    if not alone or not schedule.has_backward:
+        return ""
+    return f"; stages that run under no gradient are declared: Schedule(without_backward={tuple(alone)})"
 
 
 def _check_acyclic(schedule: Schedule) -> None:

@@ -201,6 +201,8 @@ class Schedule(Shown):
         weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
         update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
         edges: the stage graph; a chain where not given. Skip connections add edges.
+        without_backward: stages that run their forwards alone, under no gradient, and are not updated: earlier passes
+            of a model whose blocks run several times. No gradient travels over their edges.
 
     Raises ScheduleError when the parts do not fit together.
     """
@@ -215,6 +217,7 @@ class Schedule(Shown):
     update_every: int | None = None
     edges: tuple[Edge, ...] | None = None
     owners: tuple[tuple[int, ...], ...] = ()
+    without_backward: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         parts = [count(len(self.placement), "rank"), count(len(self.owners), "stage")]
@@ -253,6 +256,27 @@ class Schedule(Shown):
         if self.edges is None:
             object.__setattr__(self, "edges", chain(self.num_stages))
         _check_edges(self.stage_edges, self.num_stages)
+        if self.without_backward:
+            self._read_without_backward()
+
+    def _read_without_backward(self) -> None:
+        stages = tuple(sorted(set(self.without_backward)))
+        last = self.num_stages - 1
+        if not all(isinstance(stage, int) and 0 <= stage < last for stage in stages):
+            raise ScheduleError(
+                f"without_backward={self.without_backward!r:.60} of {count(self.num_stages, 'stage')}: expected stages "
+                f"below {last}, which makes the loss"
+            )
+        if self.num_batches > 1 or self.rule.is_asynchronous:
+            raise ScheduleError(
+                f"without_backward={stages} for {count(self.num_batches, 'batch')} under the rule "
+                f"{self.weight_rule!r}: expected one batch under a rule that flushes"
+            )
+        object.__setattr__(self, "without_backward", stages)
+        edges = tuple(
+            e if self.trains(e.src) and self.trains(e.dst) else e._replace(grad=False) for e in self.stage_edges
+        )
+        object.__setattr__(self, "edges", edges)
 
     @property
     def num_ranks(self) -> int:
@@ -322,6 +346,10 @@ class Schedule(Shown):
         """Whether the optimizer steps come after the program (one batch, flushed) and not in it."""
         return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous
 
+    def trains(self, stage: int) -> bool:
+        """Whether a stage has backwards, and is updated."""
+        return stage not in self.without_backward
+
     def owner(self, stage: int, index: int) -> int:
         """The rank that runs `index` of `stage`: all slices of a microbatch on the same one."""
         ranks = self.owners[stage]
@@ -347,6 +375,7 @@ class Schedule(Shown):
             num_batches=1,
             weight_rule="flush",
             update_every=None,
+            without_backward=(),
         )
 
     def to_csv(self) -> str:

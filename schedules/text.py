@@ -16,7 +16,9 @@ _JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
-_OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices"})  # files written before there were such have none
+_OPTIONAL_KEYS = frozenset(
+    {"update_every", "owners", "num_slices", "without_backward"}
+)  # files written before there were such have none
 # What torch's tables hold besides compute; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -68,6 +70,11 @@ def to_csv(schedule: Schedule) -> str:
         )
     updates = any(action.op is Op.U for program in schedule.programs for action in program)
     replicas = any(len(ranks) > 1 for ranks in schedule.owners)
+    if schedule.without_backward:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has stages without a backward, {schedule.without_backward}, which a CSV table "
+            f"cannot say; use to_json"
+        )
     if updates or replicas or max(schedule.num_batches, schedule.num_slices) > 1 or schedule.weight_rule != "flush":
         raise ScheduleError(
             f"schedule {schedule.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
@@ -147,6 +154,7 @@ def to_json(schedule: Schedule) -> str:
             "update_every": schedule.update_every,
             "placement": [list(stages) for stages in schedule.placement],
             "owners": [list(ranks) for ranks in schedule.owners],
+            "without_backward": list(schedule.without_backward),
             "edges": [[e.src, e.dst, e.grad] for e in schedule.stage_edges],
             "programs": [" ".join(map(str, program)) for program in schedule.programs],
         },
@@ -175,6 +183,9 @@ def from_json(text: str) -> Schedule:
         num_batches=_whole(data["num_batches"], "num_batches"),
         weight_rule=str(data["weight_rule"]),
         update_every=None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),
+        without_backward=tuple(
+            _whole(stage, "without_backward") for stage in _list(data.get("without_backward", []), "without_backward")
+        ),
         edges=tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
     )
 

@@ -125,6 +125,7 @@ class Worker(ABC):
         self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
         self._sums: dict[Message, _Sum] = {}
         self._fused: frozenset[Action] = frozenset()
+        self._trains = schedule.trains
         self._split = frozenset(a.stage for a in schedule.programs[rank] if a.op is Op.I)
 
     def begin(self, program: RankProgram) -> None:
@@ -250,6 +251,7 @@ class TrainingWorker(Worker):
                         batch.targets[k],
                         version=self._updates.version(s, index),
                         is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
+                        has_backward=self._trains(s),
                     )
                 if loss is not None:
                     self._updates.note_loss(index, loss)

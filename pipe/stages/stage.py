@@ -115,6 +115,7 @@ class Stage:
         *,
         version: int = 0,
         is_split: bool = False,
+        has_backward: bool = True,
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
 
@@ -125,12 +126,13 @@ class Stage:
             target: of this microbatch, for the loss on the last stage.
             version: of the weights, where there are several.
             is_split: whether the backward comes in two halves.
+            has_backward: whether one comes; nothing is kept for it otherwise.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
         weights = self._weights
-        runs_again = self._runs_again
+        runs_again = self._runs_again and has_backward
         if weights is not None:
             weights.bind(version)
         self._compiled.begin()
@@ -139,7 +141,7 @@ class Stage:
             buffers = self._buffers.before_forward() if runs_again else ()
             before = _Target.kept(target) if runs_again and self._loss_of is not None else None
             with (
-                torch.set_grad_enabled(not runs_again),
+                torch.set_grad_enabled(has_backward and not runs_again),
                 no_checkpoints_inside() if runs_again else _NOTHING,
                 self._split.forward() if is_split else _NOTHING,
             ):
@@ -153,6 +155,8 @@ class Stage:
             if weights is not None:
                 weights.release()
         seen = target if before is None else before.seen_by_loss()
+        if not has_backward:
+            return module.detached(outputs), None
         self._live[key] = _Live(module, leaves, None if runs_again else outputs, seen, version, buffers, is_split)
         if loss is not None:
             mean_or_sum, count = loss

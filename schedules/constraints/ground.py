@@ -44,7 +44,6 @@ class Ground:
         schedule: with all actions on their ranks, in no order.
         rank: by action.
         needs: by action, those whose results it takes.
-        lives: stages whose activations live on behind their forwards.
     """
 
     def __init__(self, skeleton: Schedule, *, split_backward: bool) -> None:
@@ -53,7 +52,8 @@ class Ground:
         for stage in range(skeleton.num_stages):
             for k in range(skeleton.total_indices):
                 rank = skeleton.owner(stage, k)
-                programs[rank] += (Action(stage, op, k) for op in (Op.F, *backward))
+                ops = (Op.F, *backward) if skeleton.trains(stage) else (Op.F,)
+                programs[rank] += (Action(stage, op, k) for op in ops)
         filled = replace(skeleton, programs=tuple(map(tuple, programs)))
         self.updates = not filled.has_epilogue
         if self.updates:

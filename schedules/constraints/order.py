@@ -94,7 +94,8 @@ class Order:
                     self.limits[rank] = limit, rule.name
         self.filters = {rule.name: rule.allows for rule in rules if rule.allows is not None}
         self.rise = [int(a.op is Op.F) for a in self.actions]
-        self.net = [int(a.op is Op.F) - int(a.op in LAST_USES) for a in self.actions]
+        trains = ground.schedule.trains
+        self.net = [int(a.op is Op.F and trains(a.stage)) - int(a.op in LAST_USES) for a in self.actions]
         self.climb = [self._climb(block, n) for n, block in enumerate(self.block)]
         self._close()
 

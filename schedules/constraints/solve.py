@@ -33,7 +33,7 @@ class Constraints:
         num_chunks: V, stages a rank, for "cyclic" (2 by default).
         split_backward: whether the backward is I and W, or one B.
         prefer: key of an action: where several may go next, the least goes first. By default what ends soonest.
-        owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
+        without_backward, owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
         name: of the schedule.
 
     >>> from stagewright.schedules.constraints import B, F
@@ -53,6 +53,7 @@ class Constraints:
     num_chunks: int | None = None
     split_backward: bool = False
     prefer: Callable[[Action], Any] | None = None
+    without_backward: Sequence[int] = ()
     owners: Sequence[Sequence[int]] = ()
     num_slices: int = 1
     num_batches: int = 1
@@ -133,6 +134,7 @@ class Constraints:
             placement=placement,
             programs=((),) * len(placement),
             num_microbatches=self.num_microbatches,
+            without_backward=tuple(self.without_backward),
             owners=tuple(map(tuple, self.owners)),
             num_slices=self.num_slices,
             num_batches=self.num_batches,

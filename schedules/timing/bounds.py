@@ -31,7 +31,7 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
     """
     table = costs.table_for(schedule)
     if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
-        own_update = max(sum(table.update[s] for s in stages) for stages in schedule.placement)
+        own_update = max(sum(table.update[s] for s in stages if schedule.trains(s)) for stages in schedule.placement)
         return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
     ways = _Ways(schedule, table, links)
     sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
@@ -160,7 +160,7 @@ class _Ways:
 
     def _update(self, stage: int) -> float:
         """Seconds of sums and optimizer steps that come after any gradient of `stage`."""
-        update = self.table.update
+        update = [seconds * self.schedule.trains(s) for s, seconds in enumerate(self.table.update)]
         own = update[stage] + self._summing(stage)
         if self.schedule.has_epilogue:
             placement = self.schedule.placement
@@ -170,7 +170,8 @@ class _Ways:
     def _summing(self, stage: int) -> float:
         if stage in self.sums:
             return self.sums[stage].seconds
-        return self.table.reduce_grad[stage] if len(self.schedule.owners[stage]) > 1 else 0.0
+        is_summed = len(self.schedule.owners[stage]) > 1 and self.schedule.trains(stage)
+        return self.table.reduce_grad[stage] if is_summed else 0.0
 
     def _has_update(self, stage: int) -> bool:
         return (Op.U, stage) in self.present

@@ -201,7 +201,7 @@ class _Rank:
     def _run(self) -> None:
         """Actions, and the messages that are there beside them."""
         spans = {span.what: span for span in self._trace.compute}
-        forward_only = all(what.op is Op.F for what in spans)
+        self._with_backward = {what.stage for what in spans if what.op is not Op.F}
         now, level = self._timeline.start, 0.0  # level: bytes of messages, in front of the first action
         is_before = True  # the first action: receives are posted at once; of a window, all that is there by then
         for step, added, removed in message_changes(self._program):
@@ -215,7 +215,7 @@ class _Rank:
                 is_before = False
             if span is not None:
                 self._change(span.start, {MemoryPart.MESSAGES: come})
-                self._act(span, forward_only=forward_only)
+                self._act(span)
                 now = span.end
             elif isinstance(step, Action) and step.op not in MOVE_OPS:
                 break  # behind the window
@@ -223,13 +223,13 @@ class _Rank:
                 self._change(now, {MemoryPart.MESSAGES: come})
             self._change(now, {MemoryPart.MESSAGES: -gone})
         for span in spans.values():  # the updates behind a flush
-            self._act(span, forward_only=forward_only)
+            self._act(span)
 
     def _size(self, messages: Collection[Message]) -> float:
         stages = [self._needs.wire(message).producer for message in messages if message.kind in STAGE_KINDS]
         return sum(self._stages[stage].output for stage in stages)
 
-    def _act(self, span: Span[Action], *, forward_only: bool) -> None:
+    def _act(self, span: Span[Action]) -> None:
         (stage, op, _), start, end = span
         own = self._stages[stage]
         if op is Op.U:
@@ -241,7 +241,7 @@ class _Rank:
         kept = own.activations if op is Op.F else 0.0
         self._change(start, {MemoryPart.WORKSPACE: own.workspace, MemoryPart.ACTIVATIONS: kept + again})
         over = {MemoryPart.WORKSPACE: -own.workspace, MemoryPart.ACTIVATIONS: -again}
-        if op in LAST_USES or forward_only:
+        if op in LAST_USES or stage not in self._with_backward:
             over[MemoryPart.ACTIVATIONS] -= own.activations
         if op in LAST_USES and stage not in self._graded:
             self._graded.add(stage)

@@ -239,7 +239,7 @@ class _Simulation:
             ends = [max([*ends, *summed.values()]) + self.table.norm] * len(computes)
         updated: list[tuple[float, int, int]] = []
         for rank, (compute, end) in enumerate(zip(computes, ends, strict=True)):
-            for stage in self.schedule.placement[rank]:
+            for stage in filter(self.schedule.trains, self.schedule.placement[rank]):
                 update = self.table.update[stage]
                 if update > 0 or self.table.norm or stage in summed:
                     start = max(end, summed.get(stage, 0.0))

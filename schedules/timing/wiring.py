@@ -349,7 +349,9 @@ class Wiring:
 
 def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...], float]:
     """Seconds of sums over replicas and over stages that share weights."""
-    sums: dict[tuple[int, ...], float] = {(s,): seconds for s, seconds in enumerate(table.reduce_grad)}
+    sums: dict[tuple[int, ...], float] = {
+        (s,): seconds for s, seconds in enumerate(table.reduce_grad) if schedule.trains(s)
+    }
     if schedule.has_epilogue:
         sums.update(table.tied)
     owners = schedule.owners

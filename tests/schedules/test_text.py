@@ -206,6 +206,7 @@ def test_json_is_readable() -> None:
         "update_every": None,
         "placement": [[0], [1]],
         "owners": [[0], [1]],
+        "without_backward": [],
         "edges": [[0, 1, False]],
         "programs": ["0F0 0B0", "1F0 1B0"],
     }
