@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Action, Costs, Schedule, ScheduleError, check, lower_bound, simulate
-from stagewright.schedules.constraints import B, Constraints, F, I, W, in_flight, in_order, in_turns
+from stagewright.schedules.constraints import B, Constraints, F, I, U, W, in_flight, in_order, in_turns
 
 M = MICROBATCHES
 
@@ -75,7 +75,9 @@ def test_3f1b_is_simulated_with_what_its_stages_hold() -> None:
     assert report.peak_activations == (3, 1)
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
     timeline = simulate(schedule, costs)
-    assert timeline.ranks[0].busy == M * (3 * 1.0 + 2.0) + 0.5  # one update, of the stage that has a backward
+    assert timeline.ranks[0].busy == M * (3 * 1.0 + 2.0)
+    updates = [span.what for span in timeline.ranks[0].compute if span.what.op is U]
+    assert updates == [U(4, 0)]  # of the stage that has a backward
     assert lower_bound(schedule, costs) <= timeline.makespan
     assert timeline.peak_activations == report.peak_activations
     assert Schedule.from_json(schedule.to_json()) == schedule
