@@ -32,7 +32,7 @@ test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest'
 	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
 
-extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, a driver for Chromium
+extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, ortools, a driver for Chromium
 
 nightly: $(READY)  ## run the tests of the tests and the full grids; ARGS="..." passes pytest's options
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
@@ -74,6 +74,6 @@ $(READY): pyproject.toml constraints.txt
 # torchvision stands in a folder of its own, where only the tests look: PyPI's wheel is built for CUDA, and beside a CPU
 # build of torch its import fails unless two operators are declared first.
 .venv/extras: $(READY)
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,slurm,browser]'
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[models,slurm,browser,solvers]'
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target .venv/torchvision "$$(grep '^torchvision==' constraints.txt)"
 	@touch $@

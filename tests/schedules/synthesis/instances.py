@@ -1,0 +1,57 @@
+"""Random small instances of the synthesis problem, with costs that are whole numbers so that solvers agree exactly."""
+
+from __future__ import annotations
+
+from random import Random
+
+from stagewright.schedules import Costs
+from stagewright.schedules.synthesis.problem import Objective, Problem, pose
+
+COUNT = 300
+
+
+def random_problem(number: int) -> Problem:
+    """Instance `number`: P <= 4, M <= 6, any costs, latency and memory, both objectives.
+
+    Six in ten stand one stage a rank, the others V-shaped or cyclic on two or three ranks with fewer microbatches. In a
+    third costs differ by stage alone, in a third all stages are alike, and in the others microbatches differ, too.
+    """
+    random = Random(f"synthesis {number}")
+    placement = random.choice(["plain"] * 6 + ["v"] * 2 + ["cyclic"] * 2)
+    P = random.randint(2, 4 if placement == "plain" else 3)
+    V = 1 if placement == "plain" else 2
+    kind = random.choice(["alike", "by stage", "by microbatch"])
+    most = 6 if placement == "plain" else {2: 4, 3: 3}[P]
+    M = random.randint(1, most if kind != "by microbatch" else min(most, 4))
+    S = P * V
+
+    def seconds(least: int, top: int) -> list[float]:
+        if kind == "alike":
+            return [float(random.randint(least, top))] * S
+        return [float(random.randint(least, top)) for _ in range(S)]
+
+    activations, share = 1.0, 1.0
+    if random.random() < 0.3:
+        activations, share = 4.0, random.choice([0.25, 0.5, 0.75])
+    least = V * activations
+    limit: float | list[float] | None = activations * random.randint(V, V * (P + 2)) if random.random() < 0.8 else None
+    if limit is not None and random.random() < 0.2:
+        limit = [max(least, limit + random.choice([-1, 0, 1]) * activations) for _ in range(P)]
+    objective: Objective = random.choice(["makespan", "span"])
+    return pose(
+        num_ranks=P,
+        num_microbatches=M,
+        costs=Costs(
+            forward=seconds(1, 9),
+            input_grad=seconds(1, 9),
+            weight_grad=seconds(1, 9),
+            latency=random.choice([0, 0, 1, 2, 4]),
+            update=0 if random.random() < 0.8 else seconds(0, 5),
+            index_factors=[random.randint(1, 3) for _ in range(M)] if kind == "by microbatch" else None,
+        ),
+        memory_limit=limit,
+        placement=placement,
+        objective=objective,
+        activations=activations,
+        kept_share=share,
+    )
