@@ -12,6 +12,7 @@ from .builders.dualpipe_v import DUALPIPE_V
 from .builders.eager_1f1b import EAGER_1F1B
 from .builders.gis import GIS
 from .builders.gpipe import GPIPE
+from .builders.hanayo import HANAYO
 from .builders.interleaved import INTERLEAVED
 from .builders.interleaved_zb import INTERLEAVED_ZB
 from .builders.looped_bfs import LOOPED_BFS
@@ -21,8 +22,12 @@ from .builders.seq1f1b import SEQ1F1B
 from .builders.seq_zb_h1 import SEQ_ZB_H1
 from .builders.slimpipe import SLIMPIPE
 from .builders.terapipe import TERAPIPE
+from .builders.v_half import V_HALF
+from .builders.v_min import V_MIN
+from .builders.zb_auto import ZB_1P, ZB_2P
 from .builders.zb_h1 import ZB_H1
 from .builders.zb_h2 import ZB_H2
+from .builders.zb_v import ZB_V
 from .families import Family
 from .ir import Schedule
 from .wording import count
@@ -40,6 +45,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             TWO_BW,
             ZB_H1,
             ZB_H2,
+            ZB_1P,
+            ZB_2P,
             INTERLEAVED_ZB,
             GIS,
             TERAPIPE,
@@ -49,6 +56,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             CHIMERA,
             DUALPIPE,
             DUALPIPE_V,
+            HANAYO,
+            ZB_V,
+            V_HALF,
+            V_MIN,
         )
     }
 )

@@ -1,0 +1,171 @@
+"""Greedy list scheduling over stages of one owner each: ranks take what can start first, and W fill the gaps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..ir import BACKWARD_OPS, Action, Op
+from ..timing.costs import CostTable
+from .placements import Placement
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How ranks choose.
+
+    Arguments:
+        caps: [S] most microbatches of a stage between their F and the end of their I or B; a forward waits for less.
+        memory_limit: most activations of a rank at once; a forward waits for a W, and a W is made for it.
+        kept: part of an activation that stays from the end of its I until the end of its W.
+        fills_small_gaps: whether a W goes into any gap, though what comes next is late by the rest of it. Otherwise
+            only on the rank that would have idled most.
+        order: [P] programs whose F and I or B are to be kept in their order; None: what starts first comes first, of
+            what starts at once a backward, and what is nearest to the end of its way.
+        split: I and W, rather than whole backwards.
+    """
+
+    caps: Sequence[int]
+    memory_limit: float
+    kept: float = 1.0
+    fills_small_gaps: bool = False
+    order: Sequence[Sequence[Action]] | None = None
+    split: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Programs of all ranks, and what they take [s]: the longest span of a rank, and until the last end."""
+
+    programs: tuple[tuple[Action, ...], ...]
+    span: float
+    makespan: float
+
+
+class StuckError(ValueError):
+    """Rules under which no rank may go on."""
+
+
+class _Choice(NamedTuple):
+    start: float
+    op: Op = Op.F
+    stage: int = -1
+
+
+def list_order(placement: Placement, num_microbatches: int, costs: CostTable, rules: Rules) -> Listed:
+    """Orders by list scheduling.
+
+    Actions are placed in the order of their starts, so that a rank that chooses knows all that arrives before
+    anything which is not yet placed could: a gap is known when it is filled. O(actions * (P + V)).
+
+    Raises StuckError where caps, memory or the given order keep all ranks waiting.
+    """
+    ranks = [_Rank(number, own, costs, rules) for number, own in enumerate(placement)]
+    rank_of = {stage: rank for rank in ranks for stage in rank.stages}
+    last = len(rank_of) - 1
+    backward = Op.I if rules.split else Op.B
+    rank_of[0].arrived[Op.F, 0] += [0.0] * num_microbatches
+    choices = [rank.choose(0.0) for rank in ranks]
+    for _ in range(num_microbatches * len(rank_of) * (3 if rules.split else 2)):
+        number = min(range(len(ranks)), key=lambda n: choices[n][0])
+        start, op, stage = choices[number]
+        if start == _NEVER:
+            raise StuckError(f"all ranks wait for each other under {rules!r:.200}")
+        rank = other = ranks[number]
+        end = rank.take(start, op, stage)
+        user = {Op.F: min(stage + 1, last), backward: stage - 1}.get(op, -1)
+        if user >= 0:
+            other = rank_of[user]
+            key = (backward if op is backward or stage == last else Op.F, user)
+            other.arrived[key].append(end if other is rank else end + costs.latency[stage])
+        most_idle = max(each.idle for each in ranks)
+        for each in {rank.number: rank, other.number: other}.values():
+            choices[each.number] = each.choose(most_idle)
+    return Listed(
+        programs=tuple(tuple(rank.program) for rank in ranks),
+        span=max(rank.free - rank.first for rank in ranks),
+        makespan=max(rank.free for rank in ranks),
+    )
+
+
+class _Rank:
+    """What a rank has done, and what it may do next."""
+
+    def __init__(self, number: int, own: Sequence[int], costs: CostTable, rules: Rules) -> None:
+        self.number, self.rules, self.stages = number, rules, tuple(sorted(own))
+        self.backward = Op.I if rules.split else Op.B
+        # Of each stage, when what its next forwards and backwards need is there.
+        self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for s in own for op in (Op.F, self.backward)}
+        self.done = {(op, s): 0 for s in own for op in (Op.F, self.backward, Op.W)}
+        self.rows = {(op, s): costs.row(op, s) for op, s in self.done}
+        self.program: list[Action] = []
+        self.owed: deque[int] = deque()  # stages of the W that are due, in the order of their I
+        self.order = None if rules.order is None else deque(a for a in rules.order[number] if a.op is not Op.W)
+        self.held = self.free = self.idle = self.first = 0.0
+
+    def choose(self, most_idle: float) -> _Choice:
+        """What comes next; its start is infinite where nothing may."""
+        best, without_room = self._next()
+        if self.owed:
+            gap = best.start - self.free
+            seconds = self._seconds(Op.W, self.owed[0])
+            makes_room = gap > 0 and without_room <= self.free + seconds
+            in_a_small_gap = gap > 0 and (self.rules.fills_small_gaps or self.idle + gap > most_idle)
+            if gap >= seconds or makes_room or in_a_small_gap:
+                return _Choice(self.free, Op.W, self.owed[0])
+        return best
+
+    def _next(self) -> tuple[_Choice, float]:
+        """The forward or backward that starts first; and when one could start that there is no room for."""
+        best, without_room = _Choice(_NEVER), _NEVER
+        full = self.held + 1.0 > self.rules.memory_limit + 1e-9
+        if self.order is None:
+            candidates = [(self.backward, stage) for stage in self.stages]
+            candidates += [(Op.F, stage) for stage in reversed(self.stages)]
+        else:
+            candidates = [(self.order[0].op, self.order[0].stage)] if self.order else []
+        for op, stage in candidates:
+            number, arrivals = self.done[op, stage], self.arrived[op, stage]
+            if number >= len(arrivals):
+                continue
+            start = max(self.free, arrivals[number])
+            if op is Op.F:
+                if number - self.done[self.backward, stage] >= self.rules.caps[stage]:
+                    continue
+                if full:
+                    without_room = min(without_room, start)
+                    continue
+            if start < best.start:
+                best = _Choice(start, op, stage)
+        return best, without_room
+
+    def take(self, start: float, op: Op, stage: int) -> float:
+        """An action is placed; returns its end."""
+        if self.program:
+            self.idle += start - self.free
+        else:
+            self.first = start
+        self.program.append(Action(stage, op, self.done[op, stage]))
+        self.free = start + self._seconds(op, stage)
+        self.done[op, stage] += 1
+        if op is Op.W:
+            self.held -= self.rules.kept
+            self.owed.popleft()
+            return self.free
+        if self.order is not None:
+            self.order.popleft()
+        if op in BACKWARD_OPS:
+            self.held -= 1.0 - self.rules.kept if op is Op.I else 1.0
+            self.owed += [stage] if op is Op.I else []
+        else:
+            self.held += 1.0
+        return self.free
+
+    def _seconds(self, op: Op, stage: int) -> float:
+        """Seconds of the next action of one op and stage."""
+        row = self.rows[op, stage]
+        return row[self.done[op, stage] % len(row)]

@@ -1,0 +1,139 @@
+"""ZB-V (Qi et al., 2024, section 6): zero bubble at the memory of 1F1B, with two chunks a rank in a V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..families import EqualStages, Family
+from ..ir import Action, Op, Schedule
+from ..timing.costs import Costs
+from .automatic import best_order, read_costs, read_memory
+from .greedy import Rules
+from .placements import snake_placement
+
+
+def zb_v(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
+    kept: float = 1.0,
+) -> Schedule:
+    """Two chunks a rank in a V: no bubble in a rank's span where F = I = W, with as much memory as 1F1B's first rank.
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .       P=2, M=3, unit time
+        rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Without costs and limit it is the handcrafted order of the paper (and of torch's ScheduleZBVZeroBubble), and each
+    rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
+    chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs the
+    same order of F and I has its W where they fit, and a few greedy orders are tried as well: what has the least
+    span is taken. First and last stage are on rank 0: tied embeddings need no message.
+
+    Arguments:
+        memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
+        costs: of one chunk's action each.
+        kept: part of an activation that stays from the end of its I until the end of its W, see `zb_1p`.
+
+    Raises ValueError for a limit below 2 and costs that are not above 0.
+    """
+    limit = read_memory(memory_limit, kept, default=2 * num_ranks, least=2)
+    table = read_costs(costs, num_stages=2 * num_ranks)
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    if costs is None and limit == 2 * num_ranks:
+        programs = handcrafted(num_ranks, num_microbatches)
+        return Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
+    candidates = _candidates(num_ranks, num_microbatches, limit, kept)
+    return best_order("zb-v", placement, num_microbatches, table, candidates)
+
+
+def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The order of the paper, made for 2P-1 microbatches at least and cut to as many as there are."""
+    return tuple(
+        tuple(
+            Action(rank if chunk == 0 else 2 * num_ranks - 1 - rank, op, k)
+            for op, chunk, k in _steps(num_ranks, rank, max(num_microbatches, 2 * num_ranks - 1))
+            if k < num_microbatches
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
+    """(op, chunk, microbatch) of a rank."""
+    F, I, W = Op.F, Op.I, Op.W
+    steps: list[tuple[Op, int, int]] = []
+    done = {(op, chunk): 0 for op in (F, I, W) for chunk in (0, 1)}
+
+    def add(*actions: tuple[Op, int], times: int = 1) -> None:
+        for _ in range(times):
+            for action in actions:
+                steps.append((*action, done[action]))
+                done[action] += 1
+
+    add((F, 0), times=2 * (P - rank) - 1)
+    add((F, 1), (F, 0), times=rank)
+    add((F, 1), (I, 1), (W, 1), times=P - rank)
+    while done[F, 1] < done[F, 0] or done[F, 0] < M:
+        if done[F, 0] < M:
+            add((F, 0))
+        add((I, 0), (W, 0), (F, 1), (I, 1), (W, 1))
+    add((I, 0), (I, 1), times=rank)
+    add((I, 0), (W, 0), times=P - rank)
+    add((W, 1), times=done[I, 1] - done[W, 1])
+    add((W, 0), times=done[I, 0] - done[W, 0])
+    return steps
+
+
+def _candidates(num_ranks: int, num_microbatches: int, limit: float, kept: float) -> Iterator[Rules]:
+    """The order of the paper with its W where they fit, then orders in which rank r starts r microbatches fewer."""
+    P = num_ranks
+    if limit >= 2 * P:
+        for fills in (False, True):
+            yield Rules(
+                caps=(num_microbatches,) * (2 * P),
+                memory_limit=limit,
+                kept=kept,
+                fills_small_gaps=fills,
+                order=handcrafted(P, num_microbatches),
+            )
+    room = int(limit + 1e-9)
+    down = [max(1, room - 1 - rank) for rank in range(P)]
+    for up in ([room - each for each in down], [room] * P):
+        for fills in (False, True):
+            caps = (*down, *reversed(up))
+            yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
+    yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
+
+
+def _span_seconds(equal: EqualStages) -> float | None:
+    if equal.latency or not equal.forward == equal.input_grad == equal.weight_grad:
+        return None
+    if equal.num_microbatches < 2 * equal.num_ranks - 1:
+        return None
+    return equal.work
+
+
+def _batch_seconds(equal: EqualStages) -> float | None:
+    span = _span_seconds(equal)
+    return None if span is None else span + (equal.num_ranks - 1) * equal.forward
+
+
+def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
+    enough = equal.num_microbatches >= 2 * equal.num_ranks - 1
+    return (2 * equal.num_ranks,) * equal.num_ranks if enough else None
+
+
+ZB_V = Family(
+    name="zb-v",
+    build=zb_v,
+    options=("costs", "kept", "memory_limit"),
+    aliases=("zbv", "zbvzerobubble", "zbv-zero-bubble", "schedulezbvzerobubble"),
+    num_chunks=2,
+    splits_backward=True,
+    full_after=2,
+    batch_seconds=_batch_seconds,
+    span_seconds=_span_seconds,
+    peak_activations=_peak_activations,
+)
