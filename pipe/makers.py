@@ -20,7 +20,7 @@ from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .stages.build import CutModel
-from .stages.compiled import Compiled, refuse_graphs
+from .stages.compiled import Compiled, refuse_graphs, refuse_split
 from .stages.loss import UntrainedLeaves
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
@@ -57,8 +57,17 @@ class Makers:
         if self.parts.is_traced:
             refuse_graphs(self.settings.compile)
 
+        split = schedule.split_stages
+
         def make(rank: int, s: int) -> Stage:
             stage = self.parts.train.stages[s]
+            if s in split:
+                refuse_split(
+                    self.settings.compile,
+                    stage.module,
+                    stage=f"stage {s} ({self.parts.names[s]})",
+                    schedule=schedule.name,
+                )
             rules = self.parts.recomputed.of_stage(s, stage)
             return Stage(
                 index=s,

@@ -342,6 +342,11 @@ class Schedule(Shown):
         return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
     @property
+    def split_stages(self) -> frozenset[int]:
+        """Stages of which some backwards come in two halves, I and W."""
+        return frozenset(stage for program in self.programs for stage, op, _ in program if op is Op.I)
+
+    @property
     def has_epilogue(self) -> bool:
         """Whether the optimizer steps come after the program (one batch, flushed) and not in it."""
         return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous

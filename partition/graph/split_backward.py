@@ -1,102 +1,237 @@
-"""The backward of a piece of graph in two halves: I, the gradients of its inputs, then W, those of its parameters.
+"""The backward in two halves: I, the gradients of inputs, then W, those of weights.
 
-    x --> [linear] --> [gelu] --> [linear] --> y         I walks from y to x once and notes what arrives at the
-             ^                       ^                   operations that take parameters (the linears);
-             w1                      w2                  W takes it from there: one short walk for each of them
+    forward   x ----> [linear] --> [gelu] --> [linear] --> y      linears are called through functions of their own
+    I         gx <--- [linear] <-- [gelu] <-- [linear] <-- gy     which give the gradient of x at once,
+    W             w1 += gy1' x1                w2 += gy2' x2      and put that of w aside: (x, gy)
 
-So I + W is about B, as where a schedule splits the backward (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024).
+I is one walk through the graph and frees it; what W needs stays, and nothing else. `weight_ops` lists the operations
+that have such a function. What has none, such as a norm, makes the gradients of its weights in I, and so does
+
+    a weight that is no leaf                       made by a parametrization, a cast, an index
+    a weight with a hook on its gradient           which must see the gradient as a whole
+    what torch.autograd.grad asks for              there and then
+    compiled, scripted or vmapped code             whose operations nobody sees
+
+A whole backward through the same graph makes all gradients at once, as without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-Tensors = Sequence[torch.Tensor]
+from .weight_ops import INSTEAD, Compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """Gradients that one operation has put aside.
+
+    Arguments:
+        versions: of the tensors, when they were put aside.
+    """
+
+    weights: Sequence[torch.Tensor]
+    compute: Compute
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """One a weight. Raises RuntimeError, as autograd does, for a tensor that was changed in place."""
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if tensor._version != version:
+                shapes = " and ".join(str(tuple(weight.shape)) for weight in self.weights)
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, and was at version "
+                    f"{version} when the gradient of the weight of shape {shapes} was put aside. Expected values that "
+                    f"nobody changes in place between a forward and the end of its backward (I, then W)"
+                )
+        return self.compute(*self.tensors)
+
+
+class WeightGradients:
+    """Gradients of weights that the backward of one microbatch put aside, in the order in which it came to them."""
+
+    def __init__(self) -> None:
+        self._owed: list[_Owed] = []
+
+    def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None:
+        """`compute(*tensors)` is a part of the gradient of each of the weights."""
+        kept = [tensor.detach() for tensor in tensors]  # without the graph, but of the same version
+        self._owed.append(_Owed(weights, compute, kept, [tensor._version for tensor in kept]))
+
+    @property
+    def weights(self) -> Collection[torch.Tensor]:
+        """Weights, each once."""
+        return list({id(weight): weight for owed in self._owed for weight in owed.weights}.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held for W [bytes]."""
+        storages = [tensor.untyped_storage() for owed in self._owed for tensor in map(_local, owed.tensors)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def add(self) -> None:
+        """W: add them to `.grad` of the weights, as autograd does: the parts of one backward first; once."""
+        owed, self._owed = self._owed[::-1], []
+        left = Counter(id(weight) for each in owed for weight in each.weights)
+        sums: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            while owed:
+                each = owed.pop()  # what it held is free when it is done
+                for weight, gradient in zip(each.weights, each.gradients(), strict=True):
+                    key = id(weight)
+                    sums[key] = sums[key] + gradient if key in sums else gradient
+                    left[key] -= 1
+                    if not left[key]:
+                        _accumulate(weight, sums.pop(key))
 
 
 class SplitBackward:
-    """The two halves of the backward of one graph, which it retains until it is dropped.
+    """Splits the backwards of forwards that run within `forward()`."""
 
-    Arguments:
-        outputs, gradients: where the backward begins.
-        leaves: inputs that want a gradient.
-        parameters: that want one.
+    def __init__(self) -> None:
+        self._mode = _Mode(self)
+        self._aside: WeightGradients | None = None
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    What only parameters lead to belongs to W. A parameter that an operation reaches both directly and through another
-    operation's result is walked to on both ways.
-    """
-
-    def __init__(self, outputs: Tensors, gradients: Tensors, *, leaves: Tensors, parameters: Tensors) -> None:
-        self._outputs, self._gradients, self._leaves = list(outputs), list(gradients), list(leaves)
-        self._arrived: dict[Node, tuple[Any, ...]] = {}
-        self._handles: list[Any] = []
-        by_id = {id(parameter): parameter for parameter in parameters}
-        wanted = {id(leaf) for leaf in leaves}
-        roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        order = _children_first(roots)
-        to_inputs: set[Node] = set()
-        below: dict[Node, dict[int, torch.Tensor]] = {}  # parameters that a node leads to
-        self._direct: dict[Node, list[torch.Tensor]] = {}
-        for node in order:
-            variable = getattr(node, "variable", None)  # AccumulateGrad's
-            children = [child for child, _ in node.next_functions if child is not None]
-            if id(variable) in wanted or any(child in to_inputs for child in children):
-                to_inputs.add(node)
-            below[node] = {k: p for child in children for k, p in below[child].items()}
-            if id(variable) in by_id:
-                below[node] = {id(variable): by_id[id(variable)]}
-        for node in order:
-            children = [child for child, _ in node.next_functions if child is not None]
-            pure = {k: p for child in children if child not in to_inputs for k, p in below[child].items()}
-            if pure and node in to_inputs:
-                self._direct[node] = list(pure.values())
-        self._whole = [  # outputs that no input leads to: all of their backward is W
-            (output, gradient, list(below[output.grad_fn].values()))
-            for output, gradient in zip(self._outputs, self._gradients, strict=True)
-            if output.grad_fn is not None and output.grad_fn not in to_inputs and below[output.grad_fn]
-        ]
-
-    def input_grad(self) -> None:
-        """I: into `.grad` of the leaves."""
-        self._handles = [node.register_prehook(self._note(node)) for node in self._direct]
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within: a forward whose backward can be split."""
         try:
-            torch.autograd.backward(self._outputs, self._gradients, inputs=self._leaves, retain_graph=True)
+            with self._mode:
+                yield
         finally:
-            for handle in self._handles:
-                handle.remove()
+            self._casts.clear()
 
-    def weight_grad(self) -> None:
-        """W: adds to `.grad` of the parameters; once, behind `input_grad`."""
-        for output, gradient, parameters in self._whole:
-            torch.autograd.backward(output, gradient, inputs=parameters, retain_graph=True)
-        for node, gradients in self._arrived.items():
-            edges = [GradientEdge(node, i) for i, each in enumerate(gradients) if each is not None]
-            arrived = [each for each in gradients if each is not None]
-            if edges:
-                torch.autograd.backward(edges, arrived, inputs=self._direct[node], retain_graph=True)
-        self._arrived.clear()
+    @contextmanager
+    def backward(self, aside: WeightGradients | None) -> Iterator[None]:
+        """Within: the backward of such a forward puts gradients of weights aside (I); None: it is whole.
 
-    def _note(self, node: Node) -> Any:
-        def note(gradients: tuple[Any, ...]) -> None:
-            self._arrived[node] = gradients
+        A part of the forward that runs again in it, under torch.utils.checkpoint, does as it did before.
+        """
+        before, self._aside = self._aside, aside
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._aside = before
+            self._casts.clear()
 
-        return note
+    def put(self, weight: torch.Tensor | None, node: Any) -> WeightGradients | None:
+        """Where to put the gradient of a weight aside, if it is to be put aside now.
+
+        Arguments:
+            node: of the graph, that adds it up.
+        """
+        aside = self._aside
+        if aside is None or weight is None or not weight.is_leaf or torch.is_grad_enabled():
+            return None
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            return None
+        try:
+            return aside if torch._C._will_engine_execute_node(node) else None
+        except RuntimeError:  # torch.autograd.grad asks for it
+            return None
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor:
+        """As autocast casts what a product takes; what it keeps for a while, leaves that are trained, we keep, too.
+
+        Arguments:
+            tracked: whether its backward is recorded.
+        """
+        if x.dtype == dtype or not x.is_floating_point() or x.dtype == torch.float64:
+            return x
+        known = self._casts.get(id(x))
+        if known is not None:
+            return known[1]
+        if tracked:
+            value = x.to(dtype)
+        else:
+            with torch.no_grad():
+                value = x.to(dtype)
+        if x.is_leaf and x.requires_grad and torch.is_autocast_cache_enabled():
+            self._casts[id(x)] = x, value
+        return value
 
 
-def _children_first(roots: Sequence[Node]) -> list[Node]:
-    order: dict[Node, None] = {}
-    todo: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    seen: set[Node] = set()
-    while todo:
-        node, done = todo.pop()
-        if done:
-            order[node] = None
-        elif node not in seen:
-            seen.add(node)
-            todo.append((node, True))
-            todo += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return list(order)
+class _Mode(TorchFunctionMode):
+    """Sees each operation of a forward, and calls another in its place where there is one."""
+
+    def __init__(self, split: SplitBackward) -> None:
+        super().__init__()
+        self._split = split
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        instead = INSTEAD.get(func)
+        if instead is not None:
+            if torch.is_grad_enabled() and _are_plain(types) and not _is_transformed() and instead.fits(args, kwargs):
+                result = instead.call(self._split, *args, **kwargs)
+                if result is not None:
+                    return result
+        elif func in _STRAIGHT:
+            with self:
+                return _STRAIGHT[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _are_plain(types: Collection[type]) -> bool:
+    """Whether no tensor has a rule of its own for what torch's functions do with it."""
+    rule = torch._C._disabled_torch_function_impl  # that of parameters and DTensors: none
+    return all(each is torch.Tensor or getattr(each, "__torch_function__", None) is rule for each in types)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which takes no autograd function of ours."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _without_check(function: Any) -> Callable[..., Any]:
+    """A Python function of torch's that just runs, and does not hand itself to a mode."""
+    never = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **never},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Within these the mode goes on: they run backwards, in which forwards run again, or take weights.
+_STRAIGHT = {
+    function: _without_check(function)
+    for function in (
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.Tensor.backward,
+        F.multi_head_attention_forward,
+    )
+}
+
+
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    known = weight.grad
+    if known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
+        torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
+    else:
+        known += gradient
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(part, torch.Tensor)
+    return part

@@ -60,11 +60,10 @@ def profile_model(
     Units run as stages of a pipeline would, in the model's own mode (training or evaluation) and on its device; see
     `passes`. Figures are medians of the fastest quarter of the samples. Units that are equal (classes,
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
-    buffers are counted for each: a tensor that several share, with the first. I and W are timed one after the other
-    over one graph (`split`), a little more than B together; an operation that computes both at once, such as
-    an autograd.Function, does so twice, and takes up to B in each. Where a unit has no parameters, or no input wants a
-    gradient, the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as
-    they are.
+    buffers are counted for each: a tensor that several share, with the first. I and W are timed as they run in a
+    pipeline, a little more than B together; what gives the gradients of its weights with those of its inputs
+    (`graph.split_backward` says what does) has them in I. Where a unit has no parameters, or no input wants a gradient,
+    the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as they are.
 
     Arguments:
         example_inputs: arguments of ONE microbatch: a tuple, or a dict of keywords.

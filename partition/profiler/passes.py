@@ -21,7 +21,7 @@ from ..graph.fingerprint import tensor_form
 from ..graph.first_run import first_run, fresh_leaves, take
 from ..graph.forms import Arguments, Form, Tensors
 from ..graph.source_line import first_line, users_line
-from ..graph.split_backward import SplitBackward
+from ..graph.split_backward import SplitBackward, WeightGradients
 from ..graph.units import ModelUnits, StageModule, Unit
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of
@@ -192,20 +192,24 @@ class Passes:
         self.splits = True
         stamp = self._clock.stamp
         marks: dict[int, tuple[Stamp, Stamp, Stamp]] = {}
-        live = [(index, *self.forward(index)) for index in self.firsts]
+        split = SplitBackward()
+        live: list[tuple[int, Tensors, Tensors]] = []
+        for index in self.firsts:
+            with split.forward():
+                live.append((index, *self.forward(index)))
         while live:
             index, leaves, outputs = live.pop()
             sample = self.samples[index]
-            wanted, parameters = [x for x in leaves if x.requires_grad], sample.parameters
-            if not (outputs and wanted and parameters):
+            if not (outputs and any(x.requires_grad for x in leaves) and sample.parameters):
                 continue
-            split = SplitBackward(outputs, sample.gradients, leaves=wanted, parameters=parameters)
+            weights = WeightGradients()
             begin = stamp()
-            split.input_grad()
+            with split.backward(weights):
+                torch.autograd.backward(outputs, sample.gradients)
             middle = stamp()
-            split.weight_grad()
+            weights.add()
             marks[index] = (begin, middle, stamp())
-            del leaves, outputs, wanted, split
+            del leaves, outputs
         self._clock.settle()
         for index, (a, b, c) in marks.items() if keep else ():
             self.times[index].input_grad.append(self._clock.between(a, b))

@@ -126,7 +126,7 @@ class Worker(ABC):
         self._sums: dict[Message, _Sum] = {}
         self._fused: frozenset[Action] = frozenset()
         self._trains = schedule.trains
-        self._split = frozenset(a.stage for a in schedule.programs[rank] if a.op is Op.I)
+        self._split = schedule.split_stages
 
     def begin(self, program: RankProgram) -> None:
         """A program begins."""

@@ -74,6 +74,22 @@ def is_users_compiled(unit: nn.Module) -> bool:
     return getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
 
 
+def refuse_split(options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str) -> None:
+    """ValueError for a stage with compiled parts, whose backward comes in two halves: theirs is one piece."""
+    expected = "a schedule with whole backwards, such as schedule='1f1b'"
+    if options is not None:
+        raise ValueError(
+            f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of what compile= "
+            f"compiles is one piece: expected compile=False, or {expected}"
+        )
+    for name, part in module.named_modules():
+        if is_users_compiled(part) and any(parameter.requires_grad for parameter in part.parameters()):
+            raise ValueError(
+                f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of the compiled "
+                f"module {name!r} is one piece: expected the module without torch.compile, or {expected}"
+            )
+
+
 def refuse_graphs(options: Mapping[str, Any] | None) -> None:
     """ValueError for a model that runs as a traced graph, and not by its own modules."""
     if options is not None:

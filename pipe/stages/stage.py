@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...partition.graph.deferred import SplitBackward, WeightGradients
 from ...partition.graph.forms import Tensors
+from ...partition.graph.split_backward import SplitBackward, WeightGradients
 from ...partition.graph.units import StageModule
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .compiled import Compiled
+from .halves import Halves
 from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -103,6 +104,7 @@ class Stage:
         self._live: dict[int, _Live] = {}
         self._owed: dict[int, _Owed] = {}
         self._split = SplitBackward()
+        self._halves = Halves(module, stage=f"stage {index} ({name})")
         self._buffers = MovingBuffers(module)
 
     def forward(
@@ -243,6 +245,8 @@ class Stage:
             if pairs:
                 with self._split.backward(aside) if live.is_split else _NOTHING:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                if aside is not None:
+                    self._halves.look_at(aside)
         except RuntimeError as error:
             self._reruns.refuse_changed_inputs(error, stage=f"stage {self.index} ({self.name})")
             raise

@@ -51,8 +51,8 @@ def test_sleeping_modules_take_what_they_sleep() -> None:
     assert profile.parts_over_step == pytest.approx(0, abs=0.2)
     first, second, third = profile.nodes
     assert second.forward_seconds != first.forward_seconds
-    assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once
-    assert third.weight_grad_seconds >= 0.03
+    assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once: nothing is left for W
+    assert third.weight_grad_seconds < 0.03
     # The first one's input wants no gradient, so it is no equal of the third.
     assert (first.input_grad_seconds, first.weight_grad_seconds) == (0.0, first.backward_seconds)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from support.cases import Layout, agree
 from support.matrix import make_case
 from support.pipeline import run
 from support.reference import reference
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stagewright import PipelineModule
 from stagewright.pipe import StepResult
@@ -58,3 +62,52 @@ def test_i_and_w_run_as_one_where_nobody_waits_for_the_gradient() -> None:
     lowered = lower(Schedule.from_csv(table))
     assert lowered.programs[0].fused == {Action(0, Op.I, 0), Action(0, Op.I, 1)}
     assert not lowered.programs[1].fused  # its gradient leaves, and W fills the time that it takes
+
+
+# --- what a stage may hold ---
+
+
+class Counting(nn.Module):
+    """Counts its forwards; `checkpoint`: runs its linear again in the backward, by torch's own means."""
+
+    def __init__(self, width: int, *, checkpoint: bool | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls, self.checkpoint = (
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            0,
+            checkpoint,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            self.calls += 1
+            return nn.functional.gelu(self.norm(self.linear(x)))
+
+        return run(x) if self.checkpoint is None else checkpoint(run, x, use_reentrant=self.checkpoint)
+
+
+def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> tuple[list[Tensor], nn.Module]:
+    """Of three microbatches on two ranks."""
+    torch.manual_seed(3)
+    model = make()
+    x, target = torch.randn(6, 4), torch.randn(6, 4)
+    settings = {"num_microbatches": 3, "loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}}
+    with PipelineModule(model, schedule=schedule, **(settings | options)) as pipe:
+        pipe.forward_backward(x, target)
+    return [p.grad for p in model.parameters() if p.grad is not None], model
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
+@pytest.mark.parametrize("checkpoint", [None, False, True])
+def test_a_block_runs_again_once_a_microbatch(recompute: str, checkpoint: bool | None) -> None:
+    def make() -> nn.Module:
+        blocks = [Counting(4, checkpoint=checkpoint) for _ in range(4)]
+        return nn.Sequential(nn.Linear(4, 4), *blocks)  # use_reentrant=True wants an input with a gradient
+
+    whole, plain = gradients("1f1b", make, recompute=recompute)
+    split, model = gradients("zb-h1", make, recompute=recompute)
+    assert all(map(torch.equal, whole, split))
+    counts = [[block.calls for block in blocks] for blocks in (plain[1:], model[1:])]
+    assert counts[0] == counts[1]
+    assert max(counts[1]) <= 2 * 3 + 2  # shape inference runs each, too

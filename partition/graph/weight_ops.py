@@ -1,0 +1,422 @@
+"""Operations that take a weight, and what is called in their place where the backward is split.
+
+Each has the forward of the operation and its backward, to the last bit, but gives the gradient of its input at once and
+puts that of its weight aside, if `Split.put` says where. None: the operation itself is to be called, since it takes no
+weight that is a leaf, or takes it in a way that is not written here.
+"""
+# ruff: noqa: PLR0917 (the signatures are those of the operations)
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+Compute = Callable[..., Sequence[torch.Tensor]]
+
+_aten = torch.ops.aten
+
+
+class _Aside(Protocol):
+    def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None: ...
+
+
+class Split(Protocol):
+    """The backward that is split: see `split_backward.SplitBackward`."""
+
+    def put(self, weight: torch.Tensor | None, node: Any) -> _Aside | None: ...
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class _Operands:
+    """What one call computes with: casts of the weight and bias, where autocast wants them."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def _is_weight(tensor: object) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+    )
+
+
+def _operands(split: Split, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Operands | None:
+    """As autocast casts them; None where their types do not fit."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        found = _Operands(
+            split.cast(x, dtype, tracked=True),
+            split.cast(weight, dtype, tracked=False),
+            None if bias is None else split.cast(bias, dtype, tracked=False),
+        )
+    else:
+        found = _Operands(x, weight, bias)
+    types = {each.dtype for each in (found.x, found.weight, found.bias) if each is not None}
+    return found if len(types) == 1 and x.layout == torch.strided and not x.is_nested else None
+
+
+# Products: y = x @ mat2 (+ bias), where mat2 is the weight, or the transposed weight of a linear.
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, split: Split, call: Callable[..., torch.Tensor], is_transposed: bool, given: _Operands, *inputs: Any
+    ) -> torch.Tensor:
+        x, ctx.weight, ctx.bias = inputs
+        ctx.split, ctx.is_transposed = split, is_transposed
+        ctx.save_for_backward(x, given.weight if x.requires_grad else None)
+        ctx.form = given.weight.shape, given.weight.stride()
+        y = call(x, given.weight, given.bias)
+        # A view that a function returns may not be changed in place, as by nn.ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[4:]
+        shape, strides = ctx.form
+        if ctx.is_transposed:
+            shape, strides, weight = shape[::-1], strides[::-1], None if weight is None else weight.t()
+        if len(shape) == 2:
+            grad = grad if grad.dim() == 2 else grad.reshape(-1, shape[1])
+            flat = x if x.dim() == 2 else x.reshape(-1, shape[0])
+        else:
+            flat = x
+        of_x = _left(grad, weight, flat).reshape(x.shape) if wants_x else None
+        right = partial(_right, shape=shape, strides=strides, is_transposed=ctx.is_transposed)
+        of_weight = _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None
+        of_bias = _later(ctx, 2, ctx.bias, partial(_sum_to, shape=ctx.bias.shape), grad) if wants_bias else None
+        return None, None, None, None, of_x, of_weight, of_bias
+
+
+def _later(
+    ctx: Any, number: int, weight: torch.Tensor, compute: Compute, *tensors: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of the tensor with this number among the inputs; None: it is put aside."""
+    aside = ctx.split.put(weight, ctx.next_functions[number][0])
+    if aside is None:
+        return compute(*tensors)[0]
+    aside.put((weight,), compute, *tensors)
+    return None
+
+
+def _left(grad: torch.Tensor, mat2: torch.Tensor, mat1: torch.Tensor) -> torch.Tensor:
+    """The gradient of mat1 in mat1 @ mat2, computed in mat1's layout, as torch does."""
+    if mat1.dim() == 3:
+        return grad.bmm(mat2.transpose(1, 2).conj())
+    if _is_column_major(mat1.shape, mat1.stride()):
+        return mat2.conj().mm(grad.t()).t()
+    return grad.mm(mat2.t().conj())
+
+
+def _right(
+    grad: torch.Tensor, mat1: torch.Tensor, *, shape: Sequence[int], strides: Sequence[int], is_transposed: bool
+) -> Sequence[torch.Tensor]:
+    """The gradient of mat2, or of a weight that is mat2 transposed, computed in mat2's layout."""
+    if mat1.dim() == 3:
+        return (mat1.transpose(1, 2).conj().bmm(grad),)
+    if _is_column_major(shape, strides):
+        found = grad.t().mm(mat1.conj())
+        return (found if is_transposed else found.t(),)
+    found = mat1.t().conj().mm(grad)
+    return (found.t() if is_transposed else found,)
+
+
+def _is_column_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return strides[0] == 1 and strides[1] == shape[0]
+
+
+def _sum_to(grad: torch.Tensor, *, shape: Sequence[int]) -> Sequence[torch.Tensor]:
+    return (grad.sum_to_size(*shape),)
+
+
+def _product(
+    split: Split, call: Callable[..., torch.Tensor], x: Any, weight: Any, bias: Any = None, is_transposed: bool = False
+) -> Any:
+    given = _operands(split, x, weight, bias)
+    if given is None:
+        return None
+    return _Product.apply(split, call, is_transposed, given, given.x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+def _linear(split: Split, input: Any, weight: Any, bias: Any = None) -> Any:
+    if not _is_weight(weight) or weight.dim() != 2 or input.dim() < 2:
+        return None
+    return _product(split, F.linear, input, weight, bias, is_transposed=True)
+
+
+def _matmul(split: Split, input: Any, other: Any) -> Any:
+    if not isinstance(input, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None
+    if other.dim() == 2 and input.dim() >= 2:
+        if _is_weight(other):
+            return _product(split, _without_bias(torch.matmul), input, other)
+        weight = other._base
+        if weight is not None and weight.dim() == 2 and _is_weight(weight) and _is_transposed(other, weight):
+            return _product(split, _by_transposed, input, weight, is_transposed=True)
+    elif other.dim() == 3 and input.dim() == 3 and input.shape[0] == other.shape[0] and _is_weight(other):
+        return _product(split, _without_bias(torch.bmm), input, other)
+    return None
+
+
+def _is_transposed(view: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a view is x.t() of a weight, in whichever of its spellings, and nothing else."""
+    node = view.grad_fn
+    return (
+        node is not None
+        and node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0", "NumpyTBackward0")
+        and view.shape == weight.shape[::-1]
+        and view.stride() == weight.stride()[::-1]
+        and view.storage_offset() == weight.storage_offset()
+        and getattr(node.next_functions[0][0], "variable", None) is weight
+    )
+
+
+def _by_transposed(x: torch.Tensor, weight: torch.Tensor, _: None) -> torch.Tensor:
+    return torch.matmul(x, weight.t())
+
+
+def _without_bias(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, _: call(x, weight)
+
+
+def _addmm(split: Split, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if beta != 1 or alpha != 1 or not _is_weight(mat2):
+        return None
+    return _product(split, _bias_first(torch.addmm), mat1, mat2, input)
+
+
+def _baddbmm(split: Split, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if beta != 1 or alpha != 1 or not _is_weight(batch2):
+        return None
+    return _product(split, _bias_first(torch.baddbmm), batch1, batch2, input)
+
+
+def _bias_first(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, bias: call(bias, x, weight)
+
+
+# Embeddings
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, split: Split, call: Callable[[], torch.Tensor], compute: Compute, indices: Any, weight: Any
+    ) -> torch.Tensor:
+        ctx.split, ctx.compute, ctx.weight = split, compute, weight
+        ctx.save_for_backward(indices)
+        return call()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        return None, None, None, None, _later(ctx, 1, ctx.weight, ctx.compute, grad, indices)
+
+
+def _embedding(
+    split: Split,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not _is_weight(weight) or weight.dim() != 2:
+        return None
+    rows = weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx + rows if padding_idx < 0 else padding_idx
+    call = partial(F.embedding, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _embedded(split, call, (rows, padding, scale_grad_by_freq, sparse), input, weight)
+
+
+def _aten_embedding(
+    split: Split,
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not _is_weight(weight):
+        return None
+    call = partial(torch.embedding, weight, indices, padding_idx, scale_grad_by_freq, sparse)
+    return _embedded(split, call, (weight.shape[0], padding_idx, scale_grad_by_freq, sparse), indices, weight)
+
+
+def _embedded(split: Split, call: Callable[[], torch.Tensor], how: Sequence[Any], indices: Any, weight: Any) -> Any:
+    def compute(grad: torch.Tensor, indices: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (_aten.embedding_backward(grad, indices, *how),)
+
+    return _Embedding.apply(split, call, compute, indices, weight)  # type: ignore[no-untyped-call]
+
+
+# Convolutions
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: Split, how: Sequence[Any], given: _Operands, *inputs: Any) -> torch.Tensor:
+        x, ctx.weight, ctx.bias = inputs
+        ctx.split, ctx.how = split, how
+        ctx.save_for_backward(x, given.weight)
+        return torch.convolution(x, given.weight, given.bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wants_x, *wants = ctx.needs_input_grad[3:]
+        both = [(ctx.weight, ctx.next_functions[1][0])]
+        both += [] if ctx.bias is None else [(ctx.bias, ctx.next_functions[2][0])]
+        asides = [ctx.split.put(*each) if wanted else None for each, wanted in zip(both, wants, strict=False)]
+        later = [aside is not None for aside in asides] + [False] * (2 - len(asides))
+        sizes = None if ctx.bias is None else list(ctx.bias.shape)
+        now = wants_x, wants[0] and not later[0], wants[1] and not later[1]
+        found: Any = (None, None, None)
+        if any(now):
+            found = _aten.convolution_backward(grad, x, weight, sizes, *ctx.how, now)
+        if any(later):
+            weights = [each for each, is_later in zip((ctx.weight, ctx.bias), later, strict=True) if is_later]
+            compute = partial(_of_convolution, weight=weight.detach(), sizes=sizes, how=ctx.how, later=later)
+            next(aside for aside in asides if aside is not None).put(weights, compute, grad, x)
+        return None, None, None, *found
+
+
+def _of_convolution(
+    grad: torch.Tensor, x: torch.Tensor, *, weight: Any, sizes: Any, how: Sequence[Any], later: Sequence[bool]
+) -> Sequence[torch.Tensor]:
+    found = _aten.convolution_backward(grad, x, weight, sizes, *how, (False, *later))[1:]
+    return [each for each, is_later in zip(found, later, strict=True) if is_later]
+
+
+def _convolution(
+    split: Split,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    if not _is_weight(weight) or input.dim() != weight.dim():
+        return None
+    given = _operands(split, input, weight, bias)
+    if given is None:
+        return None
+    num = weight.dim() - 2
+    sizes = [_each(value, num) for value in (stride, padding, dilation, output_padding)]
+    how = (*sizes[:3], transposed, sizes[3], groups)
+    return _Convolution.apply(split, how, given, given.x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+def _each(value: Any, num: int) -> list[int]:
+    found = [value] if isinstance(value, int) else list(value)
+    return found * num if len(found) == 1 else found
+
+
+def _conv(
+    split: Split,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if isinstance(padding, str):
+        if padding != "valid":
+            return None
+        padding = 0
+    return _convolution(split, input, weight, bias, stride, padding, dilation, False, 0, groups)
+
+
+def _conv_transpose(
+    split: Split,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    return _convolution(split, input, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+def _spellings() -> dict[Any, Callable[..., Any]]:
+    """By function as it is called in Python, and in graphs of torch.export."""
+    found: dict[Any, Callable[..., Any]] = {
+        F.linear: _linear,
+        F.embedding: _embedding,
+        torch.embedding: _aten_embedding,
+        torch.convolution: _convolution,
+        torch.Tensor.__matmul__: _matmul,
+    }
+    products: dict[str, Callable[..., Any]] = {
+        "matmul": _matmul,
+        "mm": _matmul,
+        "bmm": _matmul,
+        "addmm": _addmm,
+        "baddbmm": _baddbmm,
+    }
+    for name, instead in products.items():
+        packet = getattr(_aten, name)
+        for operation in (getattr(torch, name), getattr(torch.Tensor, name), packet, packet.default):
+            found[operation] = instead
+    for name in ("conv1d", "conv2d", "conv3d"):
+        found[getattr(torch, name)] = _conv
+    for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+        found[getattr(torch, name)] = _conv_transpose
+    found[_aten.linear] = found[_aten.linear.default] = _linear
+    found[_aten.embedding] = found[_aten.embedding.default] = _aten_embedding
+    found[_aten.convolution] = found[_aten.convolution.default] = _convolution
+    for packet in (_aten.conv1d, _aten.conv2d, _aten.conv3d):
+        found[packet] = found[packet.default] = found[packet.padding] = _conv
+    for packet, overload in (
+        (_aten.conv_transpose1d, "default"),
+        (_aten.conv_transpose2d, "input"),
+        (_aten.conv_transpose3d, "input"),
+    ):
+        found[packet] = found[getattr(packet, overload)] = _conv_transpose
+    return found
+
+
+class Instead:
+    """What is called in place of an operation.
+
+    Arguments:
+        call: takes a Split and the operation's arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        _, *parameters = inspect.signature(call).parameters.values()
+        self._names = frozenset(each.name for each in parameters)
+        self._most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether it takes such arguments; the operation itself may take others, such as out=."""
+        return len(args) <= self._most and (not kwargs or kwargs.keys() <= self._names)
+
+
+INSTEAD = {operation: Instead(call) for operation, call in _spellings().items()}
