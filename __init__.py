@@ -7,9 +7,17 @@ at once.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipe import PipelineModule, export_checkpoint, import_checkpoint, named, read_checkpoint
+    from .pipe import PipelineModule, export_checkpoint, first_position, import_checkpoint, named, read_checkpoint
 
-__all__ = ["PipelineModule", "__version__", "export_checkpoint", "import_checkpoint", "named", "read_checkpoint"]
+__all__ = [
+    "PipelineModule",
+    "__version__",
+    "export_checkpoint",
+    "first_position",
+    "import_checkpoint",
+    "named",
+    "read_checkpoint",
+]
 
 __version__ = "0.1.0"
 

@@ -7,6 +7,7 @@ from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
 from .measure.steps import StepRecord
 from .module import PipelineModule
+from .stages.slices import first_position
 from .verify import Verification, VerificationError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "export_checkpoint",
+    "first_position",
     "import_checkpoint",
     "named",
     "read_checkpoint",

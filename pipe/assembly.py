@@ -26,6 +26,7 @@ from .placing import Ground, Placed, place_stages, prepare
 from .run.engine import Engine
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
+from .slicing import SlicedLoss
 from .stages.build import CutModel
 from .state import State
 from .training import Training
@@ -88,6 +89,7 @@ def assemble(
         recorders=connected.recorders,
         transports=connected.transports,
         update=connected.update,
+        sliced_loss=_sliced_loss(ground, placed),
     )
     stages_of = makers.stages()
     engine = makers.engine(TrainingWorker, placed.train, connected.update.ranks, stages_of)
@@ -141,6 +143,14 @@ def assemble(
             plan=layout.plan,
         ),
     )
+
+
+def _sliced_loss(ground: Ground, placed: Placed) -> SlicedLoss | None:
+    """In the process of the last stage, where microbatches are sliced."""
+    loss_fn, last = ground.settings.loss_fn, ground.layout.schedule.num_stages - 1
+    if loss_fn is None or not ground.slices or last not in placed.local_stages:
+        return None
+    return SlicedLoss(loss_fn, partial(placed.parts.output, training=True))
 
 
 def _evaluation(

@@ -15,6 +15,7 @@ from .batch.given import Given, check_arguments
 from .layout import Layout
 from .run.engine import check_runnable
 from .settings import Settings
+from .slicing import check_slicing
 
 if TYPE_CHECKING:
     from .auto import AutoLayout
@@ -53,6 +54,7 @@ class Building:
 
     def start(self, layout: Layout, example: Given | None) -> None:
         """Take a layout; with example inputs build the stages."""
+        check_slicing(layout, self._settings)
         check_runnable(layout.schedule, has_optimizer=self._settings.optimizer is not None)
         layout.sharding.check_optimizer(has_optimizer=self._settings.optimizer is not None)
         self.layout = layout

@@ -65,6 +65,7 @@ def choose_layout(
     mesh: Mapping[str, int] | str | None,
     num_microbatches: int | None,
     num_chunks: int | None,
+    num_slices: int | None,
     split_points: Sequence[str] | None,
     stages: Sequence[object] | None,
     recompute: RecomputeLike,
@@ -77,7 +78,8 @@ def choose_layout(
     Raises ValueError for options that exclude each other.
     """
     sizes = mesh_sizes(mesh)
-    decided: dict[str, object] = {"num_chunks": num_chunks, "split_points": split_points, "stages": stages}
+    decided: dict[str, object] = {"num_chunks": num_chunks, "num_slices": num_slices, "split_points": split_points}
+    decided["stages"] = stages
     check_data_parallel(data_parallel)
     decided |= {"recompute": None if recompute == "none" else recompute}
     decided |= {"data_parallel": None if data_parallel == "replicate" else data_parallel}
@@ -99,6 +101,7 @@ def choose_layout(
         mesh_order=mesh_order,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
+        num_slices=num_slices,
         split_points=split_points,
         recompute=recompute,
         data_parallel=data_parallel,
@@ -162,6 +165,7 @@ def layout_of_options(
     mesh_order: Sequence[str] | None,
     num_microbatches: int | None,
     num_chunks: int | None,
+    num_slices: int | None,
     split_points: Sequence[str] | None,
     recompute: RecomputeLike,
     data_parallel: str,
@@ -179,7 +183,12 @@ def layout_of_options(
     def make(world: World) -> Layout:
         axes = read_mesh(mesh, world, wanted=None if whole is None else whole.num_ranks, order=mesh_order)
         one = _build_schedule(
-            str(schedule), whole, num_ranks=axes.pipe, num_microbatches=num_microbatches, num_chunks=num_chunks
+            str(schedule),
+            whole,
+            num_ranks=axes.pipe,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            num_slices=num_slices,
         )
         replicated = replicate(one, axes.data)
         return Layout(
@@ -220,15 +229,27 @@ def _whole_schedule(schedule: ScheduleLike) -> Schedule | None:
 
 
 def _build_schedule(
-    name: str, whole: Schedule | None, *, num_ranks: int, num_microbatches: int | None, num_chunks: int | None
+    name: str,
+    whole: Schedule | None,
+    *,
+    num_ranks: int,
+    num_microbatches: int | None,
+    num_chunks: int | None,
+    num_slices: int | None,
 ) -> Schedule:
-    """The schedule of one pipeline; M and V beside a schedule that already has them must agree."""
+    """The schedule of one pipeline; sizes beside a schedule that already has them must agree."""
     if whole is None:
         return build(
             name,
             num_ranks=num_ranks,
             num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
             num_chunks=num_chunks,
+            num_slices=num_slices,
+        )
+    if num_slices is not None and num_slices != whole.num_slices:
+        raise ValueError(
+            f"num_slices={num_slices} for a schedule of {whole.num_slices} slices a microbatch: expected "
+            f"{whole.num_slices}, or leave it out"
         )
     if num_microbatches is not None and num_microbatches != whole.num_microbatches:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from .modes import Mode, StagesOf
 from .run.engine import Engine, LocalRank
 from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
+from .slicing import SlicedLoss
 from .stages.build import CutModel
 from .stages.compiled import Compiled, refuse_graphs, refuse_split
 from .stages.loss import UntrainedLeaves
@@ -36,6 +38,7 @@ class Makers:
     Arguments:
         local_stages: those of this process, ascending.
         recorders, transports: by local rank.
+        sliced_loss: on the last stage, of a schedule over slices: whether the loss computes the same of them.
     """
 
     layout: Layout
@@ -48,6 +51,7 @@ class Makers:
     recorders: Mapping[int, Recorder]
     transports: Mapping[int, Transport]
     update: Update
+    sliced_loss: SlicedLoss | None
 
     def stages(self) -> StagesOf:
         """By local rank and number; in one process each replica of a stage is one of its own."""
@@ -118,11 +122,14 @@ class Makers:
         """
         place, model_loss = self.layout.place, self.settings.model_loss
         replica, num_replicas = place.replica
+        sliced = self.sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
         return BatchReader(
             mode.schedule,
             inference=mode.inference,
             own=range(replica, mode.schedule.num_microbatches, num_replicas),
             example=like,
+            sequence=self.settings.sequence,
+            slices_agree=None if sliced is None else partial(sliced.expect, inference=mode.inference),
             has_loss=has_loss,
             model_loss=model_loss if has_loss else None,
             device=self.settings.device,
@@ -150,9 +157,12 @@ class Makers:
                 return False
             return self.settings.optimizer is None or any(one.optimizers.holds(leaf) for one in update.stages)
 
+        sliced = self.sliced_loss
         untrained = UntrainedLeaves(self.parts.train.stages[-1].module, is_trained)
 
         def loss_of(flat: Tensors, target: object, training: bool) -> LossValue:
+            if sliced is not None and training:
+                sliced.saw(flat, target)
             self.seeder.enter_loss()
             ends = untrained.before(flat)
             loss = read_loss(loss_fn(self.parts.output(flat, training=training), target))

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..partition.graph.batch_dims import check_batch_dims
+from ..partition.graph.batch_dims import check_batch_dims, parameter_names
 from ..partition.graph.model_loss import MODEL
 from .batch.given import CallReader, signature_of
 from .batch.model_loss import ModelLoss
+from .batch.sequence import SequenceOptions
 
 
 def check_model(
@@ -87,6 +88,13 @@ def call_reader(model: nn.Module | None, loss: object, batch_dims: object) -> Ca
     """The reader of what `train_step` and its likes are given; ValueError for wrong `batch_dims`."""
     has_target = loss is not None and not isinstance(loss, ModelLoss)
     return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(batch_dims, signature_of(model)))
+
+
+def sequence_options(model: nn.Module | None, lengths: Sequence[int] | None, dims: object) -> SequenceOptions:
+    """How sequences are cut; ValueError for wrong `slice_lengths` or `sequence_dims`."""
+    signature = signature_of(model)
+    read = check_batch_dims(dims, signature, option="sequence_dims", shared_by="slices of a microbatch")
+    return SequenceOptions(lengths=lengths, dims=read, names=parameter_names(signature))
 
 
 def refuse_beside(what: str, others: Mapping[str, object]) -> None:

@@ -38,6 +38,7 @@ from .model_options import (
     read_loss_option,
     refuse_float16_autocast,
     refuse_float16_parameters,
+    sequence_options,
 )
 from .parallel.sends import TensorAxis
 from .parallel.tensor_option import TensorParallelLike
@@ -66,6 +67,11 @@ class PipelineModule(RunFacts):
             All ranks pass the same batch.
         num_microbatches: M of the batch that a rank passes; 2P by default.
         num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
+        num_slices: n slices of a microbatch along the sequence, under schedules that take them (docs/slices.md); 2 by
+            default there. Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
+        slice_lengths: tokens of each slice; as equal as can be by default.
+        sequence_dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by
+            default; None: all slices of a microbatch get the argument whole.
         loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count). An nn.Module belongs to
             the last stage, which trains its parameters; its tensors are named `loss_fn.` and their names in it.
             "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
@@ -129,6 +135,9 @@ class PipelineModule(RunFacts):
         plan: PlanLike | None = None,
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
+        num_slices: int | None = None,
+        slice_lengths: Sequence[int] | None = None,
+        sequence_dims: Mapping[str | int, int | None] | None = None,
         loss_fn: Callable[[Any, Any], Any] | str | None = None,
         loss_weight: LossWeight | None = None,
         optimizer: OptimizerFactory | None = None,
@@ -168,6 +177,7 @@ class PipelineModule(RunFacts):
             seed=seed,
             device=device_of(root) if device is None else torch.device(device),
             timeout=timeout,
+            sequence=sequence_options(model, slice_lengths, sequence_dims),
             compile=read_compile(compile),
             on_step=on_step,
         )
@@ -181,6 +191,7 @@ class PipelineModule(RunFacts):
             tensor=TensorAxis(parallel=tensor_parallel, sends=tensor_sends),
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
+            num_slices=num_slices,
             split_points=split_points,
             stages=stages,
             recompute=recompute,

@@ -15,12 +15,15 @@ from torch import nn
 from ..comm import Collectives, Guard
 from ..partition.graph.forms import Arguments
 from .batch.agreement import check_agreement, describe
+from .batch.given import Given
+from .batch.sequence import Slice
 from .layout import Layout
 from .modes import Mode, wire
 from .parallel.group_shares import GroupShares, divide_over_group, refuse_divided
 from .parallel.sends import WholeOutputs
 from .parallel.tensor_option import read_tensor_parallel
 from .settings import Settings
+from .slicing import check_stages
 from .stages.build import CutModel, cut_model
 from .stages.ownership import Ownership
 from .stages.randomness import Seeder
@@ -39,8 +42,9 @@ class Ground:
     Arguments:
         model, stages: one of them.
         root: all modules of the model or stages.
-        example: arguments of one microbatch.
+        example: arguments of one microbatch, or of a slice of it, as stages run them.
         microbatch: their shapes and types.
+        whole, slices: a microbatch and its slices, where there are any.
         plain: a copy of the model to compare with, in the process of the last stage.
         verify: whether to keep what `Verifier` needs.
     """
@@ -54,6 +58,8 @@ class Ground:
     verify: bool
     example: Arguments
     microbatch: Signature
+    whole: Given
+    slices: Sequence[Slice]
     seeder: Seeder
     collectives: Collectives
     plain: PlainModule | None
@@ -102,6 +108,10 @@ def prepare(
     """
     schedule, place = layout.schedule, layout.place
     example = arguments.cut(schedule.num_microbatches // place.replica[1])[0]
+    whole, slices = Given(arguments=example), []
+    if schedule.num_slices > 1:
+        slices = settings.sequence.cut(whole, schedule.num_slices)
+        example = slices[0].given.arguments
     root = nn.ModuleList(stages) if model is None else model
     refuse_divided(root)
     judge = place.process_of(schedule.owners[-1][0], tensor=0)
@@ -118,6 +128,8 @@ def prepare(
         verify=verify,
         example=example,
         microbatch=Signature.of(example),
+        whole=whole,
+        slices=slices,
         seeder=Seeder(settings.seed, settings.device, runs_again=layout.recompute.runs_again, member=place.tensor[0]),
         collectives=collectives,
         plain=plain,
@@ -173,6 +185,8 @@ def place_stages(ground: Ground) -> Placed:
         for index in local_stages:
             parts.train.stages[index].module.to(settings.device)
             parts.evaluate.stages[index].module.to(settings.device)
+        if ground.slices:
+            check_stages(parts, local_stages, ground.whole, ground.slices, device=settings.device)
         _agree(ground, parts, tensor=f"{tensor}, sends {layout.tensor.sends}" if tensor.styles else "none")
         ownership.spread_from_first_owners(collectives)
     return Placed(
@@ -200,6 +214,7 @@ def _agree(ground: Ground, parts: CutModel, *, tensor: str) -> None:
         parts.names,
         ground.microbatch,
         seed=settings.seed,
+        slice_lengths=settings.sequence.lengths,
         max_grad_norm=settings.max_grad_norm,
         grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
         loss_fn=_kind_of_loss(settings),

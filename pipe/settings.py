@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 
 from ..partition.profiler.optimizers import OptimizerFactory
 from .batch.model_loss import ModelLoss
+from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .measure.steps import StepRecord
 from .update.optimizers import SchedulerFactory
 
@@ -30,6 +31,7 @@ class Settings:
     seed: int
     device: torch.device
     timeout: float
+    sequence: SequenceOptions = NO_SEQUENCE
     compile: Mapping[str, Any] | None = None
     on_step: Callable[[StepRecord], object] | None = None
 

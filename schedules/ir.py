@@ -365,18 +365,20 @@ class Schedule(Shown):
         return replace(self, edges=tuple(edges))
 
     def forward_only(self, *, num_microbatches: int | None = None) -> Schedule:
-        """The forwards of one batch alone, in the same order: what an evaluation runs.
+        """The forwards of one batch alone, in the same order, microbatches whole: what an evaluation runs.
 
         Arguments:
             num_microbatches: of a smaller batch; M by default.
         """
         batch = self.num_microbatches if num_microbatches is None else num_microbatches
-        indices = batch * self.num_slices
-        programs = tuple(tuple(a for a in p if a.op is Op.F and a.index < indices) for p in self.programs)
+        n = self.num_slices  # a microbatch stands where its first slice did
+        firsts = [[a for a in p if a.op is Op.F and a.index < batch * n and a.index % n == 0] for p in self.programs]
+        programs = tuple(tuple(a if n == 1 else a._replace(index=a.index // n) for a in own) for own in firsts)
         return replace(
             self,
             programs=programs,
             num_microbatches=batch,
+            num_slices=1,
             num_batches=1,
             weight_rule="flush",
             update_every=None,

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...pipe.stages.slices import first_position
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
@@ -76,7 +78,9 @@ class Embedding(nn.Module):
         nn.init.normal_(self.positions, std=_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions[: tokens.shape[1]])
+        start = first_position()  # above 0 for later slices of a sequence
+        positions = self.positions[start : start + tokens.shape[1]]
+        hidden: Tensor = self.dropout(self.tokens(tokens) + positions)
         return hidden
 
 

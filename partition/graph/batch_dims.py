@@ -22,16 +22,24 @@ def parameter_names(signature: inspect.Signature | None) -> list[str]:
     return [name for name, each in signature.parameters.items() if each.kind not in variable]
 
 
-def check_batch_dims(batch_dims: object, signature: inspect.Signature | None) -> BatchDims:
+def check_batch_dims(
+    batch_dims: object,
+    signature: inspect.Signature | None,
+    *,
+    option: str = "batch_dims",
+    shared_by: str = "microbatches",
+) -> BatchDims:
     """The option as given; ValueError for what it cannot be, and for names that no argument can have.
 
     Arguments:
         signature: of the model's forward; None: a chain, whose arguments have no names.
+        option: its name.
+        shared_by: what share an input without such a dimension.
     """
     if batch_dims is None:
         return {}
     if not isinstance(batch_dims, Mapping):
-        raise ValueError(f"batch_dims={batch_dims!r}: expected a dict, as in batch_dims={{'tokens': 1, 'mask': None}}")
+        raise ValueError(f"{option}={batch_dims!r}: expected a dict, as in {option}={{'tokens': 1, 'mask': None}}")
     names = parameter_names(signature)
     takes_any = signature is not None and any(
         each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()
@@ -39,17 +47,17 @@ def check_batch_dims(batch_dims: object, signature: inspect.Signature | None) ->
     for key, dim in batch_dims.items():
         if not (dim is None or (isinstance(dim, int) and not isinstance(dim, bool))):
             raise ValueError(
-                f"batch_dims[{key!r}]={dim!r}: expected the number of a dimension, or None for an input that all "
-                f"microbatches share"
+                f"{option}[{key!r}]={dim!r}: expected the number of a dimension, or None for an input that all "
+                f"{shared_by} share"
             )
         if isinstance(key, bool) or not isinstance(key, str | int) or (isinstance(key, int) and key < 0):
-            raise ValueError(f"batch_dims has the key {key!r}: expected an argument's name, or its position from 0")
+            raise ValueError(f"{option} has the key {key!r}: expected an argument's name, or its position from 0")
         if isinstance(key, int) or key == TARGET or takes_any or _first(key) in names:
             continue
         near = difflib.get_close_matches(_first(key), names, n=1, cutoff=0.5)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         known = ", ".join(map(repr, names)) if names else "positions, since this model takes positional arguments alone"
-        raise ValueError(f"batch_dims names {key!r}, which is no argument of the model: expected {known}{meant}")
+        raise ValueError(f"{option} names {key!r}, which is no argument of the model: expected {known}{meant}")
     return batch_dims
 
 
@@ -66,7 +74,7 @@ def with_dims(arguments: Arguments, batch_dims: BatchDims, names: Sequence[str])
     """
     dims = list(arguments.dims)
     for i, (path, x) in enumerate(zip(arguments.form.paths, arguments.tensors, strict=True)):
-        for key in _keys(path, names):
+        for key in keys_of(path, names):
             if key in batch_dims:
                 dim = batch_dims[key]
                 if dim is not None and not -x.dim() <= dim < x.dim():
@@ -79,7 +87,7 @@ def with_dims(arguments: Arguments, batch_dims: BatchDims, names: Sequence[str])
     return replace(arguments, dims=tuple(dims))
 
 
-def _keys(path: Sequence[str], names: Sequence[str]) -> list[str | int]:
+def keys_of(path: Sequence[str], names: Sequence[str]) -> list[str | int]:
     """Keys under which a tensor may be named, the most special ones first."""
     kind, first, *inner = path
     if kind == "[0]":

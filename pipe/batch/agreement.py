@@ -28,7 +28,7 @@ def describe(schedule: Schedule, names: Sequence[str], microbatch: Signature, **
     parts = [
         f"schedule {schedule.name!r} (order {order:08x})",
         f"P={schedule.num_ranks}",
-        f"M={schedule.num_microbatches}",
+        f"M={schedule.num_microbatches}{'' if schedule.num_slices == 1 else f', {schedule.num_slices} slices each'}",
         f"microbatches of {microbatch}",
         f"stages {'; '.join(names)}",
         *(f"{name}={value}" for name, value in options.items()),

@@ -11,6 +11,7 @@ import torch
 
 from ...partition.graph.units import StageModule
 from ..stages.autocast import Autocast
+from ..stages.slices import Span
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
 from .checksum import UNKNOWN
@@ -18,7 +19,7 @@ from .checksum import UNKNOWN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One batch, cut into M microbatches.
+    """One batch, cut into M microbatches, or all their slices: M n then stands for M here.
 
     Where data replicas have batches of their own, each rank has its own replica's microbatches, and takes the others to
     be of the same sizes; the losses that travel say what they really are.
@@ -30,13 +31,15 @@ class Batch:
         stages: [M] what all stages run.
         specs: [M] output specs of all stages.
         certain: [M] which gradients of the inputs of all stages always come.
-        sizes: [M] samples of each microbatch.
+        sizes: [M] samples of each microbatch; tokens of each slice.
         group_size: microbatches of one update group.
-        weights: [M] each microbatch's share of the samples of its update group, see `weigh`.
+        weights: [M] each microbatch's share of the samples (or tokens) of its update group, see `weigh`.
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
         checksums: of inputs and target, to be compared with those of other ranks; see `checksum`.
+        spans: [M] tokens of each slice; none where microbatches are whole.
+        num_slices: of a microbatch.
     """
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
@@ -52,14 +55,21 @@ class Batch:
     autocast: Autocast
     replica: tuple[int, int] = (0, 1)
     checksums: tuple[float, float] = (UNKNOWN, UNKNOWN)
+    spans: Sequence[Span] = ()
+    num_slices: int = 1
+
+    @property
+    def num_items(self) -> int:
+        """N: samples, or tokens of slices, that losses are means over."""
+        return sum(self.sizes)
 
     @property
     def num_samples(self) -> int:
-        """N."""
-        return sum(self.sizes)
+        """N without slices, and with them, too."""
+        return self.num_items // self.spans[0].total if self.spans else self.num_items
 
-    def group_samples(self, group: int) -> int:
-        """Samples of update group `group` of this batch."""
+    def group_items(self, group: int) -> int:
+        """Samples, or tokens of slices, of update group `group` of this batch."""
         return sum(self.sizes[group * self.group_size : (group + 1) * self.group_size])
 
 
@@ -140,8 +150,9 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
         counts = torch.zeros_like(total)
     bad = ~values.isfinite()
     first_bad = bad.to(torch.int8).argmax()
-    microbatch = torch.where(bad.any(), torch.tensor(order).to(first_bad)[first_bad], -1)
-    known = [sum(batch.sizes[k] for k in order), batch.group_samples(group), *batch.checksums]
+    number = torch.tensor([k // batch.num_slices for k in order]).to(first_bad)[first_bad]
+    microbatch = torch.where(bad.any(), number, -1)
+    known = [sum(batch.sizes[k] for k in order), batch.group_items(group), *batch.checksums]
     has_counts, *rest = torch.tensor([with_count[0], *known], dtype=torch.float64).to(values)
     return torch.stack([total, counts, has_counts, microbatch.to(values), values[first_bad], *rest])
 

@@ -12,10 +12,12 @@ from ...partition.graph.forms import Arguments
 from ...schedules import Schedule
 from ..stages.autocast import Autocast
 from ..stages.shapes import Inferred, InferredStages, Signature
+from ..stages.slices import Span
 from .batches import Batch, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
 from .given import Given, check_arguments, check_like_example
 from .model_loss import ModelLoss
+from .sequence import NO_SEQUENCE, SequenceOptions, Slice
 
 
 class Reads(NamedTuple):
@@ -33,6 +35,8 @@ class BatchReader:
         inference: of the stages' outputs.
         own: microbatches that the batch of a call holds: all, or those of this process's data replica.
         example: arguments that the stages were built for.
+        sequence: how microbatches are cut into slices, if they are.
+        slices_agree: called once with the first microbatch and its slices, where values are at hand.
         has_loss: whether one is computed.
         model_loss: of a model that returns its own loss: weighs the microbatches.
         reads: the model inputs that stages of this process read, and whether one reads the target; the others may be
@@ -50,6 +54,8 @@ class BatchReader:
         inference: InferredStages,
         own: range,
         example: Arguments,
+        sequence: SequenceOptions = NO_SEQUENCE,
+        slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
         has_loss: bool,
         model_loss: ModelLoss | None,
         device: torch.device,
@@ -62,6 +68,9 @@ class BatchReader:
         self._scales_loss = scales_loss
         self._own = own
         self._example = example
+        self._sequence = sequence
+        self._slices_agree = slices_agree
+        self._num_slices = schedule.num_slices
         self._has_loss = has_loss
         self._model_loss = model_loss
         self._device = device
@@ -70,7 +79,12 @@ class BatchReader:
         self._together = together
         self._group_size = schedule.group_size
         # Microbatches of other replicas are taken to be as large as one's own.
-        self._like = [k // own.step for k in range(schedule.num_microbatches)]
+        self._like = [
+            k // own.step * schedule.num_slices + q
+            for k in range(schedule.num_microbatches)
+            for q in range(schedule.num_slices)
+        ]
+        self._is_own = [k in own for k in range(schedule.num_microbatches) for _ in range(schedule.num_slices)]
 
     def read(self, given: Given, *, step: int) -> Batch:
         """The batch; ValueError for one that does not fit the pipeline."""
@@ -84,32 +98,51 @@ class BatchReader:
             if self._compares:
                 sums = checksum(arguments.tensors), checksum(given.target)
             parts = given.on(device).cut(len(own))
+            spans: list[Span] = []
+            lengths = [1] * len(parts)
+            if self._num_slices > 1:
+                parts, spans = self._slice(parts)
+                lengths = [span.end - span.start for span in spans]
             microbatches = [part.arguments for part in parts]
-            # They differ in their number of samples alone: one look at the stages for each of these.
-            by_size = {each.num_samples: each for each in microbatches}
+            # They differ in their number of samples (and tokens) alone: one look at the stages for each of these.
+            sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
+            by_size = dict(zip(sizes, microbatches, strict=True))
             stages_of = {size: self._inference.of(Signature.of(each)) for size, each in by_size.items()}
-            inferred = [stages_of[each.num_samples] for each in microbatches]
+            inferred = [stages_of[size] for size in sizes]
             self._refuse_float16(inferred)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:
                 targets = self._model_loss.weigh(microbatches)
-            sizes = [microbatches[j].num_samples for j in self._like]
+            items = [samples * length for samples, length in (sizes[j] for j in self._like)]
             columns = list(zip(*(each.tensors for each in microbatches), strict=True))
             return Batch(
-                inputs=[[column[j] if k in own else None for k, j in enumerate(self._like)] for column in columns],
+                inputs=[
+                    [column[j] if k else None for k, j in zip(self._is_own, self._like, strict=True)]
+                    for column in columns
+                ],
                 has_target=self._has_loss,
-                targets=[targets[j] if k in own else None for k, j in enumerate(self._like)],
+                targets=[targets[j] if k else None for k, j in zip(self._is_own, self._like, strict=True)],
                 stages=[inferred[j].stages for j in self._like],
                 specs=[inferred[j].specs for j in self._like],
                 certain=[inferred[j].certain for j in self._like],
-                sizes=sizes,
+                sizes=items,
                 group_size=self._group_size,
-                weights=weigh(sizes, self._group_size),
+                weights=weigh(items, self._group_size),
                 step=step,
                 autocast=Autocast.now(device.type),
                 replica=(own.start, own.step),
                 checksums=sums,
+                spans=[spans[j] for j in self._like] if spans else (),
+                num_slices=self._num_slices,
             )
+
+    def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Span]]:
+        """The slices of all microbatches."""
+        slices = [self._sequence.cut(each, self._num_slices) for each in microbatches]
+        if self._slices_agree is not None:
+            self._slices_agree(microbatches[0], slices[0])
+            self._slices_agree = None
+        return [part.given for each in slices for part in each], [part.span for each in slices for part in each]
 
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
         place = next((each.float16 for each in inferred if each.float16 is not None), None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,6 +33,7 @@ from ..batch.batches import Batch
 from ..parallel.tensor_group import settled
 from ..stages.presence import Gradients, pack, unpack
 from ..stages.randomness import Seeder
+from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
 from ..stages.wiring import Wiring
 from ..update.rank_update import RankUpdate
@@ -88,6 +90,9 @@ class _Sum:
     parts: int = 0
 
 
+_WHOLE = nullcontext()  # around an action of a whole microbatch
+
+
 class Worker(ABC):
     """One rank of the pipeline: its stages and its tensors.
 
@@ -116,7 +121,8 @@ class Worker(ABC):
         self._updates = updates
         self._device = device
         self._seeder = seeder
-        self._num_microbatches = schedule.num_microbatches
+        self._batch_indices = schedule.batch_indices
+        self._slices = KeptSlices(schedule.num_slices) if schedule.num_slices > 1 else None
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, modules[s], wiring) for s in stages}
@@ -151,7 +157,7 @@ class Worker(ABC):
     def specs(self, message: Message) -> list[TensorSpec]:
         """Layouts of the tensors of a message."""
         if message.kind in STAGE_KINDS:
-            number, k = divmod(message.index, self._num_microbatches)
+            number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
             return self._wiring.message_specs(message, batch.specs[k], batch.certain[k])
         return self._updates.specs(message)
@@ -181,6 +187,8 @@ class Worker(ABC):
         self._taken.clear()
         self._sums.clear()
         self.outputs.clear()
+        if self._slices is not None:
+            self._slices.drop()
         for stage in self._stages.values():
             stage.drop()
 
@@ -231,7 +239,7 @@ class TrainingWorker(Worker):
         if op is Op.U:
             self._updates.step(s, index)
             return
-        number, k = divmod(index, self._num_microbatches)
+        number, k = divmod(index, self._batch_indices)
         batch = self._updates.batches[number]
         if op is Op.W:
             if Action(s, Op.I, index) not in self._fused:
@@ -242,7 +250,8 @@ class TrainingWorker(Worker):
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             if op is Op.F:
-                with batch.autocast.again():  # a drain runs behind the context of train_step
+                slices = _WHOLE if self._slices is None else self._slices.forward(s, index, batch.spans[k])
+                with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         batch.stages[k][s],
@@ -263,7 +272,8 @@ class TrainingWorker(Worker):
                 gradients = self._output_gradients(s, index, len(batch.specs[k][s]))
                 group = index // batch.group_size
                 graded = (True,) if s == self._last else self._ports[s].graded
-                with batch.autocast.off():
+                slices = _WHOLE if self._slices is None else self._slices.backward(s, index, batch.spans[k])
+                with batch.autocast.off(), slices:
                     by_input = run(index, gradients, graded, group=group, autocast=batch.autocast)
                 self._hand_back(s, index, by_input, batch.certain[k][s])
         finally:

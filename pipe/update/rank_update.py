@@ -38,15 +38,15 @@ class RankUpdate:
         self.unsharding = unsharding
         self.batches: dict[int, Batch] = {}
         self._rank = rank
-        self._num_microbatches = schedule.num_microbatches
+        self._batch_indices = schedule.batch_indices
         self._group_size = schedule.group_size
         self._own: dict[int, dict[int, LossValue]] = {}
         self._summaries: dict[int, dict[int, torch.Tensor]] = {}
-        owners, size = schedule.owners[-1], schedule.group_size
-        self._last_owners = owners
+        last, size = schedule.num_stages - 1, schedule.group_size
+        self._last_owners = schedule.owners[last]
         self._num_own = [  # microbatches of each group of a batch whose last forward runs here
-            sum(owners[k % len(owners)] == rank for k in range(begin, begin + size))
-            for begin in range(0, schedule.num_microbatches, size)
+            sum(schedule.owner(last, k) == rank for k in range(begin, begin + size))
+            for begin in range(0, schedule.batch_indices, size)
         ]
 
     def enter(self, batch: Batch) -> None:
@@ -82,7 +82,7 @@ class RankUpdate:
 
     def note_loss(self, index: int, loss: LossValue) -> None:
         """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
-        number, k = divmod(index, self._num_microbatches)
+        number, k = divmod(index, self._batch_indices)
         group, within = index // self._group_size, k // self._group_size
         losses = self._own.setdefault(group, {})
         losses[k] = loss
@@ -92,11 +92,11 @@ class RankUpdate:
 
     def loss_gradient(self, index: int) -> torch.Tensor:
         """Gradient of the group's loss with respect to that of microbatch `index`."""
-        number, k = divmod(index, self._num_microbatches)
+        number, k = divmod(index, self._batch_indices)
         batch = self.batches[number]
         value, count = self._own[index // self._group_size][k]
         # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
-        weight = batch.weights[k] if count is None else 1.0 / batch.group_samples(k // self._group_size)
+        weight = batch.weights[k] if count is None else 1.0 / batch.group_items(k // self._group_size)
         return torch.full_like(value, weight * self.scale_of(index // self._group_size))
 
     def specs(self, message: Message) -> list[TensorSpec]:
@@ -105,7 +105,7 @@ class RankUpdate:
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
-        batch = self.batches[message.index * self._group_size // self._num_microbatches]
+        batch = self.batches[message.index * self._group_size // self._batch_indices]
         self._compare_batches(batch, message.src, tensors[0])
         self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
 
@@ -119,12 +119,12 @@ class RankUpdate:
         Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
         cannot be divided by.
         """
-        number, within = divmod(group * self._group_size, self._num_microbatches)
+        number, within = divmod(group * self._group_size, self._batch_indices)
         batch = self.batches[number]
         summaries = self._summaries[group]
         combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
         loss = read_loss_summary(combined, step=batch.step, must_be_finite=self.loss_scale is None)
-        return loss, loss.scale(batch.group_samples(within // self._group_size))
+        return loss, loss.scale(batch.group_items(within // self._group_size))
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
         """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""

@@ -226,4 +226,4 @@ class FlushRank(RankUpdate):
             samples, wait = self._samples
             wait()
             self._samples = None
-            self._factor = self.batches[0].num_samples / float(samples)
+            self._factor = self.batches[0].num_items / float(samples)

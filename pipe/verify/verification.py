@@ -199,7 +199,7 @@ class Verifier:
                 self._seeder,
                 entering=self._parts.entering,
                 step=step,
-                group_size=self._schedule.group_size,
+                group_size=self._schedule.group_size // self._schedule.num_slices,
                 loss_scale=self._loss_scale(),
                 evaluated=[one for one in microbatches if last[one.number % len(last)] in mine],
                 join=self._evaluation.join,

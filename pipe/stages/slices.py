@@ -1,0 +1,258 @@
+"""Causal attention over slices of the sequence: a stage keeps the keys and values of the slices before.
+
+    F(q)   attention  <---- keys, values of slices 0 .. q-1, kept by the stage, and of slice q
+    B(q)   gradients of its own keys and values, and what the backwards of slices q+1, q+2, ... have left for them
+
+Each slice has a graph of its own. It is cut where keys and values of other slices come in: there gradients wait for
+the backward of the slice that they belong to, which comes later, since backwards run from the last slice to the first.
+
+The attention that is understood is `F.scaled_dot_product_attention(..., is_causal=True)`, called by any module, also by
+nn.MultiheadAttention. It is noticed by its call, whoever makes it; the rest of a model must treat tokens one by one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+_attention = F.scaled_dot_product_attention
+_ATTENTION = frozenset({_attention, torch.ops.aten.scaled_dot_product_attention.default})
+_DROPOUT = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+
+
+class Span(NamedTuple):
+    """Tokens of one slice: `start` to `end` of a sequence of `total`."""
+
+    start: int
+    end: int
+    total: int
+
+
+class _Running(threading.local):
+    span: Span | None = None
+
+
+_running = _Running()
+
+
+def first_position() -> int:
+    """Position in its sequence of the first token that a module is given; above 0 for later slices of a microbatch.
+
+    For models with position embeddings of their own, within the forward of a module:
+
+        start = stagewright.first_position()
+        hidden = self.tokens(tokens) + self.positions[start : start + tokens.shape[1]]
+
+    The code between modules is recorded once, and must take positions from an input of the model instead.
+    """
+    return 0 if _running.span is None else _running.span.start
+
+
+class _Kept:
+    """Keys, or values, of one attention in one microbatch: [..., T, D], filled slice by slice."""
+
+    def __init__(self, like: Tensor, total: int) -> None:
+        self._all = like.new_empty((*like.shape[:-2], total, like.shape[-1]))
+        self.filled = 0
+        self._waiting: Tensor | None = None  # gradients of the first `.shape[-2]` tokens, from later slices
+
+    def with_slice(self, new: Tensor, span: Span) -> Tensor:
+        """Those of all tokens up to the end of the slice, whose own are written behind the others'."""
+        # .data: graphs of earlier slices hold the front of this memory, which stays as it is.
+        self._all.data[..., span.start : span.end, :] = new
+        self.filled = max(self.filled, span.end)
+        return self._all.data[..., : span.end, :]
+
+    def own_gradient(self, gradient: Tensor, span: Span) -> Tensor:
+        """The gradient of the slice's own from that of all up to its end; the rest waits."""
+        if self._waiting is not None:
+            if self._waiting.shape[-2] != span.end:
+                raise ValueError(_lost_gradient(self._waiting.shape[-2], span))
+            gradient = gradient + self._waiting
+        self._waiting = gradient[..., : span.start, :] if span.start else None
+        return gradient[..., span.start :, :]
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens at the front for which gradients wait."""
+        return 0 if self._waiting is None else self._waiting.shape[-2]
+
+
+class _Join(torch.autograd.Function):
+    """Keys or values of a slice behind those of the slices before it."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, kept: _Kept, span: Span) -> Tensor:
+        ctx.kept, ctx.span = kept, span
+        return kept.with_slice(new, span)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.kept.own_gradient(gradient, ctx.span), None, None
+
+
+_Call = tuple[object, int]  # the module that calls, and how often it has in this forward
+
+
+class _Microbatch:
+    """What one stage keeps of one microbatch, by call of attention."""
+
+    def __init__(self) -> None:
+        self.keys: dict[_Call, _Kept] = {}
+        self.values: dict[_Call, _Kept] = {}
+
+
+class _Attending(TorchFunctionMode):
+    """Within: causal attention of one slice sees the slices before it."""
+
+    def __init__(self, microbatch: _Microbatch, span: Span, *, drops: bool = True) -> None:
+        super().__init__()
+        self._microbatch = microbatch
+        self._span = span
+        self._drops = drops
+        self._calls: dict[object, int] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {} if kwargs is None else kwargs
+        if func in _ATTENTION:
+            return self._attend(*args, **given)
+        if func is F.multi_head_attention_forward:  # calls attention by itself, where modes do not look
+            with patch.object(F, "scaled_dot_product_attention", self._attend):
+                return func(*args, **given)
+        if func in _DROPOUT and not self._drops:
+            return args[0] if args else given["input"]
+        return func(*args, **given)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
+        options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)), **options}
+        masks, is_causal = options.pop("attn_mask", None) is not None, options.pop("is_causal", False)
+        span = self._span
+        if not self._drops:
+            options["dropout_p"] = 0.0
+        module, frame = _caller(sys._getframe(1))
+        if masks or not is_causal:
+            how = "a mask" if masks else "is_causal=False"
+            raise ValueError(
+                f"attention with {how} in {frame}, over slices of the sequence: expected "
+                f"F.scaled_dot_product_attention(query, key, value, is_causal=True), whose tokens need those before "
+                f"them alone; or a schedule without slices"
+            )
+        length = span.end - span.start
+        if query.shape[-2] != length or key.shape[-2] != length or value.shape[-2] != length:
+            raise ValueError(
+                f"attention over {query.shape[-2]} queries and {key.shape[-2]} keys in {frame}, of a slice of {length} "
+                f"tokens: expected the sequence in dimension -2 of query, key and value"
+            )
+        if length == span.total:
+            return _attention(query, key, value, is_causal=True, **options)
+        number = self._calls.get(id(module), 0)
+        self._calls[id(module)] = number + 1
+        call = (id(module), number)
+        kept_keys = _at(self._microbatch.keys, call, key, span, frame)
+        kept_values = _at(self._microbatch.values, call, value, span, frame)
+        keys, values = _Join.apply(key, kept_keys, span), _Join.apply(value, kept_values, span)  # type: ignore[no-untyped-call]
+        if span.start == 0:
+            return _attention(query, keys, values, is_causal=True, **options)
+        with patch.object(F, "scaled_dot_product_attention", _attention):  # the mask asks for it by name
+            return _attention(query, keys, values, attn_mask=causal_lower_right(length, span.end), **options)
+
+
+def _at(table: dict[_Call, _Kept], call: _Call, like: Tensor, span: Span, frame: str) -> _Kept:
+    """The place of this call; ValueError where an earlier slice did not make it."""
+    kept = table.get(call)
+    if kept is None and span.start == 0:
+        kept = table[call] = _Kept(like, span.total)
+    if kept is None or kept.filled < span.start:
+        raise ValueError(
+            f"attention in {frame} runs for the slice from token {span.start} on, and did not for the tokens before it "
+            f"(layers that are left out at random, or a graph a slice?): expected the same calls for all slices of a "
+            f"microbatch"
+        )
+    return kept
+
+
+def _caller(frame: FrameType | None) -> tuple[nn.Module | None, str]:
+    """The module within whose forward attention was called, and its name."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner, type(owner).__name__
+        frame = frame.f_back
+    return None, "a function"
+
+
+def _lost_gradient(waiting: int, span: Span) -> str:
+    return (
+        f"gradients of keys or values of {waiting} tokens wait, and the backward of the slice {span.start} to "
+        f"{span.end} is next: expected a loss that needs every slice of a microbatch"
+    )
+
+
+class KeptSlices:
+    """Keys and values that the stages of one rank keep, by stage and microbatch."""
+
+    def __init__(self, num_slices: int) -> None:
+        self._num_slices = num_slices
+        self._kept: dict[tuple[int, int], _Microbatch] = {}
+
+    @contextmanager
+    def forward(self, stage: int, index: int, span: Span) -> Iterator[None]:
+        """Around the forward of a slice."""
+        microbatch = self._kept.setdefault((stage, index // self._num_slices), _Microbatch())
+        with attending(microbatch, span):
+            yield
+
+    @contextmanager
+    def backward(self, stage: int, index: int, span: Span) -> Iterator[None]:
+        """Around its backward, which may run it again; behind that of the first slice nothing is kept.
+
+        Raises ValueError where gradients that later slices have left belong to none.
+        """
+        key = stage, index // self._num_slices
+        microbatch = self._kept[key]
+        with attending(microbatch, span):
+            yield
+        for kept in (*microbatch.keys.values(), *microbatch.values.values()):
+            if kept.num_waiting > span.start:
+                raise ValueError(_lost_gradient(kept.num_waiting, span))
+        if index % self._num_slices == 0:
+            del self._kept[key]
+
+    def drop(self) -> None:
+        """Forget all that is under way (after an error)."""
+        self._kept.clear()
+
+
+def new_microbatch() -> object:
+    """Room for the keys and values of one, for `attending`."""
+    return _Microbatch()
+
+
+@contextmanager
+def attending(microbatch: object, span: Span, *, drops: bool = True) -> Iterator[None]:
+    """Within: modules are given the tokens of `span`, and attend to those before them.
+
+    Arguments:
+        drops: whether dropout does anything.
+    """
+    before, _running.span = _running.span, span
+    try:
+        with _Attending(cast(_Microbatch, microbatch), span, drops=drops):
+            yield
+    finally:
+        _running.span = before

@@ -1,0 +1,305 @@
+"""Slices of the sequence: gradients equal those of one plain process on whole sequences; what would not is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stagewright import PipelineModule
+from stagewright.experiments.training.gpt import GPT, GPTConfig
+
+T, VOCABULARY = 12, 11
+
+
+def gpt(*, layers: int = 4, dropout: float = 0.0, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    config = GPTConfig(vocabulary=VOCABULARY, length=T, layers=layers, width=8, heads=2, dropout=dropout)
+    return GPT(config).double()
+
+
+def batch(samples: int = 4, length: int = T, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (samples, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def counted_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count): targets of 0 do not count."""
+    counts = targets != 0
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    return (losses * counts).sum(), counts.sum()
+
+
+@dataclass(frozen=True)
+class Reference:
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def plain(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any) -> Reference:
+    """One process, the whole batch at once."""
+    model = copy.deepcopy(model)
+    *inputs, target = inputs
+    loss = loss_fn(model(*inputs), target)
+    loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    loss.backward()
+    return Reference(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def largest_difference(pipe: PipelineModule, expected: Reference) -> float:
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert set(found) == set(expected.gradients)
+    return max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.gradients.items())
+
+
+def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> PipelineModule:
+    """The pipeline's loss and gradients are those of the plain model, below 1e-12; also a second time."""
+    expected = plain(model, loss_fn, *inputs)
+    pipe = PipelineModule(model, loss_fn=loss_fn, **{"mesh": {"pipe": 2}, "num_microbatches": 2, **options})
+    for _ in range(2):
+        result = pipe.forward_backward(*inputs)
+        assert result.loss == pytest.approx(expected.loss, abs=1e-13)
+        assert largest_difference(pipe, expected) < 1e-12
+        for _, parameter in pipe.named_parameters():
+            parameter.grad = None
+    return pipe
+
+
+def chain(**sizes: Any) -> nn.Sequential:
+    """The GPT's modules as they follow each other, which cost less to look at."""
+    model = gpt(**sizes)
+    return nn.Sequential(model.embedding, *model.blocks, model.head)
+
+
+def test_unequal_everything() -> None:
+    """Lengths, microbatches and both kinds of losses: every token weighs the same."""
+    for loss_fn in (mean_loss, counted_loss):
+        agrees(gpt(layers=1), loss_fn, *batch(samples=3), schedule="terapipe", num_slices=3, slice_lengths=[6, 4, 2])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        ("seq1f1b", {"num_slices": 3}),
+        ("seq1f1b", {"num_slices": 5, "num_microbatches": 1}),  # 12 tokens in slices of 3, 3, 2, 2, 2
+        ("seq1f1b", {"num_slices": 2, "num_chunks": 2}),
+        ("seq-zb-h1", {"num_slices": 3, "mesh": {"pipe": 3}}),
+        ("slimpipe", {"num_slices": 4, "num_microbatches": 4}),
+        ("seq1f1b", {"num_slices": 3, "recompute": "full"}),
+        ("seq-zb-h1", {"num_slices": 2, "recompute": "full"}),
+        ("seq1f1b", {"num_slices": 3, "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 1}),
+    ],
+    ids=str,
+)
+def test_gradients_equal_one_process(schedule: str, sizes: dict[str, Any]) -> None:
+    agrees(chain(), mean_loss, *batch(), schedule=schedule, **sizes)
+
+
+def test_verify_and_evaluation_take_whole_sequences() -> None:
+    model, (tokens, targets) = chain(layers=2), batch()
+    pipe = PipelineModule(
+        model, schedule="seq1f1b", num_slices=3, num_microbatches=2, mesh={"pipe": 2}, loss_fn=mean_loss, verify=True
+    )
+    plainly = model(tokens)
+    pipe.forward_backward(tokens, targets)
+    assert torch.equal(pipe.predict(tokens), plainly)
+    assert pipe.eval_step(tokens, targets).loss == pytest.approx(mean_loss(plainly, targets).item(), abs=1e-13)
+
+
+# --- other models that are right ---
+
+
+class Heads(nn.Module):
+    """Attention of nn.MultiheadAttention, with positions that the model is given; keys of fewer heads beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(T, 8)
+        self.heads = nn.MultiheadAttention(8, 2, dropout=0.0, batch_first=True)
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(positions)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        x = x + self.heads(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+        query = self.query(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        key = self.key(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        ).flatten(2)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_attention_of_other_modules_and_positions_as_an_input() -> None:
+    torch.manual_seed(0)
+    tokens, targets = batch()
+    positions = torch.arange(T).expand(4, T)
+    agrees(Heads().double(), mean_loss, tokens, positions, targets, schedule="seq1f1b", num_slices=2, mesh={"pipe": 1})
+
+
+# --- what cannot be right is refused, in words ---
+
+
+class Mixer(nn.Module):
+    """One layer between embedding and head, over [B, T, 8]."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.mix, self.own = mix, nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def attention(x: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), **options).transpose(1, 2).flatten(2)
+
+
+def silent_convolution() -> nn.Module:
+    """Sees the token before, with weights that are zero when the pipeline is built."""
+    layer = nn.Conv1d(8, 8, 2)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return Mixer(lambda x: layer(F.pad(x.transpose(1, 2), (1, 0))).transpose(1, 2), layer)
+
+
+class OwnPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(T, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions: Tensor = self.places(torch.arange(x.shape[1]))
+        return x + positions
+
+
+def by_hand(x: Tensor) -> Tensor:
+    scores = (x @ x.transpose(1, 2)).masked_fill(
+        ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf
+    )
+    return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: Mixer(attention), "attention with is_causal=False in Mixer, over slices of the sequence: expected"),
+        (
+            lambda: Mixer(
+                lambda x: attention(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
+            ),
+            "attention with a mask in Mixer",
+        ),
+        (
+            lambda: Mixer(by_hand),
+            r"output 0 of stage 0 .* is another one over slices of the sequence: of tokens 4 to 8",
+        ),
+        (silent_convolution, "of tokens 4 to 8 of 12 it differs by .* from that of the whole"),
+        (lambda: Mixer(lambda x: x.cumsum(1)), "of tokens 4 to 8 of 12"),
+        (lambda: Mixer(lambda x: x.flip(1)), "of tokens 0 to 4 of 12"),
+        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|is another one over slices|running_mean"),
+        (OwnPositions, "of tokens 4 to 8 .* stagewright.first_position"),
+        (
+            lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
+            "attention over 6 queries and 6 keys in Mixer, of a slice of 12 tokens",
+        ),
+    ],
+    ids=["bidirectional", "mask", "by-hand", "convolution", "sum", "reversed", "batchnorm", "positions", "windows"],
+)
+def test_models_whose_tokens_meet_elsewhere(layer: Callable[[], nn.Module], message: str) -> None:
+    torch.manual_seed(0)
+    tokens, targets = batch()
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), layer(), nn.Linear(8, VOCABULARY)).double()
+    pipe = PipelineModule(model, schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=mean_loss)
+    with pytest.raises(ValueError, match=message):
+        pipe.forward_backward(tokens, targets)
+
+
+def shifting_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return mean_loss(logits[:, :-1], tokens[:, 1:])
+
+
+def mean_of_some(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def last_token(logits: Tensor, targets: Tensor) -> Tensor:
+    return mean_loss(logits[:, -1:], targets[:, -1:])
+
+
+@pytest.mark.parametrize("loss_fn", [shifting_loss, mean_of_some, last_token])
+def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    pipe = PipelineModule(chain(layers=1), schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=loss_fn)
+    with pytest.raises(
+        ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 slices: expected a mean"
+    ):
+        pipe.forward_backward(*batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_slices": 13}, "a sequence of 12 tokens for num_slices=13"),
+        ({"num_slices": 2, "slice_lengths": [6, 5]}, r"slice_lengths=\[6, 5\] make 11 tokens, .* have 12"),
+        ({"num_slices": 2, "slice_lengths": [4, 4, 4]}, r"slice_lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
+        ({"slice_lengths": [6, 6.0]}, r"slice_lengths=\[6, 6.0\]: expected a list of tokens"),
+        (
+            {"sequence_dims": {0: 0}},
+            r"sequence_dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch",
+        ),
+        ({"sequence_dims": {0: "1"}}, r"sequence_dims\[0\]='1': expected the number of a dimension"),
+        ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
+        ({"schedule": "1f1b", "slice_lengths": [6, 6]}, "slice_lengths=.* for a schedule without slices"),
+        ({"recompute": "layer"}, "recompute= of layers or modules under schedule 'seq1f1b' over 2 slices"),
+        ({"loss_fn": "model"}, 'loss_fn="model" under schedule'),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    options = {"schedule": "seq1f1b", "num_microbatches": 2, "loss_fn": mean_loss, **options}
+
+    def build_and_run() -> None:
+        PipelineModule(chain(layers=1), **options).forward_backward(*batch())
+
+    with pytest.raises(ValueError, match=message):
+        build_and_run()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "target", "name"),
+    [
+        ((torch.zeros(4, T, dtype=torch.long), torch.zeros(4)), None, "input 1 has shape"),  # one number a sequence
+        ((torch.zeros(4, T, dtype=torch.long), torch.zeros(4, 3)), None, "input 1 has shape"),
+        ((torch.zeros(4, T, dtype=torch.long), torch.zeros(4, T, T)), None, "input 1 has shape"),  # a mask: two of them
+        ((torch.zeros(4, T, dtype=torch.long),), torch.zeros(4, dtype=torch.long), "the target has shape"),
+    ],
+    ids=["a-number", "another-size", "twice", "target"],
+)
+def test_where_the_sequence_stands_must_be_clear(inputs: tuple[Tensor, ...], target: Tensor | None, name: str) -> None:
+    target = torch.zeros(4, T, dtype=torch.long) if target is None else target
+
+    class Two(nn.Module):
+        def forward(self, tokens: Tensor, other: Tensor) -> Tensor:
+            return tokens.double().unsqueeze(-1) + other.sum()
+
+    model = gpt(layers=1) if len(inputs) == 1 else Two()
+    pipe = PipelineModule(model, schedule="seq1f1b", num_microbatches=2, loss_fn=mean_loss)
+    with pytest.raises(ValueError, match=rf"{name} .* and where in it the sequence .*stands is not clear"):
+        pipe.forward_backward(*inputs, target)
