@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from ..comm import Mesh, MeshPlace, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.builders.replicas import replicate
-from ..schedules.text import read_schedule
+from ..schedules.own import OwnLike, find_own, sizes_of
 from .model_options import refuse_beside
 from .parallel.sends import NO_TENSOR_AXIS, TensorAxis
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
@@ -26,7 +27,9 @@ from .stages.recompute import Recompute, RecomputeLike, read_recompute
 AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
 
-ScheduleLike = str | os.PathLike[str] | Schedule
+_SIZES = {"num_microbatches": "microbatches", "num_chunks": "stages a rank", "num_slices": "slices a microbatch"}
+
+ScheduleLike: TypeAlias = OwnLike
 PlanLike = Plan | str | os.PathLike[str]
 
 
@@ -176,20 +179,26 @@ def layout_of_options(
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
     A name or a file that does not exist is refused at once, before anybody looks for other ranks.
     """
-    whole = _whole_schedule(schedule)
-    if whole is None:
+    own = find_own(schedule, option="schedule=")
+    given = {"num_microbatches": num_microbatches, "num_chunks": num_chunks, "num_slices": num_slices}
+    whole: Schedule | None = None
+    if own is None:
         canonical_name(str(schedule))
+    elif not own.takes_ranks:
+        whole = own.build(given)
 
     def make(world: World) -> Layout:
-        axes = read_mesh(mesh, world, wanted=None if whole is None else whole.num_ranks, order=mesh_order)
-        one = _build_schedule(
-            str(schedule),
-            whole,
-            num_ranks=axes.pipe,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            num_slices=num_slices,
-        )
+        wanted = None if whole is None else whole.num_ranks
+        if own is not None and own.takes_ranks and not (own.needs_ranks or world.distributed or "pipe" in (mesh or {})):
+            wanted = own.build(given).num_ranks
+        axes = read_mesh(mesh, world, wanted=wanted, order=mesh_order)
+        sizes = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
+        otherwise = {"num_microbatches": 2 * axes.pipe}
+        if own is None:
+            one = build(str(schedule), **(otherwise | sizes))  # type: ignore[arg-type]
+        else:
+            one = own.build(otherwise | sizes if own.needs_ranks else sizes) if whole is None else whole
+            _check_sizes(one, sizes)
         replicated = replicate(one, axes.data)
         return Layout(
             schedule=replicated,
@@ -216,47 +225,16 @@ def read_plan(plan: PlanLike) -> Plan:
         raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
 
 
-def _whole_schedule(schedule: ScheduleLike) -> Schedule | None:
-    """A schedule that was given whole: itself, or from a file. None: it is a name."""
-    if isinstance(schedule, Schedule):
-        return schedule
-    if not isinstance(schedule, str | os.PathLike):
-        raise ValueError(f"schedule={schedule!r}: expected a name, a Schedule, or a .csv or .json file")
-    path = Path(schedule)
-    if isinstance(schedule, str) and path.suffix not in (".csv", ".json"):
-        return None
-    return read_schedule(path)
-
-
-def _build_schedule(
-    name: str,
-    whole: Schedule | None,
-    *,
-    num_ranks: int,
-    num_microbatches: int | None,
-    num_chunks: int | None,
-    num_slices: int | None,
-) -> Schedule:
-    """The schedule of one pipeline; sizes beside a schedule that already has them must agree."""
-    if whole is None:
-        return build(
-            name,
-            num_ranks=num_ranks,
-            num_microbatches=2 * num_ranks if num_microbatches is None else num_microbatches,
-            num_chunks=num_chunks,
-            num_slices=num_slices,
-        )
-    if num_slices is not None and num_slices != whole.num_slices:
+def _check_sizes(whole: Schedule, asked: Mapping[str, int]) -> None:
+    """P, M, V and n beside a schedule that has them must agree."""
+    has = sizes_of(whole)
+    for size, number in asked.items():
+        if number == has[size]:
+            continue
+        if size == "num_ranks":
+            raise ValueError(
+                f'mesh={{"pipe": {number}}} for a schedule of {has[size]} ranks: expected mesh={{"pipe": {has[size]}}}'
+            )
         raise ValueError(
-            f"num_slices={num_slices} for a schedule of {whole.num_slices} slices a microbatch: expected "
-            f"{whole.num_slices}, or leave it out"
+            f"{size}={number} for a schedule of {has[size]} {_SIZES[size]}: expected {has[size]}, or leave it out"
         )
-    if num_microbatches is not None and num_microbatches != whole.num_microbatches:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} for a schedule of {whole.num_microbatches}: "
-            f"expected {whole.num_microbatches}, or leave it out"
-        )
-    chunks = max(len(stages) for stages in whole.placement)
-    if num_chunks is not None and num_chunks != chunks:
-        raise ValueError(f"num_chunks={num_chunks} for a schedule with {chunks} stages a rank: expected {chunks}")
-    return whole

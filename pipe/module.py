@@ -60,7 +60,8 @@ class PipelineModule(RunFacts):
 
     Arguments:
         model: any module; cut between its own modules, which run as they are (docs/models.md).
-        schedule: a name (`stagewright.schedules.FAMILIES`), a Schedule, or a .csv or .json file; "1f1b" by default.
+        schedule: a name (`stagewright.schedules.FAMILIES`); a Schedule, Constraints, or a function that makes one; or
+            the file of one: "mine.csv", "mine.json", "mine.py:function" (docs/schedules.md). "1f1b" by default.
             "auto": the first batch is profiled on this machine, and the planner decides on schedule, cut, replicas
             and microbatches; `plan` then tells.
         plan: instead of a schedule: a Plan or its .json file (`stagewright plan`), with stages, ranks, recomputation.

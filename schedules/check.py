@@ -298,7 +298,9 @@ def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], positio
         path.append((rank, action, need))
         rank = needs.rank(need)
     cycle = path[[r for r, _, _ in path].index(rank) :]
-    lines = [f"deadlock: a cycle of {len(cycle)} rank{'s' if len(cycle) > 1 else ''}, each waiting for the next:"]
+    alone = len(cycle) == 1
+    waiting = "rank, which needs what it runs later" if alone else "ranks, each waiting for the next"
+    lines = [f"deadlock: a cycle of {len(cycle)} {waiting}:"]
     for r, action, need in cycle:
         program, at = schedule.programs[r], position[r]
         around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
@@ -307,7 +309,10 @@ def _describe_cycle(schedule: Schedule, needs: Needs, done: set[Action], positio
             f"  rank {r} at position {at} ({around}) waits for {need}, "
             f"at position {schedule.programs[other].index(need)} of rank {other}"
         )
-    lines.append(f"move {cycle[0][2]} before whatever waits for it, or {cycle[0][1]} later")
+    _, action, need = cycle[0]
+    lines.append(
+        f"move {need} in front of {action}" if alone else f"move {need} before whatever waits for it, or {action} later"
+    )
     return "\n".join(lines)
 
 

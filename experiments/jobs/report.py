@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...schedules.user_code import load
 from ...schedules.wording import count
-from ..user_code import load
 from . import plots, tables
 from .declaration import Declaration
 from .figure import Figure, ways

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ..user_code import check_call, load
+from ...schedules.user_code import check_call, load
 from .case import Case
 from .figure import Figure
 from .job import Assignment

@@ -15,7 +15,7 @@ from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.wording import count
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
-from ..schedule_files import FORMS, is_file, read
+from ..schedule_files import FORMS, is_file, is_function, read
 from ..tensor_options import read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
@@ -262,10 +262,11 @@ def make_schedule(options: TrainOptions) -> Schedule:
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
     if is_file(name):
-        for option in ("chunks", "microbatches"):
+        for option in () if is_function(name) else ("chunks", "microbatches"):
             if getattr(options, option) is not None:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
-        schedule = read(name, {"num_ranks": options.ranks})
+        sizes = {"num_ranks": options.ranks, "num_microbatches": options.microbatches, "num_chunks": options.chunks}
+        schedule = read(name, sizes, otherwise={"num_microbatches": DEFAULT_MICROBATCHES})
     else:
         schedule = build(
             name,

@@ -245,7 +245,7 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         (("simulate", "1f1b", "--csv", "mine.csv"), "expected a schedule's name or its file, once"),
         (("schedule", "mine.py:order"), "--schedule mine.py:order: there is no file mine.py"),
         (("schedule", "math:pi"), "--schedule math:pi: pi is a float: expected a function"),
-        (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a stagewright.schedules.Schedule"),
+        (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a Schedule"),
         (
             ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
             "--png nowhere/a.png: cannot write: expected a file in a folder that exists",
@@ -334,6 +334,9 @@ def order(num_ranks=2, num_microbatches=3):
 
 def deadlock():
     return Schedule.from_csv("0B0,0F0\\n1F0,1B0\\n")
+
+def few(action, so_far):
+    return action.op != "F" or so_far.in_flight < 2
 """
 
 
@@ -357,4 +360,11 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     found = simulated(capsys, str(tmp_path / "own_order.py:order"), "--microbatches", "5")
     assert found["num_microbatches"] == 5
     assert "--chunks 2 but" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:order"), "--chunks", "2")
+    text = answer(capsys, "schedule", str(tmp_path / "own_order.py:few"), "--ranks", "2", "--microbatches", "3")
+    assert text.startswith(build("1f1b", num_ranks=2, num_microbatches=3).grid())
+    drawn = tmp_path / "few.html"
+    words = ("--ranks", "2", "--microbatches", "3", "-o", str(drawn))
+    assert "few, predicted" in answer(capsys, "timeline", str(tmp_path / "own_order.py:few"), *words)
+    assert drawn.stat().st_size > 0
+    assert "expected --ranks and --microbatches" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:few"))
     assert "own_order.py:deadlock: deadlock" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:deadlock"))

@@ -12,8 +12,8 @@ from stagewright.experiments.jobs.case import Case, grid
 from stagewright.experiments.jobs.declaration import Declaration
 from stagewright.experiments.jobs.job import Changes, jobs_of
 from stagewright.experiments.jobs.selection import select
-from stagewright.experiments.user_code import load
 from stagewright.partition.quantities import bandwidth, latency
+from stagewright.schedules.user_code import load
 
 TEXT = """
 question = "Which one is faster?"

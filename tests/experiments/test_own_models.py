@@ -22,7 +22,7 @@ from stagewright.experiments.own_options import OwnOptions
 from stagewright.experiments.own_task import Batch, default_loss, make_loss
 from stagewright.experiments.training import pipeline
 from stagewright.experiments.training.recipe import learning_rate_curve
-from stagewright.experiments.user_code import UserCodeError, load
+from stagewright.schedules.user_code import UserCodeError, load
 
 MINE = """
     import torch

@@ -40,9 +40,12 @@ class Tower(nn.Module):
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown schedule": (
         {"schedule": "1f2b"},
-        r"unknown schedule '1f2b': expected one of gpipe, 1f1b, interleaved, looped-bfs.*; did you mean '1f1b'\?",
+        r"unknown schedule '1f2b': expected one of gpipe, 1f1b, .*interleaved, looped-bfs.*; did you mean '1f1b'\?",
     ),
-    "schedule of another type": ({"schedule": 3}, r"schedule=3: expected a name, a Schedule, or a \.csv or \.json"),
+    "schedule of another type": (
+        {"schedule": 3},
+        r"schedule=3: expected a name, a Schedule, Constraints, a function, or FILE\.csv",
+    ),
     "no microbatches": (
         {"num_microbatches": 0},
         r"num_microbatches=0 for schedule '1f1b': expected a whole number, at least 1",

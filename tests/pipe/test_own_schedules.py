@@ -5,7 +5,9 @@ Beside the same model in one plain process, float64.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Action, Costs, Schedule, ScheduleError, check, lower_bound, simulate
-from stagewright.schedules.constraints import B, Constraints, F, I, U, W, in_flight, in_order, in_turns
+from stagewright.schedules.constraints import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
 
 M = MICROBATCHES
 
@@ -151,6 +153,46 @@ def test_an_interlaced_schedule_trains_as_one_process_does(ranks: int, stages: i
     assert all(0 in own for own in schedule.placement)
     assert check(schedule).num_actions == 2 * M * stages
     agree(chain, schedule=schedule, split_points=["1", "2", "4"][: stages - 1], mesh=None)
+
+
+def one_and_one(num_ranks: int, num_microbatches: int) -> Constraints:
+    return Constraints(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        rules=[lambda s, m: B(s, m).right_after(F(s, m + num_ranks - 1 - s))],
+    )
+
+
+def few(action: Action, so_far: SoFar) -> bool:
+    return action.op is not F or so_far.in_flight < 2
+
+
+def test_rules_functions_and_filters_are_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "own_rules.py").write_text(
+        "from stagewright.schedules import build\n"
+        "def mine(num_ranks=2, num_microbatches=4):\n"
+        "    return build('gpipe', num_ranks=num_ranks, num_microbatches=num_microbatches)\n"
+    )
+    for schedule, mesh in (
+        (one_and_one(3, M), None),
+        (one_and_one, {"pipe": 3}),
+        (few, {"pipe": 2}),
+        (f"{tmp_path}/own_rules.py:mine", {"pipe": 3}),
+        (f"{tmp_path}/own_rules.py:mine", None),
+    ):
+        model = made(chain)
+        settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": mse_loss, "example_inputs": batch(0)[:1]}
+        pipe = PipelineModule(model, schedule=schedule, mesh=mesh, **settings)
+        x, y = batch(0)
+        assert pipe.forward_backward(x, y).loss == pytest.approx(mse_loss(model(x), y).item(), abs=1e-12)
+        assert pipe.num_ranks == (
+            2 if mesh is None and isinstance(schedule, str) else 3 if mesh is None else mesh["pipe"]
+        )
+    with pytest.raises(ValueError, match=r"num_microbatches=3 for a schedule of 4: expected 4"):
+        PipelineModule(made(chain), schedule=one_and_one(2, M), loss_fn=mse_loss, num_microbatches=3)
+    with pytest.raises(ValueError, match=r"schedule='nowhere\.py:f': there is no file nowhere\.py"):
+        PipelineModule(made(chain), schedule="nowhere.py:f", loss_fn=mse_loss)
 
 
 def differences(name: str) -> list[str]:

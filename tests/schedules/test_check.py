@@ -72,9 +72,9 @@ def test_a_rank_that_waits_for_itself() -> None:
         check(by_hand("0F0 0B1 0F1 0B0", microbatches=2))
     assert str(error.value) == dedent(
         """\
-        deadlock: a cycle of 1 rank, each waiting for the next:
+        deadlock: a cycle of 1 rank, which needs what it runs later:
           rank 0 at position 1 (0F0 [0B1] 0F1 0B0) waits for 0F1, at position 2 of rank 0
-        move 0F1 before whatever waits for it, or 0B1 later"""
+        move 0F1 in front of 0B1"""
     )
 
 

@@ -16,9 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..schedules.wording import count
+from .wording import count
 
 FORM = "package.module:function or file.py:function"
+
+
+def said(option: str, value: str) -> str:
+    """An option as it is typed: `--model m.py:small`, or, where its name ends so, `schedule='m.py:zigzag'`."""
+    return f"{option}{value!r}" if option.endswith("=") else f"--{option} {value}"
 
 
 class UserCodeError(Exception):
@@ -26,14 +31,14 @@ class UserCodeError(Exception):
 
 
 def load(option: str, value: str) -> Callable[..., Any]:
-    """The function that `--option value` names.
+    """The function that an option names, see `said`.
 
     Raises ValueError for another form, a module or function that is not there (with near matches), and for what cannot
     be called; UserCodeError where the module's own code fails.
     """
     where, colon, name = value.rpartition(":")
     if not (where and colon and name.isidentifier()):
-        raise ValueError(f"--{option} {value}: expected {FORM}, such as --{option} my_models:small")
+        raise ValueError(f"{said(option, value)}: expected {FORM}, such as {said(option, 'my_models:small')}")
     module = _file(option, value, Path(where)) if where.endswith(".py") else _module(option, value, where)
     try:
         found = getattr(module, name)
@@ -41,11 +46,11 @@ def load(option: str, value: str) -> Callable[..., Any]:
         known = [each for each, what in vars(module).items() if callable(what) and not each.startswith("_")]
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"expected a function of that name in {where}"
-        raise ValueError(f"--{option} {value}: {where} has no {name!r}: {hint}") from None
+        raise ValueError(f"{said(option, value)}: {where} has no {name!r}: {hint}") from None
     if not callable(found):
         raise ValueError(
-            f"--{option} {value}: {name} is {_kind(found)}: expected a function; write `def make(): return {name}` "
-            f"beside it, and give --{option} {where}:make"
+            f"{said(option, value)}: {name} is {_kind(found)}: expected a function; write `def make(): return {name}` "
+            f"beside it, and give {said(option, f'{where}:make')}"
         )
     function: Callable[..., Any] = found
     return function
@@ -60,7 +65,7 @@ def call(option: str, value: str, function: Callable[..., Any], *arguments: Any,
     try:
         return function(*arguments, **{name: its for name, its in options.items() if takes(function, name)})
     except Exception as error:
-        raise UserCodeError(f"--{option} {value} raised {type(error).__name__}") from error
+        raise UserCodeError(f"{said(option, value)} raised {type(error).__name__}") from error
 
 
 def check_call(
@@ -81,12 +86,12 @@ def check_call(
     ]
     if needed:
         raise ValueError(
-            f"--{option} {value}: needs {', '.join(needed)}, which nobody gives: expected "
+            f"{said(option, value)}: needs {', '.join(needed)}, which nobody gives: expected "
             f"{'a default' if len(needed) == 1 else 'defaults'}, or another function that calls this one"
         )
     if len(positional) < num_arguments and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise ValueError(
-            f"--{option} {value}: takes {count(len(positional), 'argument')}: expected a function of {num_arguments}"
+            f"{said(option, value)}: takes {count(len(positional), 'argument')}: expected a function of {num_arguments}"
         )
 
 
@@ -107,7 +112,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 def _module(option: str, value: str, name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"--{option} {value}: {name!r} is no module's name: expected {FORM}")
+        raise ValueError(f"{said(option, value)}: {name!r} is no module's name: expected {FORM}")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -116,9 +121,9 @@ def _module(option: str, value: str, name: str) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):  # an import within the module
-            raise UserCodeError(f"--{option} {value}: importing {name} failed") from error
+            raise UserCodeError(f"{said(option, value)}: importing {name} failed") from error
         raise ValueError(
-            f"--{option} {value}: there is no module {missing!r} in {here}, nor an installed one{_near(missing)}: "
+            f"{said(option, value)}: there is no module {missing!r} in {here}, nor an installed one{_near(missing)}: "
             f"expected {FORM}; type it in the folder that holds the module"
         ) from None
 
@@ -134,7 +139,7 @@ def _near(missing: str) -> str:
 
 def _file(option: str, value: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"--{option} {value}: there is no file {path}: expected {FORM}")
+        raise ValueError(f"{said(option, value)}: there is no file {path}: expected {FORM}")
     name = f"_stagewright_file_{path.stem}"  # an installed module may have the file's own name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
@@ -150,7 +155,7 @@ def _file(option: str, value: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserCodeError(f"--{option} {value}: running {path} failed") from error
+        raise UserCodeError(f"{said(option, value)}: running {path} failed") from error
     return module
 
 
