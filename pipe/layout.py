@@ -27,7 +27,7 @@ from .stages.recompute import Recompute, RecomputeLike, read_recompute
 AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
 
-_SIZES = {"num_microbatches": "microbatches", "num_chunks": "stages a rank", "num_slices": "slices a microbatch"}
+_SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
 
 ScheduleLike: TypeAlias = OwnLike
 PlanLike = Plan | str | os.PathLike[str]
@@ -195,7 +195,7 @@ def layout_of_options(
         sizes = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
         otherwise = {"num_microbatches": 2 * axes.pipe}
         if own is None:
-            one = build(str(schedule), **(otherwise | sizes))  # type: ignore[arg-type]
+            one = build(str(schedule), **(otherwise | sizes))
         else:
             one = own.build(otherwise | sizes if own.needs_ranks else sizes) if whole is None else whole
             _check_sizes(one, sizes)
@@ -236,5 +236,5 @@ def _check_sizes(whole: Schedule, asked: Mapping[str, int]) -> None:
                 f'mesh={{"pipe": {number}}} for a schedule of {has[size]} ranks: expected mesh={{"pipe": {has[size]}}}'
             )
         raise ValueError(
-            f"{size}={number} for a schedule of {has[size]} {_SIZES[size]}: expected {has[size]}, or leave it out"
+            f"{size}={number} for a schedule of {_SIZES[size].format(has[size])}: expected {has[size]}, or leave it out"
         )

@@ -66,8 +66,8 @@ class Own:
         """The checked schedule.
 
         Arguments:
-            sizes: num_ranks, num_microbatches, num_chunks, num_slices as they are asked for; a function gets those that it takes,
-                and what has sizes of its own keeps them.
+            sizes: num_ranks, num_microbatches, num_chunks, num_slices as they are asked for; a function gets those
+                that it takes, and what has sizes of its own keeps them.
 
         Raises ValueError for what makes no schedule, ScheduleError for a faulty one; both say which.
         """

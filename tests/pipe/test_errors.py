@@ -193,8 +193,8 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"mesh": {"pipe": 3}},
         r'mesh=\{"pipe": 3\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}',
     ),
-    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule with 1 stages a rank"),
-    "split backward": ("0F0,0I0,0W0\n", {}, r"0I0 in schedule 'plan': expected F and B"),
+    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule of 1 stages a rank"),
+    "weights first": ("0F0,0W0,0I0\n", {}, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 in front of 0W0"),
 }
 
 
