@@ -79,7 +79,6 @@ class Evaluation:
         self._model_loss = model_loss
         self._seeder = seeder
         self._num_microbatches = schedule.num_microbatches
-        self._least = max(map(len, schedule.owners))  # every replica of a stage has something to do
         self._training = training
         self._guard = guard
         self._collectives = collectives
@@ -166,4 +165,4 @@ class Evaluation:
         if self._num_replicas > 1:
             with self._guard.together():
                 fitting = min(self._collectives.gather(fitting, what="agreeing on the microbatches of an evaluation"))
-        return max(fitting * self._num_replicas, self._least)
+        return fitting * self._num_replicas

@@ -107,7 +107,7 @@ def place_collectives(
     orders = [
         sorted(own, key=lambda each: (own[each], each.op is not Op.UNSHARD, len(each.stages), each)) for own in ready
     ]
-    if not schedule.has_epilogue:
+    if schedule.has_backward and not schedule.has_epilogue:
         return tuple(tuple((at[each], each) for each in own) for at, own in zip(ready, orders, strict=True))
     order = _common_order(orders)
     placed: list[list[tuple[int, Collective]]] = [[] for _ in ready]

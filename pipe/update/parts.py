@@ -42,6 +42,11 @@ class StageParts:
         self._all = list(parts.values())
         self._ranks = self._all[0].division.ranks if self._all else ()
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether other stages of this rank use some of them."""
+        return bool(self._several)
+
     def begin_gather(self, *, on_through: Callable[[], None] | None = None) -> Callable[[], None]:
         """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters.
 

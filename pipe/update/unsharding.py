@@ -39,7 +39,8 @@ class Unsharding:
         stamp = self._recorder.clock.stamp
         stamps: list[Stamp] = [stamp()]
         if collective.op is Op.RESHARD:
-            stage.let_go()
+            if stage.stage not in self.awaited:  # else this program does not use it, and they go when it is through
+                stage.let_go()
             self._recorder.collective(collective, stamps[0], stamp())
             return
         gathered = stage.begin_gather(on_through=lambda: stamps.append(stamp()))
@@ -51,10 +52,9 @@ class Unsharding:
         self.awaited[stage.stage] = wait
 
     def whole(self, stage: int) -> None:
-        """Wait for the weights of a stage. Raises PipelineTimeout or PeerLost."""
-        wait = self.awaited.pop(stage, None)
-        if wait is not None:
-            wait()
+        """Wait for the weights of a stage, also among the parts of another. Raises PipelineTimeout or PeerLost."""
+        for each in [each for each in self.awaited if each == stage or self._stages[each].are_shared]:
+            self.awaited.pop(each)()
 
     def settle(self) -> None:
         """The program is through."""

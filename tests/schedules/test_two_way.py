@@ -123,6 +123,14 @@ def test_chimera_takes_any_number_of_microbatches(P: int) -> None:
         assert schedule.owners == tuple((s, P - 1 - s) for s in range(P))
 
 
+@pytest.mark.parametrize("M", range(1, 6))
+def test_weights_of_an_evaluation_are_gathered_in_one_order(M: int) -> None:
+    """Fewer microbatches than owners leave stages of a rank unused; all the same it gives its parts to the others."""
+    schedule = replicate(build("chimera", num_ranks=4, num_microbatches=4), 2).forward_only(num_microbatches=M)
+    both = tuple(Collective((stage,), op, 0) for stage in range(4) for op in (Op.UNSHARD, Op.RESHARD))
+    check_lowered(lower(schedule, sharing=Sharing(loss=True, collectives=both)))
+
+
 @pytest.mark.parametrize("name", TWO_WAY)
 @pytest.mark.parametrize("data", [1, 2])
 def test_sums_of_two_copies_begin_in_one_order(name: str, data: int) -> None:

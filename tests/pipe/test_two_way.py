@@ -1,0 +1,185 @@
+"""Two copies of each stage that stay in step (chimera, dualpipe), and a V whose first and last stage share a rank.
+
+layer    0    1    2    3    4    5    6    7       chimera on 4 ranks: stage s of two layers on ranks s and 3-s
+         a                             a            a: tied, of the first and the last stage
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import Op, Schedule
+
+WIDTH, STEPS, LIMIT = 4, 3, 0.05
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(4)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+    layers[7].weight = layers[0].weight
+    return nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers]).double()
+
+
+def make_batch(step: int, *, replica: int = 0) -> tuple[Tensor, Tensor]:
+    """Batches of different sizes, the first of each replica alike."""
+    generator = torch.Generator().manual_seed(10 * replica + step)
+    size = 11 + (2 * replica if step else 0)
+    x, y = (torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def whole_batch(step: int, num_replicas: int) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.cat(parts) for parts in zip(*(make_batch(step, replica=q) for q in range(num_replicas)), strict=True)
+    )
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def make_pipe(**options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": momentum, "max_grad_norm": LIMIT, "timeout": 30.0}
+    return PipelineModule(make_model(), **(settings | options))
+
+
+class Trained(NamedTuple):
+    """losses: of all steps; norms: before clipping; state: behind them; the others: of the first batch, evaluated."""
+
+    losses: list[float | None]
+    norms: list[float | None]
+    state: dict[str, Tensor]
+    evaluation: float | None
+    output: Tensor | None
+
+
+def alone(num_replicas: int = 1) -> Trained:
+    """One plain process."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        x, y = whole_batch(step, num_replicas)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    x, y = whole_batch(0, num_replicas)
+    output = model(x).detach()
+    return Trained(losses, norms, model.state_dict(), float(F.mse_loss(output, y)), output)
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+# --- in one process ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "P", "M"), [("chimera", 4, 4), ("chimera", 2, 3), ("chimera", 4, 1), ("dualpipe", 4, 8)], ids=str
+)
+def test_both_ways_in_one_process(schedule: str, P: int, M: int) -> None:
+    pipe = make_pipe(schedule=schedule, num_microbatches=M, mesh={"pipe": P})
+    results = [pipe.train_step(*make_batch(step)) for step in range(STEPS)]
+    x, y = make_batch(0)
+    evaluation, predicted = pipe.eval_step(x, y), pipe.predict(x)
+    wanted = alone()
+    assert [r.loss for r in results] == pytest.approx(wanted.losses, abs=1e-12)
+    assert [r.grad_norm for r in results] == pytest.approx(wanted.norms, abs=1e-12)
+    assert evaluation.loss == pytest.approx(wanted.evaluation, abs=1e-12)
+    assert_near(pipe.full_state_dict(), wanted.state)
+    for output in (evaluation.output, predicted):  # in the batch's order, whichever way it came
+        torch.testing.assert_close(output, wanted.output, rtol=0, atol=1e-12)
+
+
+# --- over processes ---
+
+
+class Rank(NamedTuple):
+    """What one rank has behind STEPS steps.
+
+    own: tensors that it holds; again: all weights behind a step, and behind the same step from a checkpoint;
+    one_sample: the loss of an evaluation; schedule, sums: of the measured timeline.
+    """
+
+    trained: Trained
+    own: dict[str, Tensor]
+    again: tuple[Tensor, ...]
+    one_sample: float | None
+    schedule: Schedule
+    sums: set[str]
+
+
+def train(options: dict[str, Any], num_replicas: int, folder: Path) -> Rank:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batches = [make_batch(step, replica=rank % num_replicas) for step in range(STEPS)]
+    pipe = make_pipe(mesh={"pipe": size // num_replicas, "data": num_replicas}, **options)
+    results = [pipe.train_step(*batch) for batch in batches]
+    evaluation = pipe.eval_step(*batches[0])
+    state = {name: tensor.clone() for name, tensor in pipe.full_state_dict().items()}
+    own = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    one_sample = pipe.eval_step(*(tensor[:1] for tensor in make_batch(0))).loss  # the way up has nothing to do
+    pipe.save(folder)
+    after = []
+    for _ in range(2):  # from here and, behind a load, from the checkpoint: momentum too
+        result = pipe.train_step(*batches[1])
+        after.append(torch.cat([tensor.flatten() for tensor in pipe.full_state_dict().values()]))
+        pipe.load(folder)
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    trained = Trained(losses, norms, state, evaluation.loss, evaluation.output)
+    timeline = result.timeline()
+    pipe.close()
+    together = {span.what for trace in timeline.ranks for span in trace.collectives}
+    sums = {str(each) for each in together if each.op is Op.REDUCE_GRAD}
+    return Rank(trained, own, tuple(after), one_sample, timeline.schedule, sums)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("options", "num_replicas", "ranks"),
+    [
+        ({"schedule": "chimera", "num_microbatches": 4, "verify": True}, 1, 4),
+        ({"schedule": "dualpipe", "num_microbatches": 4, "data_parallel": "zero1"}, 2, 4),
+        ({"schedule": "chimera", "num_microbatches": 3, "data_parallel": "fsdp"}, 2, 4),
+        ({"schedule": "dualpipe-v", "num_microbatches": 5}, 1, 2),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_copies_stay_in_step(
+    gloo: Pool, options: dict[str, Any], num_replicas: int, ranks: int, tmp_path: Path
+) -> None:
+    found = gloo.run(train, ranks=ranks, args=(options, num_replicas, tmp_path))
+    wanted = alone(num_replicas)
+    schedule = found[0].schedule
+    for rank, each in enumerate(found):
+        assert each.trained.losses == found[0].trained.losses
+        assert each.trained.losses == pytest.approx(wanted.losses, abs=1e-12)
+        assert each.trained.norms == pytest.approx(wanted.norms, abs=1e-12)
+        assert each.trained.evaluation == pytest.approx(wanted.evaluation, abs=1e-12)
+        assert_near(each.trained.state, wanted.state)
+        assert torch.equal(*each.again)
+        assert (each.trained.output is None) == (rank not in schedule.owners[-1])
+        if options.get("data_parallel") != "fsdp":  # there a rank has parts
+            for name, tensor in each.own.items():
+                assert torch.equal(tensor, found[0].trained.state[name]), f"{name} on rank {rank}"
+        first = [tensor[:1] for tensor in make_batch(0)]
+        model = make_model()
+        model.load_state_dict(each.trained.state)
+        assert each.one_sample == pytest.approx(float(F.mse_loss(model(first[0]), first[1]).detach()), abs=1e-12)
+    last = schedule.num_stages - 1
+    copies = len(schedule.owners[0])
+    # In a V one rank has both stages of the tied weight: it needs no message.
+    wanted_sums = {f"0+{last}REDUCE_GRAD0", *(f"{stage}REDUCE_GRAD0" for stage in range(last + 1))}
+    assert found[0].sums == (wanted_sums if copies > 1 else set())
