@@ -27,7 +27,7 @@ from .strict import count, number
 from .topology import Topology
 
 COST_MODELS = ("default", "pipedream")
-LOOPING = tuple(each.name for each in FAMILIES.values() if each.takes_chunks and not each.takes_slices)
+LOOPING = tuple(each.name for each in FAMILIES.values() if each.is_planned and each.takes_chunks)
 MAX_ACTIONS = 200_000  # of the simulation of a candidate
 
 

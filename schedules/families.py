@@ -47,6 +47,7 @@ class Family:
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
+        in_turn: whether stage s stands on rank s mod P alone, as plans have it: stages do not go back and forth.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
         weight_copies: ranks that hold each stage, without replicas.
@@ -62,6 +63,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     weight_rules: tuple[str, ...] = ("flush",)
     num_chunks: int = 1
+    in_turn: bool = True
     splits_backward: bool = False
     full_after: int | None = None
     weight_copies: int = 1
@@ -78,6 +80,11 @@ class Family:
     def takes_slices(self) -> bool:
         """Whether its microbatches are cut along the sequence."""
         return "num_slices" in self.options
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether plans may be made for it: its stages stand in turn, and a microbatch passes them whole."""
+        return self.in_turn and not self.takes_slices
 
     @property
     def takes_replicas(self) -> bool:

@@ -314,7 +314,8 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     """A lower bound of the step [s].
 
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
-    back to the first rank, which updates behind it.
+    back to the first rank, which updates behind it. Where the backward is split, what comes behind may be weight
+    gradients, and the way back takes no time that is known.
     """
     work, links = _work(c, s) * c.batch, float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
@@ -324,4 +325,6 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     head, tail = (
         np.concatenate([[0.0], np.cumsum(work + s.message[:front])]) for work in (s.forward[:front], s.backward[:front])
     )
+    if family(c.schedule).splits_backward:
+        return max(float((head + work + update).max()), links)
     return max(float((head + work + np.maximum(update, tail + update[0])).max()), links)

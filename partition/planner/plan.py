@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...schedules.registry import canonical_name, family
+from ...schedules.registry import FAMILIES, canonical_name, family
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
@@ -67,7 +67,8 @@ def plan(
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
         schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "pipedream")
-            change the training.
+            change the training. Those that split the backward are simulated with halves of the profile's backward, so
+            they are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules with several stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
@@ -102,6 +103,13 @@ def plan(
     _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
     wanted = (schedules,) if isinstance(schedules, str) else schedules
     names = _names("schedules", [canonical_name(name) for name in wanted])
+    for name in names:
+        if not family(name).is_planned:
+            known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
+            raise ValueError(
+                f"schedules: {name!r}: plans are for stages that stand on the ranks in turn, and for whole sequences: "
+                f"expected some of {known}"
+            )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
     sharding = _choices("optimizer_sharding", optimizer_sharding, SHARDING)
     ways = _tensor_sizes(source, cluster, tensor_sizes)

@@ -70,9 +70,12 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
     backward = Op.I if rules.split else Op.B
     rank_of[0].arrived[Op.F, 0] += [0.0] * num_microbatches
     choices = [rank.choose(0.0) for rank in ranks]
+    starts = [choice.start for choice in choices]
+    most_idle = 0.0
     for _ in range(num_microbatches * len(rank_of) * (3 if rules.split else 2)):
-        number = min(range(len(ranks)), key=lambda n: choices[n][0])
-        start, op, stage = choices[number]
+        start = min(starts)
+        number = starts.index(start)
+        _, op, stage = choices[number]
         if start == _NEVER:
             raise StuckError(f"all ranks wait for each other under {rules!r:.200}")
         rank = other = ranks[number]
@@ -82,9 +85,10 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
             other = rank_of[user]
             key = (backward if op is backward or stage == last else Op.F, user)
             other.arrived[key].append(end if other is rank else end + costs.latency[stage])
-        most_idle = max(each.idle for each in ranks)
-        for each in {rank.number: rank, other.number: other}.values():
-            choices[each.number] = each.choose(most_idle)
+        most_idle = max(most_idle, rank.idle)
+        for each in (rank,) if other is rank else (rank, other):
+            choices[each.number] = choice = each.choose(most_idle)
+            starts[each.number] = choice.start
     return Listed(
         programs=tuple(tuple(rank.program) for rank in ranks),
         span=max(rank.free - rank.first for rank in ranks),

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ..families import Family
-from ..ir import Op, Schedule
+from ..ir import Action, Op, Schedule
 from ..timing.costs import Costs, CostTable
 from .automatic import best_order, read_costs, read_memory
 from .greedy import Rules
 from .placements import cyclic_placement
+from .warmup import pair_up
 
 
 def zb_1p(
@@ -23,12 +24,12 @@ def zb_1p(
 ) -> Schedule:
     """The least span that a greedy search finds for given costs, under a memory limit of P activations.
 
-    Forwards ahead fill the time until the first gradient, as many as memory allows; then each rank takes what can start
-    first, a backward before a forward; W fill gaps that are long enough, and short ones where a rank has idled most, or
-    everywhere; a W makes room for a forward that has none. Tried are some slopes of the warm-up over the ranks, as
-    the paper tries its flags, and what has the least span is taken, of these the least makespan. There is no closed
-    form. Where there are P activations, M >= P and W takes no more than F and I, it has the span of ZB-H1, the least.
-    O(M P^2): a second or two at P=32, M=256.
+    Forwards ahead fill the time until the first gradient, as many as memory allows; then forwards and backwards take
+    turns, or each rank takes what can start first, a backward before a forward. W fill gaps that are long enough, and
+    short ones where a rank has idled most, or everywhere; a W makes room for a forward that has none. Tried are some
+    slopes of the warm-up over the ranks, as the paper tries its flags, and what has the least span is taken, of these
+    the least makespan. There is no closed form. Where there are P activations, M >= P and W takes no more than F and I,
+    it has the span of ZB-H1, the least. O(M P^2): some seconds at P=32, M=256.
 
     Arguments:
         memory_limit: most stage activations of a rank at once, at least 1; P where not given.
@@ -57,22 +58,33 @@ def zb_2p(
 
 def _automatic(name: str, num_microbatches: int, limit: float, table: CostTable, kept: float) -> Schedule:
     placement = cyclic_placement(num_ranks=len(table.latency), num_chunks=1)
-    return best_order(name, placement, num_microbatches, table, _candidates(table, limit, kept))
+    return best_order(name, placement, num_microbatches, table, _candidates(num_microbatches, table, limit, kept))
 
 
-def _candidates(table: CostTable, limit: float, kept: float) -> Iterator[Rules]:
+def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules]:
     """Warm-ups that fall by so many forwards from rank to rank: from 1F1B's to what fills the way of a microbatch."""
     before = len(table.latency) - 1  # ranks in front of the last
     forward, input_grad = (fmean(map(fmean, table.rows[op])) for op in (Op.F, Op.I))
     full = 1 + (input_grad + 2 * fmean(table.latency)) / forward
-    slopes = [1 + (full - 1) * step / 4 for step in range(5)] + [(limit - 1) / max(1, before)]
-    room = int(limit + 1e-9)
-    for caps in dict.fromkeys(
-        tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
-        for slope in slopes
-    ):
+    slopes = [*(1 + (full - 1) * step / 4 for step in range(5)), (limit - 1) / max(1, before)]
+    warmups = dict.fromkeys(_warmup(slope, before, int(limit + 1e-9)) for slope in slopes)
+    for warmup in warmups:
+        order = [_in_turn(rank, num_microbatches, first=first) for rank, first in enumerate(warmup)]
         for fills in (False, True):
-            yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
+            yield Rules(caps=warmup, memory_limit=limit, kept=kept, fills_small_gaps=fills, order=order)
+    for fills in (False, True):
+        caps = _warmup(full, before, int(limit + 1e-9))
+        yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
+
+
+def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
+    """Forwards of each rank in front of its first backward."""
+    return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
+
+
+def _in_turn(stage: int, num_microbatches: int, *, first: int) -> tuple[Action, ...]:
+    forwards, backwards = ([Action(stage, op, k) for k in range(num_microbatches)] for op in (Op.F, Op.I))
+    return pair_up(forwards, backwards, warmup=first - 1)
 
 
 ZB_1P, ZB_2P = (

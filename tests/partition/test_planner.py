@@ -125,6 +125,12 @@ def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
     [
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
         ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
+        (
+            {"schedules": "zb-v"},
+            r"'zb-v': plans are for stages that stand on the ranks in turn, .* some of gpipe, 1f1b",
+        ),
+        ({"schedules": ("1f1b", "hanayo")}, r"'hanayo': plans are for"),
+        ({"schedules": ("seq1f1b",)}, r"'seq1f1b': plans are for .* and for whole sequences"),
         ({"schedules": ()}, r"schedules=\(\): expected at least one name"),
         ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
         ({"recompute": ("half",)}, "recompute: 'half': expected some of none, full, layer, selective$"),
@@ -184,6 +190,25 @@ def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
     assert any("do not fit the memory or the schedule" in note for note in found.notes)
     with pytest.raises(ValueError, match=r"no configuration .* \(num_microbatches=2 under 2bw: expected at least 3"):
         plan(chain(6), FOUR, global_batch=2, schedules="2bw", pipeline_sizes=(4,), data_sizes=(1,))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "seconds"),
+    [
+        ("eager-1f1b", 4, 33),
+        ("zb-h1", 4, 27),
+        ("zb-h2", 4, 27),
+        ("zb-1p", 4, 27),
+        ("interleaved-zb", 2, 49),
+        ("gis", 2, 50),
+    ],
+)
+def test_every_schedule_in_turn_is_planned(name: str, stages: int, seconds: float) -> None:
+    """Eight microbatches, F = I = W = 1. No bound hides what a split backward gains over 1F1B."""
+    sizes = {"pipeline_sizes": (stages,), "data_sizes": (1,), "chunk_sizes": (2,)}
+    found = plan(chain(4), FOUR, global_batch=8, schedules=("1f1b", name), **sizes)
+    assert found.simulated_step_time == pytest.approx(seconds)
+    assert found.schedule == (name if seconds != 33 else "1f1b")
 
 
 def test_one_schedule_as_text() -> None:

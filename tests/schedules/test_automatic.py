@@ -29,7 +29,7 @@ def part_kept(hidden: float, heads: float) -> float:
 
 @pytest.mark.parametrize("row", rows("bubbles.csv"), ids=lambda row: f"P{row['ranks']:.0f}M{row['microbatches']:.0f}")
 def test_published_bubbles(row: dict[str, float]) -> None:
-    """Fixed orders to the four digits of the paper; automatic ones at or below its own, to the last digit."""
+    """Fixed orders to the four digits of the paper; automatic ones at or below its own."""
     costs = Costs(**{each: row[each] for each in ("forward", "input_grad", "weight_grad", "latency")})
     sizes = {"num_ranks": int(row["ranks"]), "num_microbatches": int(row["microbatches"])}
     for name in ("1f1b", "zb-h1"):
@@ -38,7 +38,7 @@ def test_published_bubbles(row: dict[str, float]) -> None:
     kept = part_kept(row["hidden"], row["heads"])
     one, two = (simulate(build(name, **sizes, costs=costs, kept=kept), costs) for name in ("zb-1p", "zb-2p"))
     assert round(one.span_bubble, 4) == row["zb-1p"]
-    assert round(two.span_bubble, 4) <= row["zb-2p"] + 1.01e-4
+    assert round(two.span_bubble, 4) <= row["zb-2p"]
 
 
 @pytest.mark.parametrize(("limit", "more"), [(1.25, 0.0039), (1.875, 0.0)])
@@ -49,6 +49,18 @@ def test_published_bubbles_under_a_memory_limit(limit: float, more: float) -> No
     kept = part_kept(5120, 40)
     schedule = build("zb-1p", num_ranks=16, num_microbatches=48, costs=costs, kept=kept, memory_limit=16 * limit)
     assert round(simulate(schedule, costs).span_bubble - published, 4) <= more
+
+
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 3), (4, 8), (5, 11)])
+def test_with_p_activations_it_is_zb_h1(P: int, M: int) -> None:
+    """The least span there is, for any W that takes no more than F and I."""
+    for F, I, W in ((1, 1, 1), (10, 11, 7), (2, 1, 1), (1, 2, 1)):
+        costs = Costs(forward=F, input_grad=I, weight_grad=W)
+        found, known = (
+            simulate(build(name, num_ranks=P, num_microbatches=M, **options), costs).span
+            for name, options in (("zb-1p", {"costs": costs}), ("zb-h1", {}))
+        )
+        assert found == known
 
 
 def test_published_bubble_of_the_v() -> None:

@@ -26,13 +26,18 @@ def slowed(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, ranks=ranks, measured=True)
 
 
+WITHOUT_A_FORM = ("zb-1p", "zb-2p", "hanayo")  # found by search; of M = P alone
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_stages_and_free_links_are_as_the_closed_form_says(name: str) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=8)
     timeline = simulate(schedule, COSTS)
     found = by_label(Exhibit(name=name, predicted=timeline, costs=COSTS))
-    assert found["closed form"].seconds == timeline.batch_seconds
-    assert found["closed form"].bubble == pytest.approx(timeline.bubble)
+    assert ("closed form" in found) == (name not in WITHOUT_A_FORM)
+    if "closed form" in found:
+        assert found["closed form"].seconds == timeline.batch_seconds
+        assert found["closed form"].bubble == pytest.approx(timeline.bubble)
     assert found["predicted"][1:3] == (timeline.batch_seconds, timeline.bubble)
     assert found["lower bound"].seconds <= timeline.batch_seconds + 1e-9
     assert found["lower bound"].bubble <= timeline.bubble + 1e-9
