@@ -234,22 +234,15 @@ class SlicedLoss:
             dim = sequence_dim(specs, spans, f"output {slot} of the model")
             parts = [self._outputs[q][slot] for q in range(len(spans))]
             flat.append(parts[0] if dim is None else torch.cat(parts, dim))
-        targets = [part.given.target for part in self._slices]
+        targets = [whole.target, *(part.given.target for part in self._slices)]
         columns = [tuple(flat), *(self._outputs[q] for q in range(len(spans)))]
         kept = [self._loss_fn] if isinstance(self._loss_fn, nn.Module) else []
         with torch.no_grad(), untouched(*kept, device=flat[0].device):
             try:
-                losses = [
-                    self._loss(each, target, torch.float64)
-                    for each, target in zip(columns, [whole.target, *targets], strict=True)
-                ]
-                tolerance = 1e-9
+                losses = [self._loss(*each, torch.float64) for each in zip(columns, targets, strict=True)]
             except (RuntimeError, TypeError, ValueError):  # a loss for one type of outputs alone
-                losses = [
-                    self._loss(each, target, None)
-                    for each, target in zip(columns, [whole.target, *targets], strict=True)
-                ]
-                tolerance = 1e-5 if losses[0][0].dtype in _TOLERANCE else 1e-2
+                losses = [self._loss(*each, None) for each in zip(columns, targets, strict=True)]
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(losses[0][0].dtype, 1e-2)
         (expected, count), *others = losses
         if count is None:
             found = sum(float(loss) * (s.end - s.start) / s.total for (loss, _), s in zip(others, spans, strict=True))

@@ -29,7 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 _attention = F.scaled_dot_product_attention
 _ATTENTION = frozenset({_attention, torch.ops.aten.scaled_dot_product_attention.default})
-_DROPOUT = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+_DROPOUT = frozenset(
+    {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+)
 
 
 class Span(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from ...comm import Collectives, Guard, MeshPlace
 from ...partition.graph.untouched import untouched
@@ -110,6 +111,7 @@ class Verifier:
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
+        self._refuse_dropout_of_slices()
         started = time.perf_counter()
         if self._plain is not None and is_shape_alone((given.arguments.tensors, given.target)):
             with self._guard.together():
@@ -155,6 +157,18 @@ class Verifier:
             seconds=time.perf_counter() - started,
             copy_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
         )
+
+    def _refuse_dropout_of_slices(self) -> None:
+        """ValueError for dropout where microbatches are sliced: the plain module runs them whole, with other masks."""
+        if self._schedule.num_slices == 1:
+            return
+        for name, module in self._parts.root.named_modules():
+            probability = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
+            if module.training and isinstance(probability, float) and probability > 0:
+                raise ValueError(
+                    f"verify over slices of the sequence, and {name} ({type(module).__name__}) drops out: whole "
+                    f"microbatches draw other masks than their slices. Expected dropout of 0 while a batch is verified"
+                )
 
     def _look_at_regions(self) -> str | None:
         """Error of a module that this process's tensor group divides. Collective over the group."""

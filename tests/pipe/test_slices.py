@@ -2,84 +2,40 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pool import Pool
+from support.sliced import (
+    VOCABULARY,
+    T,
+    batch,
+    chain,
+    counted_loss,
+    difference,
+    gpt,
+    mean_loss,
+    of_this_rank,
+    piped,
+    plainly,
+)
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
-from stagewright.experiments.training.gpt import GPT, GPTConfig
-
-T, VOCABULARY = 12, 11
 
 
-def gpt(*, layers: int = 4, dropout: float = 0.0, seed: int = 0) -> GPT:
-    torch.manual_seed(seed)
-    config = GPTConfig(vocabulary=VOCABULARY, length=T, layers=layers, width=8, heads=2, dropout=dropout)
-    return GPT(config).double()
-
-
-def batch(samples: int = 4, length: int = T, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (samples, length + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def counted_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count): targets of 0 do not count."""
-    counts = targets != 0
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    return (losses * counts).sum(), counts.sum()
-
-
-@dataclass(frozen=True)
-class Reference:
-    loss: float
-    gradients: dict[str, Tensor]
-
-
-def plain(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any) -> Reference:
-    """One process, the whole batch at once."""
-    model = copy.deepcopy(model)
-    *inputs, target = inputs
-    loss = loss_fn(model(*inputs), target)
-    loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-    loss.backward()
-    return Reference(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def largest_difference(pipe: PipelineModule, expected: Reference) -> float:
-    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-    assert set(found) == set(expected.gradients)
-    return max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.gradients.items())
-
-
-def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> PipelineModule:
+def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     """The pipeline's loss and gradients are those of the plain model, below 1e-12; also a second time."""
-    expected = plain(model, loss_fn, *inputs)
+    expected = plainly(model, loss_fn, *inputs)
     pipe = PipelineModule(model, loss_fn=loss_fn, **{"mesh": {"pipe": 2}, "num_microbatches": 2, **options})
     for _ in range(2):
-        result = pipe.forward_backward(*inputs)
-        assert result.loss == pytest.approx(expected.loss, abs=1e-13)
-        assert largest_difference(pipe, expected) < 1e-12
-        for _, parameter in pipe.named_parameters():
-            parameter.grad = None
-    return pipe
-
-
-def chain(**sizes: Any) -> nn.Sequential:
-    """The GPT's modules as they follow each other, which cost less to look at."""
-    model = gpt(**sizes)
-    return nn.Sequential(model.embedding, *model.blocks, model.head)
+        found = piped(pipe, *inputs)
+        assert found.loss == pytest.approx(expected.loss, abs=1e-13)
+        assert set(found.gradients) == set(expected.gradients)
+        assert difference(found, expected) < 1e-12
 
 
 def test_unequal_everything() -> None:
@@ -111,10 +67,49 @@ def test_verify_and_evaluation_take_whole_sequences() -> None:
     pipe = PipelineModule(
         model, schedule="seq1f1b", num_slices=3, num_microbatches=2, mesh={"pipe": 2}, loss_fn=mean_loss, verify=True
     )
-    plainly = model(tokens)
+    expected = model(tokens)
     pipe.forward_backward(tokens, targets)
-    assert torch.equal(pipe.predict(tokens), plainly)
-    assert pipe.eval_step(tokens, targets).loss == pytest.approx(mean_loss(plainly, targets).item(), abs=1e-13)
+    assert torch.equal(pipe.predict(tokens), expected)
+    assert pipe.eval_step(tokens, targets).loss == pytest.approx(mean_loss(expected, targets).item(), abs=1e-13)
+    dropping = chain(layers=2, dropout=0.1)
+    pipe = PipelineModule(dropping, schedule="seq1f1b", num_microbatches=2, loss_fn=mean_loss, verify=True)
+    with pytest.raises(ValueError, match=r"verify over slices of the sequence, and 0\.dropout"):
+        pipe.forward_backward(tokens, targets)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
+def test_over_processes(gloo: Pool, schedule: str) -> None:
+    options = {"schedule": schedule, "num_slices": 3, "slice_lengths": [5, 4, 3], "mesh": {"pipe": 2}}
+    by_rank = gloo.run(of_this_rank, ranks=2, args=(options,))
+    names = set()
+    for loss, gradients, own in by_rank:
+        assert loss < 1e-13
+        assert gradients < 1e-12
+        names |= own
+    assert names == {name for name, _ in chain().named_parameters()}
+
+
+def test_dropout_does_not_depend_on_the_cut_or_on_recomputation() -> None:
+    """Masks are drawn by slice: two stages, three, and a stage that runs again make the same to the last bit."""
+    made = [
+        piped(
+            PipelineModule(
+                chain(dropout=0.3), schedule=schedule, num_slices=3, num_microbatches=2, loss_fn=mean_loss, **options
+            ),
+            *batch(),
+        )
+        for schedule, options in (
+            ("seq1f1b", {"mesh": {"pipe": 2}}),
+            ("terapipe", {"mesh": {"pipe": 3}}),
+            ("seq1f1b", {"mesh": {"pipe": 2}, "recompute": "full"}),
+        )
+    ]
+    masked = plainly(chain(), mean_loss, *batch())
+    assert made[0].loss != masked.loss
+    for other in made[1:]:
+        assert other.loss == made[0].loss
+        assert all(torch.equal(other.gradients[name], made[0].gradients[name]) for name in made[0].gradients)
 
 
 # --- other models that are right ---
