@@ -12,6 +12,7 @@ from .lowering.lower import lower
 from .messages import Message, MessageKind
 from .program import Lowered
 from .registry import FAMILIES, build, canonical_name, family
+from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
@@ -26,6 +27,7 @@ from .timing.timeline import Idle, RankTrace, Span, Timeline
 __all__ = [
     "FAMILIES",
     "Action",
+    "CausalSeconds",
     "Change",
     "Collective",
     "Costs",
@@ -62,11 +64,14 @@ __all__ = [
     "check_lowered",
     "compare",
     "critical_path",
+    "equal_work_lengths",
     "family",
     "find_stragglers",
     "ideal_makespan",
     "lower",
     "lower_bound",
     "memory_curves",
+    "shortest_lengths",
     "simulate",
+    "slice_seconds",
 ]

@@ -17,7 +17,7 @@ def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> S
     over n. A latency of c adds 2c(P-1).
 
     Every rank holds M n slices, as much as GPipe's M microbatches. Of a causal model slices of equal length
-    do not cost the same, since later ones attend to more: `slicing` chooses lengths.
+    do not cost the same, since later ones attend to more: `shortest_lengths` chooses theirs.
 
     Arguments:
         num_slices: n, of a microbatch.

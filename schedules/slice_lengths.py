@@ -1,0 +1,166 @@
+"""How long the slices of a sequence should be, where later ones attend to more.
+
+tokens    0           T      causal attention: token i sees i + 1 tokens, so slices of equal length take longer and
+equal     |--|--|--|--|      longer, and the longest one sets the pace of the pipeline
+by work   |---|--|--|-|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+SliceCost = Callable[[int, int], float]  # (tokens of a slice, tokens before it) -> seconds
+_Table = np.ndarray  # [K + 1, K + 1] seconds of a slice from unit s up to unit e; infinite where there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalSeconds:
+    """Seconds of a slice on a stage: fixed + per_token * l + per_pair * l * (offset + l / 2).
+
+    Each of its l tokens attends to the `offset` tokens before the slice, and to half of the slice.
+
+    >>> CausalSeconds(per_token=1.0, per_pair=0.5)(4, 2)
+    12.0
+    """
+
+    per_token: float
+    per_pair: float = 0.0
+    fixed: float = 0.0
+
+    def __call__(self, length: int, offset: int) -> float:
+        return self.fixed + self.per_token * length + self.per_pair * length * (offset + length / 2)
+
+
+def slice_seconds(lengths: Sequence[int], seconds: SliceCost) -> list[float]:
+    """Seconds of each slice; M times in a row they are `index_factors` of `Costs(forward=1.0, ...)`.
+
+    >>> slice_seconds([3, 1], CausalSeconds(per_token=1.0, per_pair=2.0))
+    [12.0, 8.0]
+    """
+    offsets = [0, *accumulate(lengths)]
+    return [seconds(length, offset) for length, offset in zip(lengths, offsets, strict=False)]
+
+
+def equal_work_lengths(total: int, num_slices: int, seconds: SliceCost, *, multiple: int = 1) -> tuple[int, ...]:
+    """The lengths whose longest slice takes the least seconds; of such, those that take the least together.
+
+    What Seq1F1B wants, in which the longest slice sets the pace. O(n K^2) for K = total / multiple.
+
+    Arguments:
+        total: tokens of a sequence, T.
+        num_slices: n.
+        seconds: of a slice, such as `CausalSeconds`.
+        multiple: of which each length is one.
+
+    Raises ValueError for sizes that make no slices.
+
+    >>> equal_work_lengths(16, 4, CausalSeconds(per_token=1.0, per_pair=1.0))
+    (7, 4, 3, 2)
+    """
+    table = _table(total, seconds, multiple, at_least=num_slices)
+    least = _fewest(table, num_slices, np.maximum).least
+    return _lengths(_fewest(np.where(table <= least, table, np.inf), num_slices, np.add), multiple)
+
+
+def shortest_lengths(
+    total: int,
+    seconds: SliceCost,
+    *,
+    num_ranks: int,
+    num_microbatches: int = 1,
+    num_slices: int | None = None,
+    multiple: int = 1,
+) -> tuple[int, ...]:
+    """The lengths under which all slices pass P equal stages soonest: TeraPipe's dynamic programme.
+
+    P stages take M (t1 + ... + tn) + (P - 1) max(t1, ..., tn): each slice waits for the longest in front of it once. So
+    for each longest slice that is possible the sum is made least, over all cuts (TeraPipe, section 3.3, where it is
+    approximate; here every length of a slice is tried). Under the `terapipe` schedule the makespan is just that, with
+    seconds of F + B where B is a multiple of F.
+
+    Arguments:
+        num_slices: n; None: as many as are best, which a fixed cost of a slice limits.
+        others: as in `equal_work_lengths`.
+
+    O(K^3) for each of at most K^2 longest slices, K = total / multiple; those that cannot be best are left out.
+    """
+    table = _table(total, seconds, multiple, at_least=num_slices or 1)
+    best = np.inf
+    found: tuple[int, ...] = (total,)
+    together = _sums(table, num_slices).least  # no order of slices takes less
+    for longest in np.unique(table[np.isfinite(table)]):
+        if num_microbatches * together + (num_ranks - 1) * longest >= best:
+            break
+        cut = _sums(np.where(table <= longest, table, np.inf), num_slices)
+        makespan = num_microbatches * cut.least + (num_ranks - 1) * longest
+        if makespan < best:
+            best, found = makespan, _lengths(cut, multiple)
+    return found
+
+
+class _Cut(NamedTuple):
+    """The least of what was asked for, and where the slices of that cut end."""
+
+    least: float
+    ends: list[int]
+
+
+def _table(total: int, seconds: SliceCost, multiple: int, *, at_least: int) -> _Table:
+    for name, value in (("total", total), ("multiple", multiple), ("num_slices", at_least)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
+    units = total // multiple
+    if total % multiple or units < at_least:
+        raise ValueError(
+            f"{total} tokens for {at_least} slices whose lengths are multiples of {multiple}: expected a multiple of "
+            f"{multiple}, of at least {at_least * multiple}"
+        )
+    table = np.full((units + 1, units + 1), np.inf)
+    for start in range(units):
+        for end in range(start + 1, units + 1):
+            table[start, end] = seconds((end - start) * multiple, start * multiple)
+    if not (table[np.isfinite(table)] >= 0).all() or np.isnan(table).any():
+        raise ValueError("seconds= returned less than 0, or no number: expected seconds of a slice")
+    return table
+
+
+def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray]) -> _Cut:
+    """The least of `together` over all slices, for exactly so many."""
+    units = len(table) - 1
+    least = table[0]
+    ways: list[np.ndarray] = []
+    for _ in range(num_slices - 1):
+        each = together(least[:, None], table)
+        ways.append(each.argmin(axis=0))
+        least = each.min(axis=0)
+    ends = [units]
+    for way in reversed(ways):
+        ends.append(int(way[ends[-1]]))
+    return _Cut(float(least[units]), ends[::-1])
+
+
+def _sums(table: _Table, num_slices: int | None) -> _Cut:
+    """The least sum; for any number of slices where none is given."""
+    if num_slices is not None:
+        return _fewest(table, num_slices, np.add)
+    units = len(table) - 1
+    least = np.full(units + 1, np.inf)
+    least[0] = 0.0
+    way = np.zeros(units + 1, dtype=int)
+    for end in range(1, units + 1):
+        each = least[:end] + table[:end, end]
+        way[end] = each.argmin()
+        least[end] = each[way[end]]
+    ends = [units]
+    while way[ends[-1]]:
+        ends.append(int(way[ends[-1]]))
+    return _Cut(float(least[units]), ends[::-1])
+
+
+def _lengths(cut: _Cut, multiple: int) -> tuple[int, ...]:
+    return tuple((end - start) * multiple for start, end in pairwise([0, *cut.ends]))
