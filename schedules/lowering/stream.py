@@ -17,6 +17,7 @@ from ..ir import Action, Collective, Op, Schedule, ScheduleError
 from ..messages import RECEIVES_AHEAD, STAGE_KINDS, Message, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..versions import derive_versions
+from .calls import check_calls, parts_of
 from .lower import lower
 
 
@@ -83,9 +84,9 @@ def make_stream(schedule: Schedule, *, sharing: Sharing, receives_ahead: int = R
         )
     calls = [_calls(schedule, rank) for rank in range(schedule.num_ranks)]
     lowered = lower(schedule, sharing=sharing, receives_ahead=receives_ahead, calls=calls)
-    _check_calls(lowered)  # first: it says why a receive can't be posted in time
+    check_calls(lowered)  # first: it says why a receive can't be posted in time
     check_lowered(lowered)
-    parts = [_parts(schedule, program) for program in lowered.programs]
+    parts = [parts_of(program, count=schedule.num_batches + 1) for program in lowered.programs]
     used = derive_versions(schedule).used
     base, groups = (last - 1) * schedule.num_microbatches, (last - 1) * schedule.groups_per_batch
     stream = Stream(
@@ -122,54 +123,6 @@ def _calls(schedule: Schedule, rank: int) -> list[int]:
     length = calls.count(N - 2)
     begin = calls.index(N - 1)
     return calls[: begin + length] + [N] * (len(calls) - begin - length)
-
-
-def _check_calls(lowered: Lowered) -> None:
-    """Raise ScheduleError when a call needs a message that is sent in a later one."""
-    sent: dict[Message, int] = {}
-    for program in lowered.programs:
-        for call, step in _by_call(program):
-            if isinstance(step, Transfer) and step.is_send:
-                sent[step.message] = call
-    for program in lowered.programs:
-        for call, step in _by_call(program):
-            if isinstance(step, Transfer):
-                continue
-            for message in program.inputs.get(step, ()):
-                if sent[message] > call:
-                    raise ScheduleError(
-                        f"{step} on rank {program.rank} runs in the call of batch {call} and needs the {message}, "
-                        f"which is sent in that of batch {sent[message]}: a call must not wait for batches to come; "
-                        f"move {step} behind the first forward of a later batch"
-                    )
-
-
-def _by_call(program: RankProgram) -> list[tuple[int, Step]]:
-    """Each step with its call."""
-    ends = [*program.cuts[1:], len(program.steps)]
-    return [
-        (call, step)
-        for call, (begin, end) in enumerate(zip(program.cuts, ends, strict=True))
-        for step in program.steps[begin:end]
-    ]
-
-
-def _parts(schedule: Schedule, program: RankProgram) -> list[RankProgram]:
-    """The program of each call, the drain last."""
-    steps: list[list[Step]] = [[] for _ in range(schedule.num_batches + 1)]
-    for call, step in _by_call(program):
-        steps[call].append(step)
-    parts = []
-    for own in steps:
-        inputs = {
-            step: program.inputs[step] for step in own if not isinstance(step, Transfer) and step in program.inputs
-        }
-        arriving = [message for messages in inputs.values() for message in messages]
-        proves = {message: program.proves[message] for message in arriving if message in program.proves}
-        here = set(own)
-        shared = {message: actions for message, actions in program.shared.items() if not here.isdisjoint(actions)}
-        parts.append(replace(program, steps=tuple(own), inputs=inputs, proves=proves, shared=shared, cuts=()))
-    return parts
 
 
 def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: int | None) -> RankProgram:
