@@ -88,10 +88,11 @@ class Collectives:
         tensor: torch.Tensor,
         *,
         what: str,
-        ranks: Sequence[int],
+        ranks: Sequence[int] | None = None,
         on_through: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
-        """Begin to sum `tensor` over several ranks, in place; the answer waits. Until then nobody may touch it.
+        """Begin to sum `tensor` over several ranks, or over all processes, in place; the answer waits. Until then nobody
+        may touch it.
 
         What is begun among the same ranks is carried out in order: all of them must begin it in the same order. The
         time counts while somebody waits, not while this rank still computes.
@@ -100,7 +101,9 @@ class Collectives:
             on_through: is called once it is through or has failed, on another thread (CUDA: at once, on a stream that
                 is then behind it).
         """
-        processes = self._processes(ranks)
+        if ranks is None and not self._world.distributed:
+            return lambda: None
+        processes = self._everyone if ranks is None else self._processes(ranks)
         options = dist.AllreduceOptions()  # of a sum
         limit = self._in_the_background(options)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor

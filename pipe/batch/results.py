@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ...schedules import Timeline
+
+
+class UpdateResult(NamedTuple):
+    """What became of the update of a batch: see StepResult."""
+
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+NO_UPDATE = UpdateResult()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +32,24 @@ class StepResult:
     Arguments:
         loss: of the batch; sum_k (n_k/N) loss_k.
         loss_step: the step that it belongs to.
-        grad_norm: global gradient norm before clipping; None without max_grad_norm.
-        skipped: whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may
-            then be infinite or not a number.
     """
 
     loss: float | None
     loss_step: int | None
-    grad_norm: float | None = None
-    skipped: bool = False
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+    _update: Callable[[], UpdateResult] = field(repr=False, compare=False, default=lambda: NO_UPDATE)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm before clipping; None without max_grad_norm. Under post_validation=True it waits for
+        the other ranks' parts, if they are not there yet."""
+        return self._update().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may then
+        be infinite or not a number. It waits as `grad_norm` does."""
+        return self._update().skipped
 
     def timeline(self) -> Timeline:
         """The measured Timeline of this step, on every rank. Collective over the processes."""

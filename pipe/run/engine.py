@@ -52,8 +52,11 @@ class Engine:
         self._lost_member = lost_member
         self._timeout = timeout
 
-    def run(self, programs: Mapping[int, RankProgram]) -> None:
+    def run(self, programs: Mapping[int, RankProgram], *, goes_on: bool = False) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
+
+        Arguments:
+            goes_on: whether they are the first part of what runs next.
 
         Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
         All in one function, since between `train_step` and a layer every call counts.
@@ -85,7 +88,7 @@ class Engine:
                             break
                         moved = True
                     else:
-                        one.end()
+                        one.end(goes_on=goes_on)
                         standing.remove(one)
                         moved = True
                 except RuntimeError as error:
@@ -94,6 +97,24 @@ class Engine:
             if not moved:
                 stories = "; ".join(one.why_it_waits() for one in standing)
                 raise PipelineError(f"deadlock in one process: {stories}")
+
+    def take_back(self, under_way: Mapping[int, Sequence[tuple[Transfer, bool]]]) -> None:
+        """What the first parts of the programs did has not been: all of it is dropped, what they sent, too.
+
+        Arguments:
+            under_way: by rank, receives that it has not waited for, and whether they are posted.
+        """
+        for local in self.ranks:
+            worker, transport = local.worker, local.transport
+            for (message, peer, _), is_posted in under_way[worker.rank]:
+                if not is_posted:
+                    transport.post(message, peer, worker.specs(message))
+                try:
+                    transport.wait(message, self._timeout)
+                except PipelineError as error:
+                    self._tell(error, local, Wait((message,), None))
+            transport.end_of_program()
+        self.drop()
 
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         """Raise it with its story, if it is about another process."""
@@ -135,11 +156,13 @@ class _Run:
         self.machine.arrived(wait.messages)
         return True
 
-    def end(self) -> None:
-        """The program is done."""
-        self.local.worker.settle()
+    def end(self, *, goes_on: bool) -> None:
+        """The program is done, or its first part."""
+        if not goes_on:
+            self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)
-        self.local.transport.end_of_program()
+        if not goes_on:
+            self.local.transport.end_of_program()
 
     def why_it_waits(self) -> str:
         """A line for people."""
