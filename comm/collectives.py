@@ -91,8 +91,8 @@ class Collectives:
         ranks: Sequence[int] | None = None,
         on_through: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
-        """Begin to sum `tensor` over several ranks, or over all processes, in place; the answer waits. Until then nobody
-        may touch it.
+        """Begin to sum `tensor` in place, over the ranks or over all processes; the answer waits. Until then nobody may
+        touch it.
 
         What is begun among the same ranks is carried out in order: all of them must begin it in the same order. The
         time counts while somebody waits, not while this rank still computes.

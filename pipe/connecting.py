@@ -99,6 +99,11 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
     """Flush or stream: decided here and asked nowhere else."""
     schedule, settings, sharding = placed.train.schedule, ground.settings, ground.layout.sharding
     if schedule.is_asynchronous:
+        if settings.post_validation:
+            raise ValueError(
+                f"post_validation=True under the asynchronous schedule {schedule.name!r}, whose batches overlap as it "
+                f"is: expected a flush schedule such as 'zb-h2', or post_validation=False"
+            )
         return make_stream_execution(
             schedule,
             placed.ownership,
@@ -114,6 +119,7 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
         sharding=sharding,
         has_loss=ground.has_loss,
         num_replicas=ground.num_replicas,
+        post_validation=settings.post_validation,
     )
 
 

@@ -116,6 +116,10 @@ class PipelineModule(RunFacts):
         device: of the run; where the model's parameters are, by default.
         timeout: of every wait for another rank [s].
         compile: True, or arguments of torch.compile: each cut unit runs compiled (docs/precision.md).
+        post_validation: with max_grad_norm or grad_scaler under a flush schedule: no rank waits for the norm of all
+            gradients before it updates and begins the next batch. Where the norm then says otherwise, all ranks take
+            the update back and begin that batch again: the numbers are the same (docs/schedules.md). Until the next
+            call of this object the model's own Parameters may hold an update that is taken back.
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
 
@@ -160,6 +164,7 @@ class PipelineModule(RunFacts):
         device: torch.device | str | None = None,
         timeout: float = 300.0,
         compile: bool | Mapping[str, Any] = False,
+        post_validation: bool = False,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         check_model(model, stages, split_points)
@@ -180,6 +185,7 @@ class PipelineModule(RunFacts):
             timeout=timeout,
             sequence=sequence_options(model, slice_lengths, sequence_dims),
             compile=read_compile(compile),
+            post_validation=check_flag("post_validation", post_validation),
             on_step=on_step,
         )
         self._is_verified = not check_flag("verify", verify)

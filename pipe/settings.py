@@ -33,6 +33,7 @@ class Settings:
     timeout: float
     sequence: SequenceOptions = NO_SEQUENCE
     compile: Mapping[str, Any] | None = None
+    post_validation: bool = False
     on_step: Callable[[StepRecord], object] | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +49,9 @@ class Settings:
             if value is not None and not callable(value):
                 such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
                 raise ValueError(f"{name}={value!r}: expected a callable; {such}")
-        for name in ("lr_scheduler", "max_grad_norm", "grad_scaler"):
+        for name in ("lr_scheduler", "max_grad_norm", "grad_scaler", "post_validation"):
             value = getattr(self, name)
-            if value is not None and self.optimizer is None:
+            if value not in (None, False) and self.optimizer is None:
                 raise ValueError(
                     f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"

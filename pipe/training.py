@@ -18,14 +18,14 @@ from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
 from .batch.given import Given
 from .batch.reader import BatchReader, Reads
-from .batch.results import StepResult
+from .batch.results import StepResult, UpdateResult
 from .measure.gather import gather_records
 from .measure.steps import StepReports
 from .run.engine import Engine
 from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
 from .update.gradients import check_norm_type
-from .update.interface import Known, Programs, Update
+from .update.interface import Known, Programs, Unconfirmed, Update
 
 
 class Training:
@@ -73,7 +73,7 @@ class Training:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
         with self._batch(given) as programs:
-            self._engine.run(programs)
+            self._run(programs)
         with self._guard.together():
             known = self._update.step()
         result = self._result(known)
@@ -82,14 +82,14 @@ class Training:
             self._reports.passed(
                 self.num_steps - 1, seconds=seconds, learning_rates=rates, num_samples=self._num_samples
             )
-            self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
+            self._reports.tell([*self._update.waiting(), *([known] if isinstance(known, Known) else [])])
         return result
 
     def accumulate(self, given: Given) -> StepResult:
         """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given) as programs:
-            self._engine.run(programs)
+            self._run(programs)
         return self._result(self._update.accumulated())
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
@@ -119,10 +119,18 @@ class Training:
 
     def drain(self) -> None:
         """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
+        self.confirm()
         programs = self._update.drain()
         if programs is not None:
             with self._under_way():
                 self._engine.run(programs)
+            self._reports.tell(self._update.waiting())
+
+    def confirm(self) -> None:
+        """Make the weights what they should be, before anything reads or replaces them."""
+        if self._update.unconfirmed is not None:
+            with self._guard.together():
+                self._update.confirm()
             self._reports.tell(self._update.waiting())
 
     def close(self, timeout: float) -> None:
@@ -158,6 +166,26 @@ class Training:
             self._update.gradients_ready()
         self.num_steps += 1
 
+    def _run(self, programs: Programs) -> None:
+        """The programs of a batch; with weights that are not confirmed, in two parts."""
+        begun = self._update.unconfirmed
+        if begun is None:
+            self._engine.run(programs)
+            return
+        first = {rank: begun.first[rank] for rank in programs}
+        self._engine.run(first, goes_on=True)
+        try:
+            is_right = self._update.confirm()
+        except BaseException:
+            self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
+            raise
+        if not is_right:
+            self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
+            for local in self._engine.ranks:
+                local.recorder.begin_again()
+            self._engine.run(first, goes_on=True)
+        self._engine.run({rank: begun.rest[rank] for rank in programs})
+
     @contextmanager
     def _under_way(self) -> Iterator[None]:
         """Around the engine: an error loses what runs."""
@@ -175,7 +203,7 @@ class Training:
         """By local rank, the record of the newest batch, to be read now or later."""
         return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}
 
-    def _result(self, known: Known | None) -> StepResult:
+    def _result(self, known: Known | Unconfirmed | None) -> StepResult:
         snapshots = list(self.snapshots().values())
 
         def timeline() -> Timeline:
@@ -183,5 +211,14 @@ class Training:
                 records = [snapshot() for snapshot in snapshots]
                 return gather_records(records, self._collectives, self._update.timeline, self._clocks)
 
-        step, loss, grad_norm, skipped = (None, None, None, False) if known is None else known
-        return StepResult(loss=loss, loss_step=step, grad_norm=grad_norm, skipped=skipped, _timeline=timeline)
+        if known is None:
+            return StepResult(loss=None, loss_step=None, _timeline=timeline)
+        if isinstance(known, Unconfirmed):
+
+            def outcome() -> UpdateResult:
+                with self._guard.together():
+                    return known.outcome()
+
+            return StepResult(loss=known.loss, loss_step=known.step, _timeline=timeline, _update=outcome)
+        result = UpdateResult(grad_norm=known.grad_norm, skipped=known.skipped)
+        return StepResult(loss=known.loss, loss_step=known.step, _timeline=timeline, _update=lambda: result)

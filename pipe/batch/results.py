@@ -51,6 +51,10 @@ class StepResult:
         be infinite or not a number. It waits as `grad_norm` does."""
         return self._update().skipped
 
+    def __repr__(self) -> str:
+        loss, step, (norm, skipped) = self.loss, self.loss_step, self._update()
+        return f"StepResult(loss={loss!r}, loss_step={step!r}, grad_norm={norm!r}, skipped={skipped!r})"
+
     def timeline(self) -> Timeline:
         """The measured Timeline of this step, on every rank. Collective over the processes."""
         return self._timeline()

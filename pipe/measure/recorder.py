@@ -50,6 +50,10 @@ class Recorder:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
         self._fused.update(fused)
 
+    def begin_again(self) -> None:
+        """This step begins anew: what it did so far does not count."""
+        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
+
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""
         self._actions.append((action, start, end))

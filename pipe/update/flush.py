@@ -12,6 +12,7 @@ from torch import nn
 
 from ...comm import Collectives
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
+from ...schedules.lowering.warm_up import WarmUp, cut_behind_warm_up
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
@@ -21,9 +22,10 @@ from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from .dividing import NOTHING_DIVIDED, divide_stages
 from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
-from .interface import Known, Programs, StageState, Update, UpdateParts
+from .interface import Known, Programs, StageState, Unconfirmed, Update, UpdateParts
 from .loss_scale import LossScale, unscale
 from .parts import together
+from .post_validation import Buffers, PostValidation, refuse_post_validation
 from .shared_sums import FlushRank, SharedSum
 from .unsharding import Unsharding
 
@@ -35,11 +37,14 @@ class FlushExecution:
     Arguments:
         data_groups: by rank, the ranks that run the same on batches of their own, itself among them; none where all
             ranks pass the same batch.
+        warm_up: the programs in two parts, for updates that are confirmed between them; None: each is made once all
+            that it depends on is known.
     """
 
     schedule: Schedule
     programs: Sequence[RankProgram]
     data_groups: Sequence[Sequence[int]]
+    warm_up: WarmUp | None
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -54,6 +59,7 @@ def make_flush_execution(
     sharding: Sharding,
     has_loss: bool,
     num_replicas: int,
+    post_validation: bool,
 ) -> FlushExecution:
     """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes.
 
@@ -72,8 +78,13 @@ def make_flush_execution(
     for group in dict.fromkeys(data_groups):
         if group:
             collectives.subgroup(group)
-    programs = batch_programs(schedule, has_loss=has_loss, collectives=(*sums, *sharding.collectives()))
-    return FlushExecution(schedule=schedule, programs=programs, data_groups=data_groups)
+    together = (*sums, *sharding.collectives())
+    programs = batch_programs(schedule, has_loss=has_loss, collectives=together)
+    warm_up = None
+    if post_validation:
+        refuse_post_validation(sharding)
+        warm_up = cut_behind_warm_up(schedule, sharing=Sharing(loss=has_loss, collectives=together))
+    return FlushExecution(schedule=schedule, programs=programs, data_groups=data_groups, warm_up=warm_up)
 
 
 def batch_programs(
@@ -140,6 +151,24 @@ class FlushUpdate(Update):
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0
+        self._root = parts.model.root
+        self._buffers: Buffers | None = None  # from before a warm-up with weights that are not confirmed
+        self._warm_up = execution.warm_up
+        self._post_validation = (
+            None
+            if execution.warm_up is None
+            else PostValidation(
+                optimizers,
+                self._step_optimizers,
+                parameters=self._parameters,
+                counted=self._counted,
+                max_norm=parts.max_grad_norm,
+                loss_scale=scale,
+                gate=self.gate,
+                collectives=parts.collectives,
+                device=parts.device,
+            )
+        )
 
     def begin(self, batch: Batch) -> Programs:
         """Put aside the gradients that are there."""
@@ -147,7 +176,13 @@ class FlushUpdate(Update):
             rank.enter(batch)
         for scale in self.loss_scales:
             if scale.changed_outside():
+                if self.unconfirmed is not None:
+                    raise ValueError(
+                        "the scale of grad_scaler= was changed behind an update that is not confirmed, and may itself "
+                        "change it: expected pipe.flush() before the change, or post_validation=False"
+                    )
                 scale.adopt()
+        self._buffers = None if self.unconfirmed is None else Buffers(self._root)
         self._before = [p.grad for p in self._parameters]
         if any(grad is not None for grad in self._before):
             for parameter in self._parameters:
@@ -170,9 +205,38 @@ class FlushUpdate(Update):
             if grad is not None and not is_divided:
                 parameter.grad = _sum(grad, parameter.grad)
 
-    def step(self) -> Known:
+    @property
+    def unconfirmed(self) -> WarmUp | None:
+        """Behind an update that was made ahead of the norm."""
+        is_pending = self._post_validation is not None and self._post_validation.is_pending
+        return self._warm_up if is_pending else None
+
+    def confirm(self) -> bool:
+        """Wait for the norm of the batch before."""
+        assert self._post_validation is not None
+        recorder = next(iter(self._recorders.values()))
+        start = recorder.clock.stamp()
+        is_right = self._post_validation.confirm()
+        recorder.norm(start, recorder.clock.stamp())
+        if not is_right and self._buffers is not None:
+            self._buffers.put_back()
+        self._buffers = None
+        return is_right
+
+    def waiting(self) -> Sequence[Known]:
+        """The newest that were confirmed."""
+        return () if self._post_validation is None else tuple(self._post_validation.confirmed)
+
+    def restart(self) -> None:
+        """Nothing is to be confirmed."""
+        if self._post_validation is not None:
+            self._post_validation.forget()
+
+    def step(self) -> Known | Unconfirmed:
         """Clip, and step every optimizer; with a loss scale divide by it first, and step none where one overflowed."""
         assert self._known is not None
+        if self._post_validation is not None:
+            return self._post_validation.update(self._known)
         known, norm = self._known, None
         self._add_before_to_parts()
         skipped = self._unscale()
@@ -184,15 +248,18 @@ class FlushUpdate(Update):
         self.gate.enter()
         for part in self._divided.parts.values():
             part.follow()
+        self._step_optimizers(known.loss, skipped)
+        if not self.unsharding:
+            self._gather()
+        return known._replace(grad_norm=norm, skipped=skipped)
+
+    def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
         for rank, optimizers in self._steppers:
             recorder = self._recorders[rank]
             for optimizer in optimizers:
                 start = recorder.clock.stamp()
-                optimizer.step(known.loss, skipped=skipped)
+                optimizer.step(loss, skipped=skipped)
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
-        if not self.unsharding:
-            self._gather()
-        return known._replace(grad_norm=norm, skipped=skipped)
 
     def _unscale(self) -> bool:
         """Whether a gradient of any stage or replica overflowed, the same on all ranks."""

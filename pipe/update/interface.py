@@ -15,7 +15,7 @@ within a program. Which of the two it is, is chosen once, when the pipeline is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,9 +27,11 @@ from torch.amp import GradScaler
 from ...comm import Collectives
 from ...partition.profiler.optimizers import OptimizerFactory
 from ...schedules import Schedule, Timeline
+from ...schedules.lowering.warm_up import WarmUp
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
+from ..batch.results import UpdateResult
 from ..measure.recorder import Recorder
 from ..parallel.part import Part
 from ..parallel.sharding import Sharding
@@ -55,6 +57,17 @@ class Known(NamedTuple):
     loss: float
     grad_norm: float | None
     skipped: bool = False
+
+
+class Unconfirmed(NamedTuple):
+    """Result of a batch whose update other ranks may still speak against.
+
+    outcome: what became of it; it waits for them.
+    """
+
+    step: int
+    loss: float
+    outcome: Callable[[], UpdateResult]
 
 
 class Aside(NamedTuple):
@@ -169,8 +182,18 @@ class Update(ABC):
         """All gradients of the batch are scaled and summed over ranks. Collective over the processes."""
         return
 
+    @property
+    def unconfirmed(self) -> WarmUp | None:
+        """While the weights are not confirmed, the programs of a batch in two parts: `confirm` comes between them."""
+        return None
+
+    def confirm(self) -> bool:
+        """Make the weights right, if they are not. Returns, the same on every rank, whether they were: else a warm-up
+        that ran with them runs again. Nobody waits for this rank."""
+        return True
+
     @abstractmethod
-    def step(self) -> Known | None:
+    def step(self) -> Known | Unconfirmed | None:
         """Clip and update. Returns what is newest known of any batch. Collective over the processes."""
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """A flush schedule in two calls: the forwards in front of all backwards, which may be thrown away, and the rest.
 
-    rank 0 | F0 F1 F2 | B0 F3 B1 B2 B3       1f1b, P=3: a batch that began with weights which were then
-    rank 1 | F0 F1 | B0 F2 B1 ...            found wrong begins again, and nothing of it has been added up
-    rank 2 | F0 | B0 F1 B1 ...
+rank 0 | F0 F1 F2 | B0 F3 B1 B2 B3       1f1b, P=3: a batch that began with weights which were then
+rank 1 | F0 F1 | B0 F2 B1 ...            found wrong begins again, and nothing of it has been added up
+rank 2 | F0 | B0 F1 B1 ...
 """
 
 from __future__ import annotations

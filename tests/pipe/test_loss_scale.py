@@ -228,6 +228,7 @@ def test_the_plain_loops_skip_and_grow() -> None:
         ("1f1b", None, {"mesh": {"pipe": 4}, "recompute": "full"}),
         ("interleaved", 0.1, {}),
         ("1f1b", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
+        ("1f1b", None, {"mesh": {"pipe": 4}, "post_validation": True}),
         ("2bw", None, {"mesh": {"pipe": 4}, "recompute": "layer"}),
         ("2bw", 0.1, {"mesh": {"pipe": 2, "data": 2}}),
     ],

@@ -1,0 +1,105 @@
+"""Everything that an update of some stages changes, kept from before it, to be as it was again to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .optimizers import StageOptimizers
+
+_Group = dict[str, Any]
+
+
+class Kept:
+    """Parameters, optimizer state, options and learning-rate schedules before an update.
+
+    What is changed in options between the update and `put_back`, such as a learning rate by the user, is meant for what
+    comes behind: `put_back` says it again behind the update that is made instead.
+
+    Raises ValueError, at `updated`, for an optimizer that keeps numbers of its own outside of its state.
+    """
+
+    def __init__(self, stages: Sequence[StageOptimizers]) -> None:
+        self._optimizers = [optimizer for one in stages for optimizer in one.optimizers]
+        self._schedulers = [scheduler for one in stages for scheduler in one.schedulers]
+        self._values = [(p, p.detach().clone()) for p in _parameters(self._optimizers)]
+        self._states = [
+            {parameter: {key: _copy(value) for key, value in own.items()} for parameter, own in optimizer.state.items()}
+            for optimizer in self._optimizers
+        ]
+        self._groups = [_options(optimizer) for optimizer in self._optimizers]
+        self._scheduled = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
+        self._others = [_numbers(optimizer) for optimizer in self._optimizers]
+        self._after: list[list[_Group]] = []
+        self._changed: list[list[_Group]] = []
+
+    def updated(self) -> None:
+        """The update was made."""
+        for optimizer, before in zip(self._optimizers, self._others, strict=True):
+            name = next((name for name, value in _numbers(optimizer).items() if before.get(name) != value), None)
+            if name is not None:
+                raise ValueError(
+                    f"optimizer {type(optimizer).__name__} changes its attribute {name!r} in a step, which "
+                    f"post_validation=True could not take back: expected an optimizer that keeps what it counts in its "
+                    f"state, or post_validation=False"
+                )
+        self._after = [_options(optimizer) for optimizer in self._optimizers]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """All of it is as it was."""
+        now = [_options(optimizer) for optimizer in self._optimizers]
+        self._changed = [
+            [_differences(was, given) for was, given in zip(after, own, strict=False)]
+            for after, own in zip(self._after, now, strict=True)
+        ]
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        for optimizer, states, groups in zip(self._optimizers, self._states, self._groups, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, options in zip(optimizer.param_groups, groups, strict=False):
+                group.update(options)
+        for scheduler, scheduled in zip(self._schedulers, self._scheduled, strict=True):
+            scheduler.load_state_dict(scheduled)
+
+    def change_again(self) -> None:
+        """Options that were changed behind the update that was put back."""
+        for optimizer, changed in zip(self._optimizers, self._changed, strict=True):
+            for group, options in zip(optimizer.param_groups, changed, strict=False):
+                group.update(options)
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[_Group]:
+    return [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _differences(before: _Group, now: _Group) -> _Group:
+    return {key: value for key, value in now.items() if key not in before or not _is_same(before[key], value)}
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
+    """Public attributes that a step might count in."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | str)
+    }
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
