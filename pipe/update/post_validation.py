@@ -68,7 +68,7 @@ class _Pending:
     """An update that is not confirmed.
 
     sums: [3] float64: what all ranks' gradients add to the norm, whether one is not a number, overflows.
-    kept: from before the step; None: it was not made yet.
+    kept: from before the step; None: it waits for the norm.
     """
 
     known: Known
@@ -145,16 +145,15 @@ class PostValidation:
         if self._waits:
             self.confirm()
             return self.confirmed[-1]
-        if self._looks_right(pending):
-            pending.kept = Kept(self._stages)
-            if self._writes_gradients is not False:
-                given = pending.gradients
-                pending.gradients = [(p, None if g is None else g.clone()) for p, g in given]
-                self._apply(given, pending.known, 1.0, skipped=False)
-                self._writes_gradients = not _are_same(given, pending.gradients)
-            else:
-                self._apply(pending.gradients, pending.known, 1.0, skipped=False)
-            pending.kept.updated()
+        pending.kept = Kept(self._stages)
+        if self._writes_gradients is not False:
+            given = pending.gradients
+            pending.gradients = [(p, None if g is None else g.clone()) for p, g in given]
+            self._apply(given, pending.known, 1.0, skipped=False)
+            self._writes_gradients = not _are_same(given, pending.gradients)
+        else:
+            self._apply(pending.gradients, pending.known, 1.0, skipped=False)
+        pending.kept.updated()
         return Unconfirmed(known.step, known.loss, pending.outcome)
 
     def confirm(self) -> bool:
@@ -199,7 +198,6 @@ class PostValidation:
         if self._max_norm is not None:
             part = norm_part(_gradients(self._counted), device=self._device)
         sums = torch.cat([part, overflowed[None]])
-        self._own = sums.clone()
         return _Pending(
             known=known,
             sums=sums,
@@ -207,12 +205,6 @@ class PostValidation:
             gradients=[(parameter, parameter.grad) for parameter in self._parameters],
             max_norm=self._max_norm,
         )
-
-    def _looks_right(self, pending: _Pending) -> bool:
-        """Whether this process's own gradients speak against a plain step."""
-        if self._own[2] > 0:
-            return False
-        return self._max_norm is None or clip_factor(norm=norm_of(self._own[:2]), max_norm=self._max_norm) == 1.0
 
     def _apply(self, gradients: _Gradients, known: Known, factor: float, *, skipped: bool) -> None:
         for parameter, gradient in gradients:

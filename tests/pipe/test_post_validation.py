@@ -83,7 +83,7 @@ def train(
     )
     results = []
     for step in range(stop):
-        if step == 5:  # the user's own change of a rate, behind a step that is not confirmed yet
+        if step == 4:  # the user's own change of a rate, behind a step that is not confirmed yet
             for optimizer in pipe.optimizers:
                 optimizer.param_groups[0]["lr"] *= 0.9
         results.append(pipe.train_step(*batch(step)))
