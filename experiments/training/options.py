@@ -79,6 +79,8 @@ class TrainOptions(OwnOptions):
     optimizer's own)."""
     clip: float = 1.0
     """Clip the global gradient norm to this; 0: do not."""
+    post_validation: bool = False
+    """Update before the global norm is known, and take back what it speaks against: no rank waits for the others."""
     dropout: float = 0.0
     """Probability of dropping a value."""
     text: tuple[str, ...] = ()

@@ -54,6 +54,7 @@ def make_pipe(
         optimizer=task.make_optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
         max_grad_norm=options.clip or None,
+        post_validation=options.post_validation,
         example_inputs=batch.parted(loss_fn)[0],
         verify=options.verify and may_verify(model),
         seed=options.seed,

@@ -114,7 +114,7 @@ class Engine:
                 except PipelineError as error:
                     self._tell(error, local, Wait((message,), None))
             transport.end_of_program()
-            worker.begin_again()
+            worker.drop()
 
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         """Raise it with its story, if it is about another process."""

@@ -180,11 +180,6 @@ class Worker(ABC):
             return cast(Tensors, tensors)
         return pack(tensors, self.specs(message), self._device)
 
-    def begin_again(self) -> None:
-        """The batch begins anew."""
-        self.drop()
-        self._updates.begin_again()
-
     def drop(self) -> None:
         """Forget what is under way (after an error)."""
         self._inbox.clear()

@@ -54,11 +54,6 @@ class RankUpdate:
         self.drop()
         self.batches[0] = batch
 
-    def begin_again(self) -> None:
-        """The batch begins anew: losses that are known do not count."""
-        self._own.clear()
-        self._summaries.clear()
-
     def version(self, stage: int, index: int) -> int:
         """Weight version of microbatch `index` on a stage."""
         return 0
