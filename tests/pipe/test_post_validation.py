@@ -1,4 +1,4 @@
-"""post_validation=True: the numbers of a run that waits for the norm, whether it guessed right or wrong, to the last bit."""
+"""post_validation=True: the numbers of a run that waits for the norm, to the last bit, however it guessed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def decay(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def train(
-    post_validation: bool, schedule: str, ranks: int, data: int = 1, stop: int = STEPS, limit: float = LIMIT
+    post_validation: bool, schedule: str, ranks: int, data: int = 1, *, stop: int = STEPS, limit: float = LIMIT
 ) -> dict[str, Any]:
     made = model()
     pipe = PipelineModule(
@@ -142,7 +142,8 @@ def test_weights_are_confirmed_before_they_are_read() -> None:
             )
             for step in range(1, 4):
                 result = pipe.train_step(*batch(step))
-            assert result.grad_norm is not None and result.grad_norm > LIMIT
+            assert result.grad_norm is not None
+            assert result.grad_norm > LIMIT
             states.append({name: value.clone() for name, value in read(pipe).items()})
         assert_same(states[1], states[0])
 
@@ -172,9 +173,9 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
         }
         return PipelineModule(model(), **(settings | options))
 
-    with pytest.raises(ValueError, match="Counting changes its attribute 'steps'.*post_validation=False"):
+    with pytest.raises(ValueError, match=r"Counting changes its attribute 'steps'.*post_validation=False"):
         pipe(optimizer=lambda p: Counting(p, lr=0.1)).train_step(*batch(1))
-    with pytest.raises(ValueError, match="asynchronous schedule '2bw'.*expected a flush schedule"):
+    with pytest.raises(ValueError, match=r"asynchronous schedule '2bw'.*expected a flush schedule"):
         pipe(schedule="2bw").train_step(*batch(1))
     with pytest.raises(ValueError, match="post_validation=1: expected True or False"):
         pipe(post_validation=1)
@@ -215,7 +216,8 @@ def test_a_warm_up_holds_forwards_alone_and_waits_for_no_more(name: str) -> None
     cut = cut_behind_warm_up(schedule, sharing=Sharing(loss=True))
     for rank, (first, rest) in enumerate(zip(cut.first, cut.rest, strict=True)):
         actions = [step for step in first.steps if step in schedule.programs[rank]]
-        assert actions and {action.op for action in actions} == {Op.F}
+        assert actions
+        assert {action.op for action in actions} == {Op.F}
         later = [step for step in rest.steps if step in schedule.programs[rank]]
         assert (*actions, *later) == schedule.programs[rank]
         taken = {message for messages in first.inputs.values() for message in messages}
