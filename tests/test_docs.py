@@ -27,7 +27,8 @@ FILES = {  # that commands take for granted
     "my_data.py": "def digits(): ...",
     "mine.csv": stagewright.schedules.build("gpipe", num_ranks=2, num_microbatches=3).to_csv(),
     "mine.py": "from stagewright.schedules import build\n"
-    "def zigzag(): return build('gpipe', num_ranks=2, num_microbatches=3)",
+    "def zigzag(): return build('gpipe', num_ranks=2, num_microbatches=3)\n"
+    "def few(action, so_far): return action.op != 'F' or so_far.in_flight < 2",
 }
 OPTIONS = {"train": "training.options.TrainOptions", "profile": "commands.profile.ProfileOptions"}
 

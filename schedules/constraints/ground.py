@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 from ..ir import LAST_USES, Action, Op, Relation, Schedule, ScheduleError
@@ -88,6 +88,11 @@ class Ground:
                 version = rule.version(index, M, Seen(0, 0))
                 if version > 0:
                     self.needs[Action(stage, op, index)].append(Action(stage, Op.U, version - 1))
+
+    def by_microbatch(self, action: Action) -> tuple[int, int]:
+        """Key of the order by microbatch; of slices as data have them: forwards ascending, backwards descending."""
+        microbatch, piece = divmod(action.index, self.schedule.num_slices)
+        return microbatch, piece if action.op is Op.F else -piece
 
     def missing_op(self, action: Action) -> str | None:
         """Why no action of this op can be there, whatever its stage and microbatch; None: there are some."""
@@ -194,22 +199,29 @@ def _check_relation(ground: Ground, relation: Relation, words: str) -> None:
         )
 
 
-def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[Action]]]:
-    """By rank its actions of some ops in the order of a key, those of equal keys together."""
+def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Action]]]]:
+    """By rank its orders, of all its actions of some ops by the key, or of each stage; those of equal keys together."""
     for op in rule.ops:
         _check_op(ground, Action(0, op, 0), words)
     place = {op: at for at, op in enumerate(rule.ops)}
+
+    def key_of(action: Action) -> tuple[Any, int]:
+        if rule.key is None:
+            return ground.by_microbatch(action), place[action.op]
+        return _in_words(words, partial(rule.key, action.stage, action.index), f" at {action}"), place[action.op]
+
     orders = []
     for program in ground.schedule.programs:
-        own = [action for action in program if action.op in place]
-        keys = {a: (_in_words(words, partial(rule.key, a.stage, a.index), f" at {a}"), place[a.op]) for a in own}
-        in_order: list[Action] = _in_words(words, partial(sorted, own, key=keys.__getitem__))
-        orders.append([list(equal) for _, equal in groupby(in_order, key=keys.__getitem__)])
+        keys = {action: key_of(action) for action in program if action.op in place}
+        stages = [{s} for s in sorted({a.stage for a in keys})] if rule.key is None else [{a.stage for a in keys}]
+        own = [[action for action in keys if action.stage in together] for together in stages]
+        in_order = [_in_words(words, partial(sorted, each, key=keys.__getitem__)) for each in own]
+        orders.append([[list(equal) for _, equal in groupby(each, key=keys.__getitem__)] for each in in_order])
     return orders
 
 
-def _neighbours(orders: Iterable[list[list[Action]]]) -> Iterator[Relation]:
-    for groups in orders:
+def _neighbours(orders: Iterable[list[list[list[Action]]]]) -> Iterator[Relation]:
+    for groups in chain.from_iterable(orders):
         for earlier, later in pairwise(groups):
             for first in earlier:
                 for then in later:
@@ -219,19 +231,28 @@ def _neighbours(orders: Iterable[list[list[Action]]]) -> Iterator[Relation]:
 def _turns(ground: Ground, rule: InTurns, words: str) -> Iterator[Relation]:
     """The n-th of `lag` right after the (n + ahead)-th of `lead`, and those left behind the last."""
     leads, lags = (_orders(ground, each, words) for each in (rule.lead, rule.lag))
-    for each, equal in ((rule.lead, leads), (rule.lag, lags)):
-        several = next((group for groups in equal for group in groups if len(group) > 1), None)
-        if several:
-            raise ValueError(
-                f"rule {words!r}: the key of in_order({', '.join(op.value for op in each.ops)}) is the same for "
-                f"{several[0]} and {several[1]}: expected a key that orders all actions of a rank"
-            )
     yield from _neighbours([*leads, *lags])
-    for rank, (lead, lag) in enumerate(zip(leads, lags, strict=True)):
+    singles = []
+    for each, by_rank in ((rule.lead, leads), (rule.lag, lags)):
+        ops = ", ".join(op.value for op in each.ops)
+        for rank, orders in enumerate(by_rank):
+            if len(orders) > 1:
+                raise ValueError(
+                    f"rule {words!r}: rank {rank} holds the stages {ground.schedule.placement[rank]}: expected "
+                    f"in_order({ops}, key=...), which says how they take turns"
+                )
+            several = next((equal for equal in chain.from_iterable(orders) if len(equal) > 1), None)
+            if several:
+                raise ValueError(
+                    f"rule {words!r}: the key of in_order({ops}) is the same for {several[0]} and {several[1]}: "
+                    f"expected a key that orders all actions of a rank"
+                )
+        singles.append([[equal[0] for order in orders for equal in order] for orders in by_rank])
+    for rank, (lead, lag) in enumerate(zip(*singles, strict=True)):
         ahead = _at(rank, rule.ahead, words, least=0)
-        for n, (late,) in enumerate(lag if lead else ()):
+        for n, late in enumerate(lag if lead else ()):
             at = n + ahead
-            yield late.right_after(lead[at][0]) if at < len(lead) else late.after(lead[-1][0])
+            yield late.right_after(lead[at]) if at < len(lead) else late.after(lead[-1])
 
 
 def _relations(ground: Ground, rule: Predicate, words: str) -> Iterator[Relation]:

@@ -24,10 +24,13 @@ Filter = Callable[[Action, SoFar], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InOrder:
-    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`; equal keys in any order."""
+    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`; equal keys in any order.
+
+    Without a key those of each stage are ordered by microbatch, and stages stand in any order to each other.
+    """
 
     ops: tuple[Op, ...]
-    key: Callable[[int, int], Any]
+    key: Callable[[int, int], Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +60,7 @@ class OnlyIf:
 Rule = Predicate | Relation | InOrder | InTurns | InFlight | OnlyIf
 
 
-def by_microbatch(stage: int, microbatch: int) -> tuple[int, int]:
-    """Key of the order microbatch by microbatch."""
-    return microbatch, stage
-
-
-def in_order(*ops: Op, key: Callable[[int, int], Any] = by_microbatch) -> InOrder:
+def in_order(*ops: Op, key: Callable[[int, int], Any] | None = None) -> InOrder:
     """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`, see InOrder.
 
     Several ops are ordered together: of one stage and microbatch, in the order in which they are named.
@@ -70,7 +68,7 @@ def in_order(*ops: Op, key: Callable[[int, int], Any] = by_microbatch) -> InOrde
     """
     if not ops or not all(isinstance(op, Op) for op in ops):
         raise ValueError(f"in_order{ops!r:.60}: expected ops, such as in_order(F) or in_order(F, key=lambda s, m: m)")
-    if not callable(key):
+    if key is not None and not callable(key):
         raise ValueError(f"in_order(key={key!r:.60}): expected a function of stage and microbatch: lambda s, m: (m, s)")
     return InOrder(ops=ops, key=key)
 

@@ -208,7 +208,11 @@ BAD: dict[str, tuple[object, str]] = {
     "failing": ([failing], r"rule 'failing' fails at stage 0, microbatch 1: ZeroDivisionError"),
     "halves": ([lambda s, m: F(s, m / 2).before(B(s, m))], r"F\(0, 0\.0\): expected whole numbers"),
     "a limit": ([in_flight(at_most=lambda rank: rank)], r"'rules\[0\], in_flight' on rank 0 \(0\): expected a whole"),
-    "keys": ([in_order(F, key=lambda s, m: (m, None) if s else "a")], None),
+    "keys that do not compare": (
+        [in_order(F, key=lambda s, m: m if m else "a")],
+        r"'rules\[0\], in_order\(F\)' fails: TypeError: '<' not supported",
+    ),
+    "keys that fail": ([in_order(F, key=lambda s, m: 1 // m)], r"in_order\(F\)' fails at 0F0: ZeroDivisionError"),
     "equal turns": ([in_turns(in_order(F, key=lambda s, m: s), in_order(B), ahead=1)], r"is the same for 0F0 and 0F1"),
     "a filter's answer": ([only_if(lambda action, so_far: None)], r"returns None for 0F0: expected True or False"),
     "a filter that fails": ([only_if(lambda action, so_far: so_far.alive)], r"fails at 0F0: AttributeError"),
@@ -216,13 +220,31 @@ BAD: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize(("rules", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_rules(rules: object, message: str | None) -> None:
+def test_bad_rules(rules: object, message: str) -> None:
     constraints = Constraints(num_ranks=2, num_microbatches=3, rules=rules)  # type: ignore[arg-type]
-    if message is None:
-        constraints.solve()
-        return
     with pytest.raises(ValueError, match=message):
         constraints.solve()
+
+
+def test_turns_of_several_stages_need_a_key() -> None:
+    turns = in_turns(in_order(F), in_order(B), ahead=1)
+    constraints = Constraints(num_ranks=2, num_microbatches=3, placement="cyclic", rules=[turns])
+    with pytest.raises(
+        ValueError, match=r"rank 0 holds the stages \(0, 2\): expected in_order\(F, key=\.\.\.\), which says"
+    ):
+        constraints.solve()
+
+
+def test_without_a_key_each_stage_is_in_order_by_itself() -> None:
+    rules = [in_order(F), in_order(B), in_flight(at_most=3)]
+    solved = Constraints(num_ranks=2, num_microbatches=4, placement="v", rules=rules).solve()
+    for program in solved.programs:
+        for stage in {action.stage for action in program}:
+            for op in (F, B):
+                own = [action.index for action in program if action.op is op and action.stage == stage]
+                assert own == sorted(own)
+    sliced = Constraints(num_ranks=2, num_microbatches=2, num_slices=3, rules=[in_order(F), in_order(B)]).solve()
+    assert [action.index for action in sliced.programs[0] if action.op is B] == [2, 1, 0, 5, 4, 3]
 
 
 def test_bad_words() -> None:
