@@ -13,6 +13,8 @@ from .messages import Message, MessageKind
 from .program import Lowered
 from .registry import FAMILIES, build, canonical_name, family
 from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
+from .synthesis.problem import MemoryLimitError
+from .synthesis.synthesize import Synthesis, synthesize
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
@@ -41,6 +43,7 @@ __all__ = [
     "Links",
     "Lowered",
     "MemoryCurve",
+    "MemoryLimitError",
     "MemoryPart",
     "Message",
     "MessageKind",
@@ -55,6 +58,7 @@ __all__ = [
     "StageBytes",
     "Straggler",
     "Sum",
+    "Synthesis",
     "Timeline",
     "Way",
     "attribute_idle",
@@ -74,4 +78,5 @@ __all__ = [
     "shortest_lengths",
     "simulate",
     "slice_seconds",
+    "synthesize",
 ]

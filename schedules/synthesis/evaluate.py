@@ -74,9 +74,13 @@ class Evaluator:
             raise ValueError(f"{schedule!r} is not one of {problem.num_microbatches} microbatches on this placement")
         code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
         try:
-            return [[code_of[s, op] + k for s, op, k in program] for program in schedule.programs]
+            orders = [[code_of[s, op] + k for s, op, k in program] for program in schedule.programs]
         except KeyError as error:
             raise ValueError(f"{schedule!r} runs {error.args[0]}: expected F, B, I and W alone") from None
+        first_whole = 3 * self.num_stages * self.num_microbatches
+        if sum(1 + (code >= first_whole) for order in orders for code in order) != first_whole:
+            raise ValueError(f"{schedule!r} lacks a backward, or has one twice: expected each forward with its own")
+        return orders
 
     def schedule(self, orders: Sequence[Sequence[int]], *, name: str = "auto") -> Schedule:
         """The schedule of an order."""
