@@ -7,6 +7,7 @@ first batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,7 +36,7 @@ _COARSE = 0.25  # of shorter types
 
 def check_slicing(layout: Layout, settings: Settings) -> None:
     """ValueError for options that do not go with slices, and for ones that need them."""
-    schedule, recompute = layout.schedule, layout.recompute
+    schedule = layout.schedule
     settings.sequence.check(schedule.num_slices)
     if schedule.num_slices == 1:
         return
@@ -47,11 +48,6 @@ def check_slicing(layout: Layout, settings: Settings) -> None:
         )
     if settings.compile is not None:
         raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
-    if recompute.needs_modules:
-        raise ValueError(
-            f"recompute= of layers or modules under {what}: expected 'none' or 'full', which runs a whole stage again "
-            f"beside the keys and values that it keeps"
-        )
     if layout.place.tensor[1] > 1:
         raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
 
@@ -63,7 +59,9 @@ def check_stages(
     inference = parts.train
     flows = _Flows(inference, whole, slices)
     for s in local_stages:
-        with untouched(parts.root, device=device), _other_weights(inference.stages[s].module), torch.no_grad():
+        module = inference.stages[s].module
+        with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
                 _check_stage(s, flows)
             except (RuntimeError, IndexError) as error:

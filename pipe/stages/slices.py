@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torchs
 
 _attention = F.scaled_dot_product_attention
 _ATTENTION = frozenset({_attention, torch.ops.aten.scaled_dot_product_attention.default})
@@ -123,9 +123,16 @@ class _Attending(TorchFunctionMode):
     def __init__(self, microbatch: _Microbatch, span: Span, *, drops: bool = True) -> None:
         super().__init__()
         self._microbatch = microbatch
-        self._span = span
+        self.span = span
         self._drops = drops
         self._calls: dict[object, int] = {}
+        self._mask: Tensor | None = None  # of all calls: [tokens of the slice, tokens up to its end]
+
+    def from_here(self) -> _Attending:
+        """The same for what runs again of what follows."""
+        again = _Attending(self._microbatch, self.span, drops=self._drops)
+        again._calls = dict(self._calls)
+        return again
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -143,7 +150,7 @@ class _Attending(TorchFunctionMode):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
         options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)), **options}
         masks, is_causal = options.pop("attn_mask", None) is not None, options.pop("is_causal", False)
-        span = self._span
+        span = self.span
         if not self._drops:
             options["dropout_p"] = 0.0
         module, frame = _caller(sys._getframe(1))
@@ -170,8 +177,10 @@ class _Attending(TorchFunctionMode):
         keys, values = _Join.apply(key, kept_keys, span), _Join.apply(value, kept_values, span)  # type: ignore[no-untyped-call]
         if span.start == 0:
             return _attention(query, keys, values, is_causal=True, **options)
-        with patch.object(F, "scaled_dot_product_attention", _attention):  # the mask asks for it by name
-            return _attention(query, keys, values, attn_mask=causal_lower_right(length, span.end), **options)
+        if self._mask is None or self._mask.device != query.device:
+            ones = torch.ones(length, span.end, dtype=torch.bool, device=query.device)
+            self._mask = ones.tril(span.start)
+        return _attention(query, keys, values, attn_mask=self._mask, **options)
 
 
 def _at(table: dict[_Call, _Kept], call: _Call, like: Tensor, span: Span, frame: str) -> _Kept:
@@ -252,9 +261,45 @@ def attending(microbatch: object, span: Span, *, drops: bool = True) -> Iterator
     Arguments:
         drops: whether dropout does anything.
     """
-    before, _running.span = _running.span, span
+    mode = _Attending(cast(_Microbatch, microbatch), span, drops=drops)
+    with _entered(mode), _checkpoints(mode):
+        yield
+
+
+@contextmanager
+def _entered(mode: _Attending) -> Iterator[None]:
+    before, _running.span = _running.span, mode.span
     try:
-        with _Attending(cast(_Microbatch, microbatch), span, drops=drops):
+        with mode:
             yield
     finally:
         _running.span = before
+
+
+@contextmanager
+def _checkpoints(mode: _Attending) -> Iterator[None]:
+    """Within: what a checkpoint runs again in the backward, outside of any mode, attends to earlier slices, too."""
+    generator, function = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
+
+    def resumed(run: Callable[..., Any], *, is_called_first: bool) -> Callable[..., Any]:
+        again, calls = mode.from_here(), iter([is_called_first])
+
+        def run_again(*args: Any, **kwargs: Any) -> Any:
+            if next(calls, False):
+                return run(*args, **kwargs)
+            with _entered(again.from_here()):
+                return run(*args, **kwargs)
+
+        return run_again
+
+    def without_reentrance(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(resumed(run, is_called_first=False), *args, **kwargs)
+
+    def reentrant(run: Callable[..., Any], *args: Any) -> Any:
+        return function.apply(resumed(run, is_called_first=True), *args)  # type: ignore[no-untyped-call]
+
+    with (
+        patch.object(torchs, "_checkpoint_without_reentrant_generator", without_reentrance),
+        patch.object(torchs, "CheckpointFunction", SimpleNamespace(apply=reentrant)),
+    ):
+        yield

@@ -23,8 +23,9 @@ from support.sliced import (
     plainly,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from stagewright import PipelineModule
+from stagewright import PipelineModule, first_position
 
 
 def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> None:
@@ -145,6 +146,63 @@ def test_attention_of_other_modules_and_positions_as_an_input() -> None:
     agrees(Heads().double(), mean_loss, tokens, positions, targets, schedule="seq1f1b", num_slices=2, mesh={"pipe": 1})
 
 
+class Shared(nn.Module):
+    """The same attention twice in a forward; checkpointed, if asked for."""
+
+    def __init__(self, block: nn.Module, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
+def test_attention_that_is_called_twice(recompute: str) -> None:
+    model = chain(layers=2)
+    model[1] = Shared(model[1])
+    agrees(model, mean_loss, *batch(), schedule="seq1f1b", num_slices=3, recompute=recompute)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block_and_frozen_attention(reentrant: bool) -> None:
+    """What runs again in the backward sees the slices before it; keys without gradients leave none."""
+    model = chain(layers=3)
+    model[1] = Shared(model[1], reentrant=reentrant)
+    model[2].requires_grad_(False)
+    agrees(model, mean_loss, *batch(), schedule="seq1f1b", num_slices=3)
+
+
+def test_training_on_sequences_of_several_lengths() -> None:
+    """As many steps of AdamW as one process makes; an error in between leaves nothing behind."""
+    model, plain = chain(layers=2), chain(layers=2)
+    options: dict[str, Any] = {"schedule": "seq1f1b", "num_slices": 3, "num_microbatches": 2, "mesh": {"pipe": 2}}
+    fails: list[str] = []
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        if fails and len(fails.pop()):
+            raise RuntimeError("once")
+        return mean_loss(logits, targets)
+
+    pipe = PipelineModule(model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for length in (12, 7, 12, 9):
+        tokens, targets = batch(length=length)
+        if length == 7:
+            fails += ["x", ""]
+            with pytest.raises(RuntimeError, match="once"):
+                pipe.train_step(tokens, targets)
+        optimizer.zero_grad()
+        loss = mean_loss(plain(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        assert pipe.train_step(tokens, targets).loss == pytest.approx(loss.item(), abs=1e-10)
+    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-10)
+
+
 # --- what cannot be right is refused, in words ---
 
 
@@ -262,7 +320,6 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
         ({"sequence_dims": {0: "1"}}, r"sequence_dims\[0\]='1': expected the number of a dimension"),
         ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
         ({"schedule": "1f1b", "slice_lengths": [6, 6]}, "slice_lengths=.* for a schedule without slices"),
-        ({"recompute": "layer"}, "recompute= of layers or modules under schedule 'seq1f1b' over 2 slices"),
         ({"loss_fn": "model"}, 'loss_fn="model" under schedule'),
     ],
     ids=str,
@@ -298,3 +355,28 @@ def test_where_the_sequence_stands_must_be_clear(inputs: tuple[Tensor, ...], tar
     pipe = PipelineModule(model, schedule="seq1f1b", num_microbatches=2, loss_fn=mean_loss)
     with pytest.raises(ValueError, match=rf"{name} .* and where in it the sequence .*stands is not clear"):
         pipe.forward_backward(*inputs, target)
+
+
+class Dropped(nn.Module):
+    """A layer that is left out at random."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x) if not self.training or torch.rand(()) < 0.5 else x
+        return y
+
+
+def test_layers_that_are_left_out_of_some_slices() -> None:
+    model = chain(layers=6)
+    for number in range(1, 7):
+        model[number] = Dropped(model[number])
+    pipe = PipelineModule(model, schedule="seq1f1b", num_slices=3, num_microbatches=2, loss_fn=mean_loss)
+    with pytest.raises(ValueError, match="attention in Attention runs for the slice from token 4 on, and did not for"):
+        pipe.forward_backward(*batch())
+
+
+def test_positions_without_slices() -> None:
+    assert first_position() == 0
