@@ -27,10 +27,10 @@ GRID_COLUMNS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage of the cut: its modules, its parameters and its rank."""
+    """One stage of the cut: its modules, its parameters and its ranks."""
 
     stage: int
-    rank: int
+    ranks: tuple[int, ...]
     name: str
     parameters: int
 
@@ -73,14 +73,14 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
         kept = stage_input_bytes(options, schedule)
     pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
     stages = tuple(
-        StagePlan(stage=number, rank=schedule.owners[number][0], name=name, parameters=parameters)
+        StagePlan(stage=number, ranks=schedule.owners[number], name=name, parameters=parameters)
         for number, (name, parameters) in enumerate(zip(pipe.stage_names, pipe.stage_num_parameters, strict=True))
     )
     weights = [float(stage.parameters) for stage in stages]
     costs = Costs(forward=weights, backward=[2 * weight for weight in weights])
     timeline = simulate(schedule, costs)
     peaks = timeline.peak_activations
-    held = [sum(s.parameters for s in stages if s.rank == rank) for rank in range(schedule.num_ranks)]
+    held = [sum(s.parameters for s in stages if rank in s.ranks) for rank in range(schedule.num_ranks)]
     return DryRun(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -163,13 +163,18 @@ def _plan_text(plan: Plan) -> str:
 
 def _text(answer: DryRun, schedule: Schedule) -> str:
     width = max(len(stage.name) for stage in answer.stages)
+    ranks = [", ".join(map(str, stage.ranks)) for stage in answer.stages]
+    room = max(map(len, ("rank", *ranks)))
     lines = [
         f"{count(answer.parameters, 'parameter')} in {count(answer.num_stages, 'stage')} on "
         f"{count(answer.num_ranks, 'rank')}, {answer.schedule}, {count(answer.num_microbatches, 'microbatch')} "
         f"(nothing is trained)",
         "",
-        f"stage  rank  {'holds':<{width}}  parameters",
-        *(f"{s.stage:>5}  {s.rank:>4}  {s.name:<{width}}  {s.parameters:>10,}" for s in answer.stages),
+        f"stage  {'rank':>{room}}  {'holds':<{width}}  parameters",
+        *(
+            f"{s.stage:>5}  {own:>{room}}  {s.name:<{width}}  {s.parameters:>10,}"
+            for s, own in zip(answer.stages, ranks, strict=True)
+        ),
         "",
         *(_shortened(line) for line in schedule.grid().splitlines()),
         "",

@@ -199,7 +199,7 @@ def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(
     assert main(["train", *words]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["parameters"] == 4 * 8 + 8 + 8 * 3 + 3
-    assert [stage["rank"] for stage in answer["stages"]] == [0, 1]
+    assert [stage["ranks"] for stage in answer["stages"]] == [[0], [1]]
     assert not (mine / "runs").exists()
 
 

@@ -169,15 +169,17 @@ def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.Ca
     assert "costs proportional to parameters" in text
 
 
-def test_the_dry_run_adds_up() -> None:
-    options = resolve(TrainOptions(layers=2, width=32, heads=2, length=16, batch=8, microbatches=4))
+@pytest.mark.parametrize(("schedule", "stages", "copies"), [("interleaved", 4, 1), ("chimera", 2, 2)])
+def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
+    sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}
+    options = resolve(TrainOptions(schedule=schedule, **sizes))  # type: ignore[arg-type]
     task = make_task(options)
     parameters = sum(p.numel() for p in task.make_model().parameters())
     answer = predict(options, make_schedule(options), task)
-    assert answer.num_stages == len(answer.stages) == 4
+    assert answer.num_stages == len(answer.stages) == stages
     assert sum(stage.parameters for stage in answer.stages) == answer.parameters == parameters
-    assert sum(answer.state_bytes) == 16 * parameters
-    assert 0 < answer.bubble < 1
+    assert sum(answer.state_bytes) == copies * 16 * parameters
+    assert 0 <= answer.bubble < 1
     assert answer.lower_bound_ratio >= 1
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import FAMILIES, build
 
-RANKS, BATCHES = 4, 3
+RANKS, BATCHES = 4, 2
 WIDTH = 3
 NAMES = [name for name, each in FAMILIES.items() if not each.takes_slices]
 
