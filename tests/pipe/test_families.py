@@ -19,7 +19,6 @@ from stagewright.schedules import FAMILIES, build
 
 RANKS, BATCHES = 4, 2
 WIDTH = 3
-NAMES = [name for name, each in FAMILIES.items() if not each.takes_slices]
 
 
 def make_model(num_stages: int) -> nn.Sequential:
@@ -49,7 +48,7 @@ class Noting(torch.optim.SGD):
                 self.noted.setdefault(id(parameter), []).append(parameter.grad.clone())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_runs(name: str) -> None:
     P, M = fitting(name, RANKS, RANKS)
     once = {"update_every": M} if "update_every" in FAMILIES[name].options else {}
