@@ -94,6 +94,12 @@ class RunFacts:
         """
         return stage_bytes(self._building.built("stage_bytes"), watched)
 
+    @property
+    def moved_bytes(self) -> dict[int, int]:
+        """By stage of this process: the most that one microbatch's activations had when they left the rank [bytes]."""
+        ranks = self._building.built("moved_bytes").engine.ranks
+        return {stage: size for each in ranks for stage, size in each.worker.mover.moved_bytes.items()}
+
     def measured_costs(self) -> Costs:
         """Median seconds by stage and op over the last steps, without waits, and the link's latency.
 

@@ -60,6 +60,11 @@ class Makers:
 
         if self.parts.is_traced:
             refuse_graphs(self.settings.compile)
+        if schedule.moves_activations and self.settings.compile is not None:
+            raise ValueError(
+                f"compile= with the schedule {schedule.name!r}, whose activations leave their rank while they wait: a "
+                f"compiled graph keeps them out of sight; expected compile=None, or a schedule without moves"
+            )
 
         split = schedule.split_stages
 

@@ -5,6 +5,7 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
                   -> lower     the same with sends and receives, for the engine
 """
 
+from .builders.offload import with_offload
 from .check import Report, check, check_lowered
 from .families import Family
 from .ir import Action, Collective, Edge, Op, Schedule, ScheduleError
@@ -79,4 +80,5 @@ __all__ = [
     "simulate",
     "slice_seconds",
     "synthesize",
+    "with_offload",
 ]

@@ -160,4 +160,6 @@ def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, laten
         update=column(Op.U),
         latency=latency,
         norm=norm,
+        offload=column(Op.OFFLOAD),
+        reload=column(Op.RELOAD),
     )

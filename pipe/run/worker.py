@@ -26,7 +26,8 @@ from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
 from ...partition.graph.units import MODEL_INPUT, StageModule
 from ...schedules import Action, Collective, Message, MessageKind, Op, Schedule
-from ...schedules.messages import STAGE_KINDS
+from ...schedules.ir import MOVE_OPS
+from ...schedules.messages import MOVE_KINDS, STAGE_KINDS
 from ...schedules.needs import Wire
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch
@@ -37,6 +38,7 @@ from ..stages.slices import KeptSlices
 from ..stages.stage import Stage
 from ..stages.wiring import Wiring
 from ..update.rank_update import RankUpdate
+from .mover import Mover
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class Worker(ABC):
         self._fused: frozenset[Action] = frozenset()
         self._trains = schedule.trains
         self._split = schedule.split_stages
+        self.mover = Mover(rank, schedule, stages, device)
 
     def begin(self, program: RankProgram) -> None:
         """A program begins."""
@@ -160,6 +163,8 @@ class Worker(ABC):
             number, k = divmod(message.index, self._batch_indices)
             batch = self._updates.batches[number]
             return self._wiring.message_specs(message, batch.specs[k], batch.certain[k])
+        if message.kind in MOVE_KINDS:
+            return self.mover.specs(message)
         return self._updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
@@ -168,11 +173,15 @@ class Worker(ABC):
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
             self._inbox[message] = unpack(tensors, self.specs(message))
+        elif message.kind in MOVE_KINDS:
+            self.mover.put(message, tensors)
         else:
             self._updates.put(message, tensors)
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
+        if message.kind in MOVE_KINDS:
+            return self.mover.take(message)
         if message.kind not in STAGE_KINDS:
             return self._updates.take(message)
         tensors = self._outbox.pop(message)
@@ -189,6 +198,7 @@ class Worker(ABC):
         self.outputs.clear()
         if self._slices is not None:
             self._slices.drop()
+        self.mover.drop()
         for stage in self._stages.values():
             stage.drop()
 
@@ -234,8 +244,11 @@ class TrainingWorker(Worker):
     """Forwards, backwards and updates."""
 
     def run(self, action: Action) -> None:
-        """F, B, I, W or U."""
+        """F, B, I, W, U, or a move of activations."""
         s, op, index = action
+        if op in MOVE_OPS:
+            self.mover.run(action)
+            return
         if op is Op.U:
             self._updates.step(s, index)
             return
@@ -261,7 +274,9 @@ class TrainingWorker(Worker):
                         version=self._updates.version(s, index),
                         is_split=s in self._split and Action(s, Op.I, index) not in self._fused,
                         has_backward=self._trains(s),
+                        moves=(s, index) in self.mover.moves,
                     )
+                self.mover.made(s, index)
                 if loss is not None:
                     self._updates.note_loss(index, loss)
                 else:

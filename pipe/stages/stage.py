@@ -27,6 +27,7 @@ from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .compiled import Compiled
 from .halves import Halves
+from .moving import Activations, tensors_of
 from .reruns import Reruns, no_checkpoints_inside
 from .weights import WeightVersions
 
@@ -48,6 +49,7 @@ class _Live:
 
     module: that ran it.
     outputs: with their graph; None: the forward runs again, with this target and these buffers.
+    moving: where they may leave the rank.
     """
 
     module: StageModule
@@ -57,6 +59,7 @@ class _Live:
     version: int
     buffers: Snapshot
     is_split: bool
+    moving: Activations | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Stage:
         self._split = SplitBackward()
         self._halves = Halves(module, stage=f"stage {index} ({name})")
         self._buffers = MovingBuffers(module)
+        self._module = module
 
     def forward(
         self,
@@ -118,6 +122,7 @@ class Stage:
         version: int = 0,
         is_split: bool = False,
         has_backward: bool = True,
+        moves: bool = False,
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
 
@@ -129,10 +134,12 @@ class Stage:
             version: of the weights, where there are several.
             is_split: whether the backward comes in two halves.
             has_backward: whether one comes; nothing is kept for it otherwise.
+            moves: whether its activations leave the rank while they wait, see `moving`.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
         leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
+        moving = self._kept_apart(key, leaves, target) if moves else None
         weights = self._weights
         runs_again = self._runs_again and has_backward
         if weights is not None:
@@ -146,6 +153,7 @@ class Stage:
                 torch.set_grad_enabled(has_backward and not runs_again),
                 no_checkpoints_inside() if runs_again else _NOTHING,
                 self._split.forward() if is_split else _NOTHING,
+                moving.saving() if moving is not None else _NOTHING,
             ):
                 value = module.module(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
                 outputs, loss = self._with_loss(module.flatten(value), target)
@@ -159,11 +167,27 @@ class Stage:
         seen = target if before is None else before.seen_by_loss()
         if not has_backward:
             return module.detached(outputs), None
-        self._live[key] = _Live(module, leaves, None if runs_again else outputs, seen, version, buffers, is_split)
+        if moving is not None:
+            moving.made(() if runs_again else outputs)
+        self._live[key] = _Live(
+            module, leaves, None if runs_again else outputs, seen, version, buffers, is_split, moving
+        )
         if loss is not None:
             mean_or_sum, count = loss
             return (), (mean_or_sum.detach(), None if count is None else count.detach())
         return module.detached(outputs), None
+
+    def _kept_apart(self, key: int, leaves: Tensors, target: object) -> Activations:
+        staying = [*self._module.parameters(), *self._module.buffers(), *tensors_of(target)]
+        name = f"microbatch {key} of stage {self.index} ({self.name})"
+        device = next((x.device for x in (*leaves, *staying)), torch.device("cpu"))
+        return Activations(name, leaves=leaves, staying=staying, device=device)
+
+    def moving(self, key: int) -> Activations:
+        """The activations of a microbatch whose forward had `moves`."""
+        moving = self._live[key].moving
+        assert moving is not None
+        return moving
 
     def evaluate_forward(
         self, module: StageModule, inputs: Sequence[torch.Tensor], target: object, *, has_target: bool
@@ -237,6 +261,8 @@ class Stage:
             return [None] * len(live.leaves)
         if self._weights is not None:
             self._weights.begin_backward(live.version, group)
+        if live.moving is not None:
+            live.moving.settle()
         try:
             outputs = live.outputs if live.outputs is not None else self._recomputed(live, autocast)
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]

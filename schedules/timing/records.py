@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Action, Collective, Op, Schedule
+from ..ir import MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.stream import Stream
-from ..messages import STAGE_KINDS, Message
+from ..messages import MOVE_KINDS, STAGE_KINDS, Message, MessageKind
 from ..needs import Needs
 from .timeline import RankTrace, Span, Timeline
 
@@ -36,8 +36,8 @@ _NOTHING = RankRecord(compute=(), arrivals=())
 
 
 def was_waited_for(message: Message, began: float, there: float) -> bool:
-    """Whether a message of activations or gradients was seen to arrive: one that came early was not."""
-    return message.kind in STAGE_KINDS and there - began >= _REALLY_WAITED
+    """Whether a message of a microbatch was seen to arrive: one that came early was not."""
+    return (message.kind in STAGE_KINDS or message.kind in MOVE_KINDS) and there - began >= _REALLY_WAITED
 
 
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
@@ -46,6 +46,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     The comm lane of a rank shows the messages that it really had to wait for: from when they were made on the other
     rank, or from when this one began to wait where that is later, until they were there. One that came early was not
     seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
+    Likewise a way of activations is through when they were seen to arrive; where they were not, when it was begun.
 
     Arguments:
         records: [P]; None: nothing is known of this rank.
@@ -53,12 +54,13 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     needs = Needs(schedule)
     known = [_NOTHING if record is None else record for record in records]
     made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
+    came = _ends_of_moves(needs, known)
     ranks = []
     for record in known:
-        compute = tuple(Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute)
+        actions = [Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute]
         comm: list[Span[Message]] = []
         for message, began, there in record.arrivals:
-            if not was_waited_for(message, began, there):
+            if message.kind in MOVE_KINDS or not was_waited_for(message, began, there):
                 continue
             made = made_at.get(needs.maker(message))
             if made is None:
@@ -68,7 +70,12 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         by_start = sorted(record.collectives, key=lambda span: span.start)
         ranks.append(
             RankTrace(
-                compute=compute,
+                compute=tuple(span for span in actions if span.what.op not in MOVE_OPS),
+                moves=tuple(
+                    span._replace(end=max(span.end, came.get(span.what, span.end)))
+                    for span in actions
+                    if span.what.op in MOVE_OPS
+                ),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
             )
@@ -82,6 +89,20 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         missing=tuple(rank for rank, record in enumerate(records) if record is None),
     )
     return timeline.shifted(-timeline.start)
+
+
+def _ends_of_moves(needs: Needs, records: Sequence[RankRecord]) -> dict[Action, float]:
+    """When lent activations were seen to arrive, for the moves at both ends."""
+    came: dict[Action, float] = {}
+    for record in records:
+        for message, began, there in record.arrivals:
+            if message.kind in MOVE_KINDS and was_waited_for(message, began, there):
+                stage = message.dst if message.kind is MessageKind.RETURNED else message.src
+                move = needs.moves[stage, message.index]
+                ends = (move.reload, move.returning) if message.kind is MessageKind.RETURNED else (move.out, move.hold)
+                if message.kind is not MessageKind.SIZE:
+                    came.update(dict.fromkeys(ends, there + record.offset))
+    return came
 
 
 def assemble_stream(stream: Stream, records: Sequence[RankRecord | None]) -> Timeline:

@@ -46,6 +46,10 @@ def test_csv() -> None:
 def test_csv_round_trip_of_builders(name: str, P: int, M: int) -> None:
     P, M = fitting(name, P, M)
     schedule = build(name, num_ranks=P, num_microbatches=M)
+    if schedule.moves_activations:
+        with pytest.raises(ScheduleError, match="use to_json"):
+            schedule.to_csv()
+        return
     assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
 
 

@@ -12,8 +12,10 @@ from stagewright.schedules.ir import BACKWARD_OPS
 def with_random_moves(random: Random, schedule: Schedule, *, share: float = 0.6) -> Schedule:
     """Some activations go to the host or to another rank, begun at random moments of a run: nobody waits in a circle.
 
-    They are held as they are lent, so that no message behind them is used before.
+    They are held as they are lent, so that no message behind them is used before. One that has moves stays as it is.
     """
+    if schedule.moves_activations:
+        return schedule
     timeline = simulate(schedule, Costs(latency=0.1))
     spans = {(rank, s.what): s for rank, trace in enumerate(timeline.ranks) for s in trace.compute}
     placed: list[list[tuple[float, Action]]] = [[] for _ in schedule.programs]

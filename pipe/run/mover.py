@@ -1,0 +1,102 @@
+"""A rank's moves of activations: to its host and back, and between it and partner ranks.
+
+owner     F      SIZE(bytes) ->                        partner   HOLD: takes the size, posts for as many
+          LEND   LENT(bytes) ->                                  RETURN: the same bytes
+          RELOAD <- RETURNED, waited for by the backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...comm import TensorSpec
+from ...partition.graph.forms import Tensors
+from ...schedules import Action, Message, MessageKind, Op, Schedule
+from ...schedules.moves import find_moves
+from ..stages.moving import Host
+from ..stages.stage import Stage
+
+
+class Mover:
+    """What one rank moves.
+
+    Arguments:
+        stages: of the rank, by number.
+        device: of its tensors.
+
+    Attributes:
+        moves: of the whole schedule, by (stage, microbatch).
+        moved_bytes: by stage, the most that a microbatch's activations had when they left [bytes].
+    """
+
+    def __init__(self, rank: int, schedule: Schedule, stages: Mapping[int, Stage], device: torch.device) -> None:
+        self._rank, self._stages, self._device = rank, stages, device
+        self.moves = find_moves(schedule)
+        self.moved_bytes: dict[int, int] = {}
+        self._host = Host(device) if any(move.partner is None for move in self.moves.values()) else None
+        self._rows: dict[tuple[int, int], int] = {}  # bytes of the row of each that is lent, here or there
+        self._tensors: dict[Message, Tensors] = {}
+
+    def made(self, stage: int, index: int) -> None:
+        """A forward is through: the partner of what will be lent learns how much that is."""
+        move = self.moves.get((stage, index))
+        if move is None or move.partner is None:
+            return
+        size = self._rows[stage, index] = self._stages[stage].moving(index).row_bytes
+        self._tensors[Message(MessageKind.SIZE, stage, move.partner, index)] = (
+            torch.tensor([size], dtype=torch.int64, device=self._device),
+        )
+
+    def run(self, action: Action) -> None:
+        """Begin a move."""
+        stage, op, index = action
+        move = self.moves[stage, index]
+        match op:
+            case Op.OFFLOAD | Op.LEND:
+                activations = self._stages[stage].moving(index)
+                self.moved_bytes[stage] = max(activations.num_bytes, self.moved_bytes.get(stage, 0))
+                if move.partner is None:
+                    assert self._host is not None
+                    self._host.take(activations)
+                else:
+                    row = activations.leave(self._row, torch.Tensor.copy_)
+                    self._tensors[Message(MessageKind.LENT, stage, move.partner, index)] = (row,)
+            case Op.RELOAD if self._host is not None and move.partner is None:
+                self._host.give_back(self._stages[stage].moving(index))
+            case Op.RETURN:
+                lent = self._tensors.pop(Message(MessageKind.LENT, stage, self._rank, index))
+                self._tensors[Message(MessageKind.RETURNED, self._rank, stage, index)] = lent
+            case _:  # HOLD, and RELOAD of what was lent: its receive is posted next
+                pass
+
+    def _row(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def specs(self, message: Message) -> list[TensorSpec]:
+        """Layout of a message."""
+        if message.kind is MessageKind.SIZE:
+            return [TensorSpec((1,), (1,), torch.int64, False)]
+        stage = message.dst if message.kind is MessageKind.RETURNED else message.src
+        return [TensorSpec((self._rows[stage, message.index],), (1,), torch.uint8, False)]
+
+    def put(self, message: Message, tensors: Tensors) -> None:
+        """A message arrived."""
+        if message.kind is MessageKind.SIZE:
+            self._rows[message.src, message.index] = int(tensors[0].item())
+        elif message.kind is MessageKind.LENT:
+            self._tensors[message] = tensors
+        else:
+            self._stages[message.dst].moving(message.index).come(tensors[0])
+
+    def take(self, message: Message) -> Tensors:
+        """A message to send."""
+        return self._tensors.pop(message)
+
+    def drop(self) -> None:
+        """Forget what is under way (after an error)."""
+        self._tensors.clear()
+        self._rows.clear()
+        if self._host is not None:
+            self._host.drop()

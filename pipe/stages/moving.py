@@ -1,0 +1,298 @@
+"""Activations of one microbatch that leave the rank while they wait for their backward.
+
+    forward   autograd hands over each tensor that it saves: for that a handle, and its storage once
+    leave     all storages as one row of bytes, to the host or to be sent; nothing of them stays here
+    come      the bytes again: unpacking a handle makes a tensor of them
+
+They are the tensors saved for the backward and the stage's inputs. Parameters, buffers, targets and inputs that are
+parts of the batch stay, since they are there anyway. A storage that others hold, too (outputs on their way) is copied
+like the others and goes when they let go of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_ALIGNED = 64  # [bytes], as torch aligns what it allocates: kernels then compute with the same bits
+
+
+@dataclass(slots=True)
+class _Handle:
+    """A saved tensor. tensor: None once it has left; number: of its storage, None where it stays."""
+
+    tensor: torch.Tensor | None
+    version: int
+    number: int | None
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, number: int | None) -> _Handle:
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        offset = int(tensor.storage_offset()) if tensor.layout is torch.strided else 0
+        return cls(tensor, tensor._version, number, tensor.dtype, offset, tensor.size(), strides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A saved tensor that consists of others, such as a DTensor: their handles (what is no tensor is itself), and
+    how it is put together."""
+
+    kind: type
+    parts: dict[str, object]
+    context: object
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Activations:
+    """What one stage keeps of one microbatch from its forward to its backward.
+
+    Arguments:
+        name: of stage and microbatch, for people.
+        leaves: the inputs of the stage.
+        staying: tensors that are there in any case: parameters, buffers, the target.
+        device: where all of it is.
+    """
+
+    def __init__(
+        self, name: str, *, leaves: Sequence[torch.Tensor], staying: Iterable[torch.Tensor], device: torch.device
+    ) -> None:
+        self._name = name
+        self._device = device
+        self._staying = {_storage(x)._cdata for x in staying if _has_storage(x)}
+        self._kept = list(staying)  # so that no other storage takes the place of one of these
+        self._storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+        self._handles: list[_Handle] = []
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._starts: list[int] = []
+        self._sizes: list[int] = []
+        self._bytes: torch.Tensor | None = None
+        self._is_away = False
+        self._arrival: torch.cuda.Event | None = None
+        # A part of a larger storage (of the batch) is no input that can go by itself.
+        self._staying |= {_storage(x)._cdata for x in leaves if _has_storage(x) and _is_part(x)}
+        self._leaves = [(x, self._handle(x)) for x in leaves if _has_storage(x)]
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Within, what autograd saves is taken here."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def made(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The forward is through: its outputs with their graph, whose values the backward does not need."""
+        self._outputs = tuple(outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages, each once."""
+        return sum(self._sizes) if self._sizes else sum(each.nbytes() for each in self._storages)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the row in which they leave: a little more than theirs, since each begins at an aligned place."""
+        self._lay_out()
+        return self._starts[-1]
+
+    def leave(
+        self, make: Callable[[int], torch.Tensor], copy: Callable[[torch.Tensor, torch.Tensor], object]
+    ) -> torch.Tensor:
+        """Go; returns the row of bytes.
+
+        Arguments:
+            make: bytes [row_bytes] to be filled.
+            copy: (part of the row, bytes of a storage), may go on behind its return.
+
+        Raises RuntimeError where a saved tensor was changed in place.
+        """
+        for handle in self._handles:
+            self._check(handle)
+        row = make(self.row_bytes)
+        for start, storage in zip(self._starts, self._storages, strict=False):
+            own = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            copy(row[start : start + own.numel()], own)
+        self._is_away = True
+        for handle in self._handles:
+            if handle.number is not None:
+                handle.tensor = None
+        self._handles.clear()
+        for leaf, handle in self._leaves:
+            if handle.number is not None:
+                leaf.data = leaf.data.new_empty(0)
+        own_leaves = {id(leaf) for leaf, _ in self._leaves}
+        for output in self._outputs:
+            if id(output) not in own_leaves and _has_storage(output):
+                output.data = output.data.new_empty(()).expand(output.shape)  # of its shape, and nothing in it
+        self._outputs = ()
+        self._storages.clear()
+        self._kept.clear()
+        return row
+
+    def come(self, row: torch.Tensor, arrival: torch.cuda.Event | None = None) -> None:
+        """Be there again, with these bytes; on CUDA once `arrival` is through."""
+        self._bytes, self._arrival, self._is_away = row, arrival, False
+        for leaf, handle in self._leaves:
+            if handle.number is not None:
+                leaf.data = self._view(handle)
+
+    def settle(self) -> None:
+        """In front of the backward: all must be here. RuntimeError where it is away."""
+        if self._is_away:
+            raise RuntimeError(self._absent())
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
+            self._arrival = None
+
+    def _absent(self) -> str:
+        return f"activations of {self._name} are away and needed: expected RELOAD in front of what needs them"
+
+    def _lay_out(self) -> None:
+        if self._starts:
+            return
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._starts = [0]
+        for size in self._sizes:
+            self._starts.append(self._starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            own = {name: getattr(tensor, name) for name in names}
+            parts = {name: self._pack(part) if isinstance(part, torch.Tensor) else part for name, part in own.items()}
+            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
+        return self._handle(tensor)
+
+    def _handle(self, tensor: torch.Tensor) -> _Handle:
+        number = None
+        if self._may_go(tensor):
+            storage = tensor.untyped_storage()
+            number = self._numbers.setdefault(storage._cdata, len(self._storages))
+            if number == len(self._storages):
+                self._storages.append(storage)
+        handle = _Handle.of(tensor, number)
+        self._handles.append(handle)
+        return handle
+
+    def _may_go(self, tensor: torch.Tensor) -> bool:
+        return (
+            _has_storage(tensor)
+            and tensor.device == self._device
+            and not (tensor.is_conj() or tensor.is_neg())
+            and _storage(tensor)._cdata not in self._staying
+        )
+
+    def _unpack(self, packed: object) -> torch.Tensor:
+        if isinstance(packed, _Wrapped):
+            parts = {
+                name: self._unpack(part) if isinstance(part, _Handle | _Wrapped) else part
+                for name, part in packed.parts.items()
+            }
+            return packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)  # type: ignore[attr-defined, no-any-return]
+        assert isinstance(packed, _Handle)
+        if packed.tensor is not None:
+            self._check(packed)
+            return packed.tensor
+        if self._is_away:
+            raise RuntimeError(self._absent())
+        return self._view(packed)
+
+    def _view(self, handle: _Handle) -> torch.Tensor:
+        assert self._bytes is not None
+        assert handle.number is not None
+        start = self._bytes.storage_offset() + self._starts[handle.number]
+        at = start // handle.dtype.itemsize + handle.offset
+        empty = torch.empty(0, dtype=handle.dtype, device=self._device)
+        return empty.set_(self._bytes.untyped_storage(), at, handle.size, handle.stride)
+
+    def _check(self, handle: _Handle) -> None:
+        if handle.tensor is not None and handle.tensor._version != handle.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(handle.size)}, saved by the forward of {self._name}, is at version "
+                f"{handle.tensor._version}; expected version {handle.version}"
+            )
+
+
+def tensors_of(target: object) -> list[torch.Tensor]:
+    """Those of a target."""
+    return [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are in a storage of its own kind."""
+    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return plain and tensor.device.type != "meta" and _storage(tensor).nbytes() > 0
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+class Host:
+    """The host's memory, as an arena beside the device's: on CUDA pinned, with a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[Activations, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        is_cuda = device.type == "cuda"
+        self._to_host = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._from_host = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait here."""
+        return sum(row.numel() for row, _ in self._rows.values())
+
+    def take(self, activations: Activations) -> None:
+        """Activations leave the device for here."""
+        if self._to_host is None:
+            row = activations.leave(_apart, torch.Tensor.copy_)
+            self._rows[activations] = row, None
+            return
+        to_host = self._to_host
+        to_host.wait_stream(torch.cuda.current_stream(self._device))
+
+        def copy(part: torch.Tensor, own: torch.Tensor) -> None:
+            with torch.cuda.stream(to_host):
+                part.copy_(own, non_blocking=True)
+            own.record_stream(to_host)  # its memory is taken again only behind the copy
+
+        row = activations.leave(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), copy)
+        self._rows[activations] = row, to_host.record_event()
+
+    def give_back(self, activations: Activations) -> None:
+        """They come back."""
+        row, has_left = self._rows.pop(activations)
+        own = torch.empty(row.numel(), dtype=torch.uint8, device=self._device)
+        if self._from_host is None or has_left is None:
+            activations.come(own.copy_(row))
+            return
+        back = self._from_host
+        back.wait_stream(torch.cuda.current_stream(self._device))  # whoever had this memory before is through
+        back.wait_event(has_left)
+        with torch.cuda.stream(back):
+            own.copy_(row, non_blocking=True)
+        own.record_stream(back)
+        activations.come(own, back.record_event())
+
+    def drop(self) -> None:
+        """Forget all of them (after an error)."""
+        self._rows.clear()
+
+
+def _apart(size: int) -> torch.Tensor:
+    """Bytes that are none of torch's: pages of their own, given back to the system when nobody holds them."""
+    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
