@@ -18,7 +18,7 @@ def is_file(name: str) -> bool:
 
 def is_function(name: str) -> bool:
     """Whether it names a function, which may take sizes."""
-    return ":" in name
+    return ":" in name or name.endswith(".py")
 
 
 def read(name: str, sizes: Mapping[str, int | None], *, otherwise: Mapping[str, int] | None = None) -> Schedule:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +23,8 @@ from .user_code import call, load, said, takes
 
 if TYPE_CHECKING:
     from .constraints import Constraints
+
+_SIZES = ("num_ranks", "num_microbatches", "num_chunks", "num_slices")
 
 FORMS = "FILE.csv, FILE.json or FILE.py:function"
 EXPECTED = (
@@ -74,7 +76,10 @@ class Own:
         asked = {name: number for name, number in sizes.items() if number is not None}
         made: Any = self.what
         if not _is_ready(made) and not _is_of_actions(made):
-            made = call(self.option, self.words, made, **asked)
+            self._check_sizes(made, asked)
+            function, made = made, call(self.option, self.words, made, **asked)
+            if getattr(made, "name", None) == "constraints":
+                made = replace(made, name=getattr(function, "__name__", made.name))
             if not _is_ready(made) and not _is_of_actions(made):
                 raise ValueError(f"{said(self.option, self.words)} returned {type(made).__name__}: {EXPECTED}")
         try:
@@ -85,6 +90,20 @@ class Own:
         except ValueError as error:
             raise ValueError(f"{self.words}: {error}") from error.__cause__
         return schedule
+
+    def _check_sizes(self, function: Callable[..., Any], sizes: Mapping[str, int]) -> None:
+        """ValueError for a function that needs sizes which nobody gives."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            return
+        lacking = [p.name for p in parameters if p.name in _SIZES and p.default is p.empty and p.name not in sizes]
+        if lacking:
+            options = " ".join(f"--{name.removeprefix('num_')}" for name in lacking)
+            raise ValueError(
+                f"{said(self.option, self.words)} needs {', '.join(lacking)}: expected {options} "
+                f"({'=, '.join(lacking)}=), or defaults in the function"
+            )
 
     def _schedule(self, made: Any, sizes: Mapping[str, int]) -> Schedule:
         if isinstance(made, Schedule):
@@ -119,6 +138,8 @@ def find_own(what: OwnLike, *, option: str) -> Own | None:
 
     Raises ValueError for a file or function that is not there, and for what is none of these forms.
     """
+    if isinstance(what, str) and what.endswith(".py"):
+        raise ValueError(f"{said(option, what)}: expected the function in it, as in {said(option, f'{what}:function')}")
     if isinstance(what, str) and not is_own(what):
         return None
     if isinstance(what, str) and ":" in what and not Path(what).is_file():
@@ -134,7 +155,7 @@ def find_own(what: OwnLike, *, option: str) -> Own | None:
 
 def is_own(name: str) -> bool:
     """Whether a word names a file, or a function, rather than a family of schedules."""
-    return name.endswith((".csv", ".json")) or ":" in name
+    return name.endswith((".csv", ".json", ".py")) or ":" in name
 
 
 def sizes_of(schedule: Schedule) -> dict[str, int]:

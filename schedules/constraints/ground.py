@@ -115,7 +115,8 @@ def ground_rules(ground: Ground, rules: Sequence[Rule] | Mapping[str, Rule]) -> 
     elif isinstance(rules, list | tuple):
         named = [(None, rule) for rule in rules]
     else:
-        raise ValueError(f"rules={rules!r:.60}: expected a list of rules, or a dict from words to rules")
+        hint = f" (rules=[{getattr(rules, '__name__', 'rule')}])" if callable(rules) else ""
+        raise ValueError(f"rules={rules!r:.60}: expected a list of rules, or a dict from words to rules{hint}")
     return [_ground(ground, rule, name, number) for number, (name, rule) in enumerate(named)]
 
 

@@ -142,10 +142,15 @@ class Order:
                 block = self.block[n]
                 mine = sum(1 << member for member in block)
                 own = earlier[n] & masks[self.rank[n]]
-                for open_end in _bits(((own & not_last) << 1) & ~earlier[n] & ~mine):
-                    inner = self.block[open_end]
-                    why = _Derived(inner[inner.index(open_end) - 1], n, inner, len(self._age))
-                    changed = self._link(inner[-1], n, why) or changed
+                # Of what a block opens, all must come before; of several that follow each other the last says it.
+                open_ends = {self.block[m][-1]: m for m in _bits(((own & not_last) << 1) & ~earlier[n] & ~mine)}
+                said = 0
+                for last in sorted(open_ends, key=position.__getitem__, reverse=True):
+                    if not said >> last & 1:
+                        inner = self.block[last]
+                        start = inner[inner.index(open_ends[last]) - 1]
+                        changed = self._link(last, n, _Derived(start, n, inner, len(self._age))) or changed
+                        said |= earlier[last]
                 if n == block[0]:
                     continue
                 between = own & ~mine & ~earlier[block[0]]

@@ -96,6 +96,16 @@ class State:
                 freed.append(then)
         return freed
 
+    def _reasons(self, able: Sequence[int]) -> list[str]:
+        """Why none of these may begin, those with one reason together."""
+        by_reason: dict[str | None, list[str]] = {}
+        for n in able:
+            by_reason.setdefault(self.why_not(n), []).append(str(self.order.actions[n]))
+        return [
+            f"{names[0]}{f' (and {len(names) - 1} more)' * (len(names) > 1)} may not begin: {why}"
+            for why, names in list(by_reason.items())[:3]
+        ]
+
     def still(self) -> list[str]:
         """By rank that is not through, what stands in front of it."""
         order, lines = self.order, []
@@ -107,7 +117,7 @@ class State:
             if rank in self.due and self.due[rank] not in able:
                 able = []
                 own = [self.due[rank]]
-            reasons = [f"{order.actions[n]} may not begin: {self.why_not(n)}" for n in able[:3]]
+            reasons = self._reasons(able)
             freeing = [n for n in own if order.net[n] < 0 and self.waiting[n]]
             for n in freeing[:1] if able else own[:1]:
                 lacking, why = next((b, w) for b, w in order.before[n].items() if not self.done >> b & 1)

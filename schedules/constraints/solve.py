@@ -75,6 +75,8 @@ class Constraints:
         rules = ground_rules(ground, self.rules)
         if self.prefer is not None and not callable(self.prefer):
             raise ValueError(f"prefer={self.prefer!r:.60}: expected a function of an action, or None")
+        if not isinstance(costs, Costs):
+            raise ValueError(f"costs={costs!r:.60}: expected Costs(forward=..., backward=...)")
         table = costs.table_for(ground.schedule)
         order, state = self._order(ground, rules, table)
         programs = tuple(tuple(order.actions[n] for n in program) for program in state.programs)
@@ -128,6 +130,10 @@ class Constraints:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r}: expected a whole number, at least 1")
+        if not isinstance(self.without_backward, list | tuple | range | set | frozenset):
+            raise ValueError(f"without_backward={self.without_backward!r:.60}: expected stages, such as (0, 1)")
+        if not isinstance(self.owners, list | tuple) or not all(isinstance(each, list | tuple) for each in self.owners):
+            raise ValueError(f"owners={self.owners!r:.60}: expected the ranks of each stage, as [[0, 1], [1, 0]]")
         placement = _placed(self.placement, self.num_ranks, self.num_chunks)
         return Schedule(
             name=self.name,
@@ -152,7 +158,12 @@ def _placed(
             raise ValueError(
                 f"placement={placement!r:.60}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank"
             )
-        placed = tuple(tuple(operator.index(stage) for stage in own) for own in placement)
+        try:
+            placed = tuple(tuple(map(operator.index, own)) for own in placement)
+        except TypeError:
+            raise ValueError(
+                f"placement={placement!r:.60}: expected the stages of each rank, as [[0, 3], [1, 2]]"
+            ) from None
         if num_ranks not in (None, len(placed)):
             raise ValueError(f"num_ranks={num_ranks!r} for a placement of {len(placed)}: expected {len(placed)}")
         return placed

@@ -94,6 +94,7 @@ def test_every_form_meets_the_same_checker(mine: Path) -> None:
     assert built(f"{mine}:plain").num_ranks == 2  # which has sizes of its own
     assert built(f"{mine}:rules").programs == one_and_one.programs
     assert built(f"{mine}:rules", num_ranks=None).num_microbatches == 3
+    assert built(f"{mine}:rules").name == "rules"
     assert check(built(f"{mine}:few")).peak_activations == (2, 2, 1)
     assert built(f"{mine}:makes_a_filter").programs == built(f"{mine}:few").programs
     forwards_first = built(f"{mine}:key")
@@ -145,6 +146,14 @@ def test_mistakes_name_the_function(mine: Path, name: str, expected: tuple[type[
 def test_sizes_that_nobody_gives(mine: Path) -> None:
     with pytest.raises(ValueError, match=r"says nothing of sizes: expected --ranks and --microbatches"):
         built(f"{mine}:few", num_ranks=2)
+    with pytest.raises(
+        ValueError, match=r"clash' needs num_ranks, num_microbatches: expected --ranks --microbatches \("
+    ):
+        built(f"{mine}:clash", num_ranks=None)
+    with pytest.raises(
+        ValueError, match=r"of_mine\.py': expected the function in it, as in schedule='.*mine\.py:funct"
+    ):
+        built(str(mine))
     with pytest.raises(
         ValueError, match=r"schedule=3: expected a name, a Schedule, Constraints, a function, or FILE\.csv"
     ):
