@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from ...schedules import FAMILIES, Costs, Schedule, build, check
+from ...schedules import FAMILIES, Costs, Schedule, build, check, family
 from ..help_text import plain_help
 from ..schedule_files import FORMS, is_file, read
 
@@ -40,6 +40,10 @@ class BuildOptions:
     """pipedream, 2bw: ranks of each stage, --ranks in all (default: one each)."""
     batches: int | None = None
     """pipedream, 2bw: batches that the program spans (default: enough for a steady state)."""
+    group_size: int | None = None
+    """gis: microbatches that pass a chunk before the next one's turn, P/2 for half the memory (default: P)."""
+    memory: float | None = None
+    """zb-1p, zb-2p, zb-v: most stage activations of a rank at once (default: P, 2P, 2P)."""
 
     def given(self) -> dict[str, object]:
         """The schedule's own options that were given, under `build`'s names."""
@@ -49,8 +53,14 @@ class BuildOptions:
             "vertical_sync": self.vertical_sync or None,
             "replicas": self.replicas,
             "num_batches": self.batches,
+            "group_size": self.group_size,
+            "memory_limit": self.memory,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def made_for(self) -> Costs | None:
+        """Costs that were given, for schedules that are made for some."""
+        return None
 
     def make(self, name: str, *, command: str) -> Schedule:
         """The checked schedule of this name or file; ValueError where that says too little, or clashes with options."""
@@ -61,13 +71,16 @@ class BuildOptions:
                 f"{name} needs --ranks and --microbatches: expected `stagewright {command} {name} --ranks 4 "
                 f"--microbatches 8`, or a file ({FORMS})"
             )
+        options = self.given()
+        if "costs" in family(name).options and (costs := self.made_for()) is not None:
+            options["costs"] = costs
         schedule = build(
             name,
             num_ranks=self.ranks,
             num_microbatches=self.microbatches,
             num_chunks=self.chunks,
             num_slices=self.slices,
-            **self.given(),
+            **options,
         )
         check(schedule)
         return schedule
@@ -118,6 +131,11 @@ class CostOptions(BuildOptions):
             reduce_grad=_per_stage(self.reduce_grad),
             index_factors=self.index_factors,
         )
+
+    def made_for(self) -> Costs | None:
+        """These costs; None where they are the ones that nobody gave."""
+        costs = self.costs()
+        return None if costs == CostOptions().costs() else costs
 
 
 def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:

@@ -7,6 +7,7 @@ from numbers import Real
 
 from ..ir import Op, Schedule
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
+from ..wording import count
 from .greedy import Listed, Rules, StuckError, list_order
 from .placements import Placement
 
@@ -26,7 +27,7 @@ def read_costs(costs: Costs | None, *, num_stages: int) -> CostTable:
     return table
 
 
-def read_memory(limit: float | None, kept: float, *, default: float, least: float) -> float:
+def read_memory(limit: float | None, kept: float, *, default: int, least: int) -> float:
     """The memory limit of a rank; ValueError where no order meets it, or `kept` is no part of an activation."""
     for name, number in (("memory_limit", default if limit is None else limit), ("kept", kept)):
         if not isinstance(number, Real) or isinstance(number, bool):
@@ -37,8 +38,8 @@ def read_memory(limit: float | None, kept: float, *, default: float, least: floa
         return default
     if not limit >= least:
         raise ValueError(
-            f"memory_limit={limit!r}: no order can meet it, since one microbatch alone is {least:g} stage activations "
-            f"on a rank; expected at least {least:g}"
+            f"memory_limit={limit!r}: no order can meet it, since one microbatch alone is "
+            f"{count(least, 'stage activation')} on a rank; expected at least {least}"
         )
     return limit
 

@@ -17,15 +17,14 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
 
     With equal stages, free links, M >= P and W at most F and I, of one chunk: makespan M V (F+I+W) + (P-1)(F+I-W). It
     holds V P chunk activations on every rank where P divides M, as many as ZB-H1 of whole stages. The orders are those
-    of torch's ScheduleInterleavedZeroBubble, but for M < P, where W come as soon as the drain begins.
+    of torch's ScheduleInterleavedZeroBubble, which takes fewer numbers of microbatches.
     """
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    most = min((num_chunks - 1) * sizes[0] + num_ranks - 1, num_microbatches * num_chunks)
     programs = []
     for rank in range(num_ranks):
-        warmup = min((num_chunks - 1) * sizes[0] + num_ranks - 1 - rank, num_microbatches * num_chunks)
+        warmup = (num_chunks - 1) * sizes[0] + num_ranks - 1 - rank
         order = looping_order(sizes, rank, num_ranks=num_ranks, num_chunks=num_chunks, warmup=warmup)
-        programs.append(put_off_weights(order, delay=most - warmup))
+        programs.append(put_off_weights(order, delay=rank))
     return Schedule(
         name="interleaved-zb",
         placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),

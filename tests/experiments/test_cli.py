@@ -12,7 +12,7 @@ import pytest
 
 from stagewright.experiments.cli import COMMANDS, main
 from stagewright.experiments.commands.schedule_options import BuildOptions
-from stagewright.schedules import FAMILIES, Schedule, build
+from stagewright.schedules import FAMILIES, Costs, Schedule, build
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -276,6 +276,25 @@ def test_a_faulty_table_is_refused_with_its_name_and_place(
     path = tmp_path / "mine.csv"
     path.write_text(table)
     assert message in mistake(capsys, "simulate", "--csv", str(path))
+
+
+def test_schedules_are_made_for_the_costs_and_memory_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where none are given, the order is the family's own."""
+
+    def made(*words: str) -> Schedule:
+        main(["schedule", *words, "--ranks", "3", "--microbatches", "6", "--format", "json"])
+        return Schedule.from_json(capsys.readouterr().out)
+
+    sizes = {"num_ranks": 3, "num_microbatches": 6}
+    costs = Costs(forward=10, input_grad=11, weight_grad=7, latency=1)
+    words = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--latency", "1"]
+    for name in ("zb-2p", "zb-v"):
+        assert made(name) == build(name, **sizes)
+        assert made(name, *words) == build(name, **sizes, costs=costs) != build(name, **sizes)
+    assert made("zb-2p", "--memory", "4") == build("zb-2p", **sizes, memory_limit=4)
+    assert made("gis", "--group-size", "2") == build("gis", **sizes, group_size=2)
+    text = mistake(capsys, "schedule", "zb-1p", "--ranks", "3", "--microbatches", "6", "--memory", "0.5")
+    assert "one microbatch alone is 1 stage activation on a rank; expected at least 1" in text
 
 
 def test_a_table_and_the_options_must_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

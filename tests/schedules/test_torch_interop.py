@@ -78,6 +78,23 @@ def test_the_order_of_interleaved_is_torchs(torch_schedules: Any, P: int, V: int
     assert orders(theirs[rank] for rank in range(P)) == orders(ours.programs)
 
 
+@pytest.mark.parametrize(
+    ("P", "V", "M"), [(2, 2, 4), (4, 2, 8), (4, 3, 10), (4, 2, 3), (3, 1, 6), (4, 1, 2), (1, 3, 4)]
+)
+def test_the_order_of_interleaved_zero_bubble_is_torchs(torch_schedules: Any, P: int, V: int, M: int) -> None:
+    theirs = multi(torch_schedules, "ScheduleInterleavedZeroBubble", P, V, M).pipeline_order
+    ours = build("ScheduleInterleavedZeroBubble", num_ranks=P, num_microbatches=M, num_chunks=V)
+    assert orders(theirs[rank] for rank in range(P)) == orders(ours.programs)
+
+
+@pytest.mark.parametrize(("P", "M"), [(1, 3), (2, 4), (4, 8), (4, 5), (3, 2)])
+def test_the_order_of_zb_v_is_torchs(torch_schedules: Any, P: int, M: int) -> None:
+    """Fewer microbatches than a full warm-up included."""
+    theirs = orders(multi(torch_schedules, "ScheduleZBVZeroBubble", P, 2, M).pipeline_order[rank] for rank in range(P))
+    ours = build("ScheduleZBVZeroBubble", num_ranks=P, num_microbatches=M)
+    assert theirs == orders(ours.programs)
+
+
 def test_looped_bfs_differs_from_torchs_in_the_order_of_backwards(torch_schedules: Any) -> None:
     """Torch runs the microbatches of each backward in descending order; the forwards agree."""
     theirs = multi(torch_schedules, "ScheduleLoopedBFS", 2, 2, 3).pipeline_order
@@ -132,6 +149,9 @@ def test_torchs_grid_of_a_plain_schedule_is_read(torch_schedules: Any) -> None:
         ("interleaved", (2, 2, 5)),  # a remainder, likewise
         ("interleaved", (4, 3, 11)),
         ("looped-bfs", (2, 3, 4)),
+        ("zb-2p", (3, 1, 7)),
+        ("gis", (4, 2, 6)),
+        ("interleaved-zb", (4, 2, 3)),
     ],
 )
 def test_our_tables_are_read_and_lowered_by_torchs_runtime(
