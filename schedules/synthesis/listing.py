@@ -25,7 +25,7 @@ class Policy:
         ahead: [S] forwards of a stage that may be without their I at once, at least 1.
         backlog: [P] W that a rank may put off.
         fill: a W goes into a gap of at least this part of its seconds, by rank.
-        patience: a rank leaves an F for an I that comes within this part of the F's seconds.
+        patience: a rank leaves an F for an I, or an F of a later stage, that comes within this part of the F's seconds.
         forward_first: whether an F that may run goes before an I that may.
         due: if given, the F or I goes first that is due first: a microbatch each round of the busiest rank's work, from
             this part of its way's seconds on. It takes the place of the two rules before.
@@ -121,7 +121,6 @@ class Lister:
                                 gradient, gradient_due = s, key
                         elif arrival < next_input:
                             next_input = arrival
-            next_gradient = next_input
             forward = -1
             starved = False
             for s in deepest_first[rank]:
@@ -150,8 +149,8 @@ class Lister:
                 chosen = 1
             elif forward >= 0:
                 chosen = 0
-                if patience and gradient < 0 and next_gradient < now + patience * seconds[forward * M]:
-                    chosen, next_input = -1, next_gradient
+                if patience and gradient < 0 and next_input < now + patience * seconds[forward * M]:
+                    chosen = -1
             if chosen < 0 and pending:
                 code = waiting[rank][begun[rank]]
                 if next_input - now >= fill[rank] * seconds[code]:

@@ -15,6 +15,7 @@ _BACKLOG = (1.0, None, 0.0, 2.0, 3.0)  # W put off, in ranks before this one; No
 _FILL = (1.0, 0.7, 0.4, 0.0)
 _SHIFT = (0, -1)  # forwards more than that
 _DUE = (None, 0.0)
+_READY = ((None, 0.3), (0.0, 0.0), (None, 0.6))  # which goes first, and the patience
 _FEW = 12  # policies of the first handful
 
 
@@ -48,7 +49,7 @@ def _divided(problem: Problem) -> Iterator[Policy]:
     P, S, M = problem.num_ranks, problem.num_stages, problem.num_microbatches
     if problem.memory_limit is None or S == P:
         return
-    for part, more, backlog, due in product((2.0, 3.0, 1.0), (0, P // 4), (M * S // P, 0), (None, 0.0)):
+    for part, more in product((2.0, 3.0, 1.0), (0, P // 4)):
         ahead = [1] * S
         for limit, own in zip(problem.memory_limit, problem.placement, strict=True):
             first, *later = sorted(own)
@@ -59,8 +60,15 @@ def _divided(problem: Problem) -> Iterator[Policy]:
             room = int(left / problem.held[first][0]) if problem.held[first][0] > 0 else M
             ahead[first] = max(1, min(M, room + more))
         sequence = None if problem.same_microbatches else tuple(range(M))
-        for fill in (1.0, 0.0):
-            yield Policy(ahead=tuple(ahead), backlog=(backlog,) * P, fill=(fill,) * P, due=due, sequence=sequence)
+        for (due, patience), fill in product(_READY, _FILL):
+            yield Policy(
+                ahead=tuple(ahead),
+                backlog=(M * S // P,) * P,
+                fill=(fill,) * P,
+                patience=patience,
+                due=due,
+                sequence=sequence,
+            )
 
 
 def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:
@@ -81,7 +89,7 @@ def changed(policy: Policy, problem: Problem, random: Random) -> Policy:
 
 
 def _change(policy: Policy, problem: Problem, random: Random) -> Policy:
-    P, M = problem.num_ranks, problem.num_microbatches
+    M = problem.num_microbatches
     if policy.sequence is not None and random.random() < 0.5:
         sequence = list(policy.sequence)
         sequence.insert(random.randrange(M), sequence.pop(random.randrange(M)))
@@ -95,22 +103,30 @@ def _change(policy: Policy, problem: Problem, random: Random) -> Policy:
         for stage, more in zip(stages, change, strict=True):
             ahead[stage] = max(1, min(M, ahead[stage] + more))
         return replace(policy, ahead=tuple(ahead))
-    if kind < 0.75:
-        most = M * problem.num_stages // P
-        change = _line(P, random)
-        backlog = [max(0, min(most, old + more)) for old, more in zip(policy.backlog, change, strict=True)]
-        return replace(policy, backlog=tuple(backlog))
     if kind < 0.9:
-        part = random.choice((0.0, 0.2, 0.4, 0.6, 0.8, 1.0))
-        if random.random() < 0.5:
-            return replace(policy, fill=(part,) * P)
-        rank = random.randrange(P)
-        return replace(policy, fill=(*policy.fill[:rank], part, *policy.fill[rank + 1 :]))
+        fill, backlog = changed_weights(policy.fill, policy.backlog, problem, random)
+        return replace(policy, fill=fill, backlog=backlog)
     if kind < 0.94:
         return replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75)))
     if kind < 0.97:
         return replace(policy, forward_first=not policy.forward_first)
     return replace(policy, due=random.choice((None, -0.2, 0.0, 0.2, 0.5, 1.0)))
+
+
+def changed_weights(
+    fill: tuple[float, ...], backlog: tuple[int, ...], problem: Problem, random: Random
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The gaps that W go into and the W that wait, by rank, with one change."""
+    P = problem.num_ranks
+    if random.random() < 0.5:
+        most = problem.num_microbatches * problem.num_stages // P
+        change = _line(P, random)
+        return fill, tuple(max(0, min(most, old + more)) for old, more in zip(backlog, change, strict=True))
+    part = random.choice((0.0, 0.2, 0.4, 0.6, 0.8, 1.0))
+    if random.random() < 0.3:
+        return (part,) * P, backlog
+    low, high = sorted(random.randrange(P) for _ in range(2))
+    return (*fill[:low], *(part,) * (high + 1 - low), *fill[high + 1 :]), backlog
 
 
 def _line(number: int, random: Random) -> list[int]:

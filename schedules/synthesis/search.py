@@ -13,15 +13,18 @@ from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
 from .listing import Lister, Policy
 from .moves import OrderSearch
-from .policies import changed, first_policies
+from .policies import changed, changed_weights, first_policies
 from .problem import Problem
 from .starts import fits_memory, fuse, made_orders, named_orders, split
+from .weights import refill
 
 Stopped = Literal["optimal", "seconds", "evaluations"]
 
 _POLICIES = 24  # policies of a round
+_REFILLS = 16  # times that the W of one order are placed anew, in a round
 _SLIDES = 40  # slides of a round, for each policy
 _SMALL = 500  # actions of a problem in which slides find what policies cannot
+_NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
 _CLOSE = 1e-12  # a value so near to the bound, in parts of it, meets it
 
@@ -35,7 +38,7 @@ class Progress:
         evaluations: orders that were tried.
         value: of the objective [s].
         gap: (value - lower bound) / lower bound.
-        source: what found it: a family, "given", "policy", "slides".
+        source: what found it: a family, "given", "policy", "weights", "slides".
     """
 
     seconds: float
@@ -102,7 +105,8 @@ class Search:
         first = first_policies(self.problem, self.random)
         self._try_policy(next(first))  # so that there is an order before the time can be over
         for name, orders in named_orders(self.evaluator):
-            self._offer(orders, name)
+            if self._offer(orders, name) <= _NEAR * self.value:
+                self._refill_as(orders, fill=0.6)
         if not starts:
             self._make()
         for _, policy in zip(range(2 * _POLICIES), first, strict=False):
@@ -129,7 +133,31 @@ class Search:
             found = self._try_policy(new)
             if found <= value:
                 value, policy = found, new
+        self._refill()
         self._slide()
+
+    def _refill_as(self, orders: Orders, *, fill: float) -> None:
+        """The W of an order placed anew, by one rule for all ranks."""
+        P, most = self.problem.num_ranks, self.problem.num_microbatches * self.problem.num_stages
+        found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(most,) * P)
+        if found is not None:
+            self._offer(found, "weights")
+
+    def _refill(self) -> None:
+        """The W of one of the best orders, placed anew."""
+        P, most = self.problem.num_ranks, self.problem.num_microbatches * self.problem.num_stages
+        orders = self._elites[int(self.random.random() * len(self._elites))][2]
+        fill, backlog = (self.random.choice((0.4, 0.6, 0.8)),) * P, (most,) * P
+        best = math.inf
+        for _ in range(_REFILLS):
+            tried = changed_weights(fill, backlog, self.problem, self.random) if best < math.inf else (fill, backlog)
+            found = refill(self.evaluator, orders, fill=tried[0], backlog=tried[1])
+            if found is None:
+                self._count()
+            elif (value := self._offer(found, "weights")) <= best:
+                best, (fill, backlog) = value, tried
+            if best is math.inf:
+                break
 
     def _slide(self) -> None:
         at = min(int(self.random.expovariate(0.7)), len(self._elites) - 1)

@@ -59,7 +59,7 @@ class Synthesis:
 
     @property
     def source(self) -> str:
-        """What found it: the name of a family, "given", "policy", "slides"."""
+        """What found it: the name of a family, "given", "policy", "weights", "slides"."""
         return self.history[-1].source
 
     def __repr__(self) -> str:
