@@ -123,11 +123,12 @@ class PipelineModule(RunFacts):
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
 
-    BatchNorm normalises each microbatch by itself; under replicas its running statistics see only the microbatches of
-    their own rank (in one process they are shared), and a checkpoint holds those of a stage's first rank. The same is
-    true for other buffers that a forward changes. Where a forward reads what the one before it has left, such as
-    spectral_norm's vectors, replicas in one process read in the order in which they run: as long as each can go on, one
-    after the other, so that numbers differ a little from one pipeline's.
+    BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
+    stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are
+    shared), and a checkpoint holds those of a stage's first rank. The same is true for other buffers that a forward
+    changes. Where a forward reads what the one before it has left, such as spectral_norm's vectors, replicas in one
+    process read in the order in which they run: as long as each can go on, one after the other, so that numbers
+    differ a little from one pipeline's.
 
     Raises ValueError, on every rank alike, for anything that does not fit together.
     """

@@ -204,6 +204,16 @@ def test_replicas_with_data_of_their_own_share_one_batch(tmp_path: Path) -> None
     assert exhibit.measured[0].timeline.schedule.owners == truth.schedule.owners
 
 
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_stages_on_two_ranks_are_told_from_their_actions(name: str, tmp_path: Path) -> None:
+    """Microbatch 0 of stage 3 on rank 3, microbatch 1 on rank 0: the owners follow."""
+    truth = example(name, num_ranks=4, num_microbatches=8)
+    exhibit = exhibit_of_traces(written(truth, tmp_path), name="t")
+    assert exhibit.notes == ()
+    same_times(exhibit.measured[0].timeline, truth)
+    assert exhibit.measured[0].timeline.schedule.owners == truth.schedule.owners
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_several_steps(marked: bool, tmp_path: Path) -> None:
     """By the profiler's marks, which number them; else the second time of an action is of the second step."""
