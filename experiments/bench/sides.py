@@ -18,11 +18,13 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from ...pipe import PipelineModule
 from ...pipe.batch.results import StepResult
-from ...schedules import build
+from ...schedules import Schedule, build
 from .models import Problem, StagesProblem, drop_gradients
 from .whole_models import WholeProblem
 from .workloads import Workload
@@ -60,6 +62,11 @@ class OurSide:
             num_chunks=workload.num_chunks,
             **({"warmup": workload.warmup} if workload.schedule == "2bw" else {}),
         )
+        return cls.of_schedule(schedule, problem)
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, problem: StagesProblem) -> OurSide:
+        """Stages under any schedule."""
         return cls(_pipe(problem, stages=problem.stages, schedule=schedule), problem)
 
     @classmethod
@@ -89,7 +96,7 @@ class TorchSide:
     def __init__(self, workload: Workload, problem: StagesProblem) -> None:
         self.loss: float | None = None
         rank, S = dist.get_rank(), workload.num_stages
-        mine = range(rank, S, workload.num_ranks)
+        mine = range(rank, S, workload.num_ranks) if workload.schedule != "zb-v" else (rank, S - 1 - rank)
         device = torch.device("cpu")
         self.stages = [PipelineStage(problem.stages[s], s, S, device) for s in mine]
         self._schedule = self._make_schedule(workload, problem)
@@ -105,8 +112,13 @@ class TorchSide:
     def _make_schedule(self, workload: Workload, problem: StagesProblem):  # type: ignore[no-untyped-def]
         """scale_grads (its default) divides the gradients by M: those of the mean loss."""
         M, loss_fn = workload.num_microbatches, problem.loss_fn
-        if workload.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(self.stages, M, loss_fn=loss_fn)  # type: ignore[arg-type]
+        looped = {
+            "interleaved": ScheduleInterleaved1F1B,
+            "interleaved-zb": ScheduleInterleavedZeroBubble,
+            "zb-v": ScheduleZBVZeroBubble,
+        }
+        if workload.schedule in looped:
+            return looped[workload.schedule](self.stages, M, loss_fn=loss_fn)  # type: ignore[arg-type]
         single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[workload.schedule]
         return single(self.stages[0], M, loss_fn=loss_fn)
 

@@ -1,0 +1,223 @@
+"""Zero-bubble schedules on real processes, beside torch.distributed.pipelining's, each one in turn in one run.
+
+`emulated`: actions that sleep, any number of ranks. `gpt`: the example GPT with AdamW on two ranks, with schedules
+made for the seconds that its own actions were measured to take.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ...schedules import Costs, Schedule, build, check, simulate, synthesize
+from ...schedules.ir import Op
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+
+if TYPE_CHECKING:
+    from ..bench.models import StagesProblem
+
+FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020  # [s] of a rank's whole work of one microbatch
+_SEARCH = 10.0  # [s] of one synthesis
+_RATIO = "batch, {how} / simulated"
+_OVER_BEST = "best of torch's / best of ours"
+_THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-zb", "torch zb-v")
+
+
+def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> dict[str, Schedule]:
+    """Ours by name, for seconds of a rank's whole work, which chunks share evenly. "auto" may hold what 1F1B does.
+
+    Arguments:
+        costs_of_rank: one number each.
+    """
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+
+    def made(placement: str, chunks: int) -> Schedule:
+        return synthesize(
+            **sizes,
+            costs=of_chunks(costs_of_rank, chunks),
+            memory_limit=num_ranks * chunks,
+            placement=placement,
+            objective="makespan",
+            seconds=_SEARCH,
+            seed=0,
+        ).schedule
+
+    return {
+        "1f1b": build("1f1b", **sizes),
+        "interleaved": build("interleaved", num_chunks=2, **sizes),
+        "zb-1p": build("zb-1p", costs=costs_of_rank, **sizes),
+        "zb-v": build("zb-v", costs=of_chunks(costs_of_rank, 2), **sizes),
+        "auto": made("plain", 1),
+        "auto, V-shape": made("v", 2),
+    }
+
+
+def _agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple[dict[str, Schedule], Costs]:
+    """The same on every rank: a search finds what its time allows."""
+    import torch.distributed as dist
+
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        made = schedules_for(num_ranks, num_microbatches, costs_of_rank)
+        told = [({name: each.to_json() for name, each in made.items()}, costs_of_rank.to_json())]
+    dist.broadcast_object_list(told, src=0)
+    schedules, costs = told[0]
+    return {name: Schedule.from_json(text) for name, text in schedules.items()}, Costs.from_json(costs)
+
+
+def of_chunks(costs: Costs, num_chunks: int) -> Costs:
+    """Seconds of one of the chunks that share a rank's work evenly; the latency stays."""
+    table = costs.table(num_stages=1)
+    return Costs(
+        forward=table.of(Op.F, 0, 0) / num_chunks,
+        input_grad=table.of(Op.I, 0, 0) / num_chunks,
+        weight_grad=table.of(Op.W, 0, 0) / num_chunks,
+        latency=table.latency[0],
+    )
+
+
+def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
+    from ..bench.asleep import ours_asleep, put_asleep
+    from ..bench.models import make_problem
+    from ..bench.sides import OurSide, TorchSide
+    from ..bench.timing import in_turn, timed
+    from ..bench.workloads import ModelKind, Workload
+
+    P, M = case.count("ranks"), case.count("microbatches")
+    ours, rank_costs = _agreed(P, M, Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD))
+
+    def workload(name: str, num_chunks: int) -> Workload:
+        return Workload(
+            name=name, model=ModelKind.TINY, schedule=name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks
+        )
+
+    runs: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for name, schedule in ours.items():
+            chunks = schedule.num_stages // P
+            side = OurSide.of_schedule(schedule, make_problem(workload(name, chunks)))
+            stack.callback(side.pipe.close)
+            table = of_chunks(rank_costs, chunks).table(num_stages=schedule.num_stages)
+
+            def run(side: OurSide = side, table: Any = table) -> float:
+                with ours_asleep(table):
+                    return timed(side.step)
+
+            runs[name] = run
+        for name in _THEIRS[3:]:
+            chunks = 2
+            theirs = TorchSide(workload(name.removeprefix("torch "), chunks), make_problem(workload(name, chunks)))
+            seconds = of_chunks(rank_costs, chunks).table(num_stages=P * chunks)
+            for stage in theirs.stages:
+                put_asleep(stage, lambda op, s, seconds=seconds: seconds.of(op, s, 0))
+            runs[name] = lambda theirs=theirs: timed(theirs.step)
+        for run_once in runs.values():  # groups connect, shapes are known
+            run_once()
+        times = in_turn(str(case), runs, repetitions=repetitions)
+    yield from _figures(case, times, ours, rank_costs, How.EMULATED)
+
+
+def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The same of a GPT with AdamW on two ranks, for the seconds of its own actions under zb-1p."""
+    from ..bench.models import make_problem
+    from ..bench.sides import OurSide, TorchSide
+    from ..bench.timing import in_turn, timed
+    from ..bench.workloads import ModelKind, Workload
+
+    M = case.count("microbatches")
+
+    def problem(num_chunks: int) -> StagesProblem:
+        return make_problem(workload("1f1b", num_chunks))
+
+    def workload(name: str, num_chunks: int) -> Workload:
+        return Workload(
+            name=name, model=ModelKind.GPT, schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks
+        )
+
+    first = OurSide.of_schedule(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1))
+    for _ in range(4):
+        first.step()
+    measured = _per_rank(first.pipe.measured_costs())
+    first.pipe.close()
+    ours, costs = _agreed(2, M, measured)
+    runs: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for name, schedule in ours.items():
+            side = OurSide.of_schedule(schedule, problem(schedule.num_stages // 2))
+            stack.callback(side.pipe.close)
+            runs[name] = lambda side=side: timed(side.step)
+        for name in _THEIRS:
+            plain = name.removeprefix("torch ")
+            chunks = 1 if plain in ("gpipe", "1f1b") else 2
+            theirs = TorchSide(workload(plain, chunks), problem(chunks))
+            runs[name] = lambda theirs=theirs: timed(theirs.step)
+        for run_once in runs.values():
+            run_once()
+            run_once()
+        times = in_turn(str(case), runs, repetitions=repetitions)
+    yield from _figures(case, times, ours, costs, How.MEASURED)
+
+
+def _per_rank(costs: Costs) -> Costs:
+    """The mean of two stages' seconds: schedules are made for equal ones."""
+    table = costs.table(num_stages=2)
+
+    def mean(op: Op) -> float:
+        return (table.of(op, 0, 0) + table.of(op, 1, 0)) / 2
+
+    return Costs(forward=mean(Op.F), input_grad=mean(Op.I), weight_grad=mean(Op.W), latency=max(table.latency))
+
+
+def _figures(
+    case: Case,
+    times: Mapping[str, Sequence[float]],
+    ours: Mapping[str, Schedule],
+    costs_of_rank: Costs,
+    how: How,
+) -> Iterator[Figure]:
+    for name, seconds in times.items():
+        own = case.also(schedule=name)
+        for repetition, value in enumerate(seconds):
+            yield Figure(case=own, name="batch", value=value, unit="s", how=how, repetition=repetition)
+        schedule = ours.get(name)
+        if schedule is None:
+            continue
+        chunks = schedule.num_stages // schedule.num_ranks
+        predicted = simulate(schedule, of_chunks(costs_of_rank, chunks)).makespan
+        yield Figure(case=own, name="batch", value=predicted, unit="s", how=How.SIMULATED)
+        held = max(check(schedule).peak_activations) / chunks
+        yield Figure(case=own, name="activations", value=held, unit="microbatches", how=How.SIMULATED)
+        for repetition, value in enumerate(seconds):
+            name_of_ratio = _RATIO.format(how=how.value)
+            yield Figure(
+                case=own, name=name_of_ratio, value=value / predicted, unit="ratio", how=how, repetition=repetition
+            )
+    for repetition in range(min(map(len, times.values()))):
+        row = {name: values[repetition] for name, values in times.items()}
+        theirs = min(value for name, value in row.items() if name not in ours)
+        best = min(value for name, value in row.items() if name in ours)
+        yield Figure(case=case, name=_OVER_BEST, value=theirs / best, unit="ratio", how=how, repetition=repetition)
+
+
+def findings(figures: Sequence[Figure]) -> Iterator[str]:
+    """Sentences for the report."""
+    over: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for figure in figures:
+        if figure.name.startswith("batch, "):
+            over[figure.how.value, str(figure.case.get("ranks"))].append(figure.value)
+    for (how, ranks), values in sorted(over.items()):
+        yield (
+            f"{how} on {ranks} ranks, a batch takes {median(values):.3f} of the simulated time "
+            f"(median; worst {max(values):.3f})."
+        )
+    beside: dict[str, list[float]] = defaultdict(list)
+    for figure in figures:
+        if figure.name == _OVER_BEST:
+            beside[f"{figure.how.value}, {figure.case}"].append(figure.value)
+    for what, values in beside.items():
+        yield f"{what}: the best of torch's schedules takes {median(values):.3f} of the best of ours (median)."
