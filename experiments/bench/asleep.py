@@ -34,14 +34,14 @@ def ours_asleep(table: CostTable) -> Iterator[None]:
         yield
 
 
-def put_asleep(stage: PipelineStage, seconds: Callable[[Op, int], float]) -> None:
-    """From now on each action of a stage of torch's takes `seconds` of its op and stage; a whole backward I and W."""
+def put_asleep(stage: PipelineStage, table: CostTable) -> None:
+    """From now on each action of a stage of torch's takes the seconds of `table`; a whole backward those of I and W."""
     forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
     index = stage.stage_index
 
     def slow(call: Callable[..., Any], *ops: Op) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            end = time.perf_counter() + sum(seconds(op, index) for op in ops)
+            end = time.perf_counter() + sum(table.of(op, index, 0) for op in ops)
             result = call(*args, **kwargs)
             sleep_until(end)
             return result

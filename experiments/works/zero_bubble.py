@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...schedules import Costs, Schedule, build, check, simulate, synthesize
 from ...schedules.ir import Op
+from ...schedules.timing.costs import CostTable
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 
@@ -33,11 +35,12 @@ def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -
     Arguments:
         costs_of_rank: one number each.
     """
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    named = partial(build, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def made(placement: str, chunks: int) -> Schedule:
         return synthesize(
-            **sizes,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
             costs=of_chunks(costs_of_rank, chunks),
             memory_limit=num_ranks * chunks,
             placement=placement,
@@ -47,10 +50,10 @@ def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -
         ).schedule
 
     return {
-        "1f1b": build("1f1b", **sizes),
-        "interleaved": build("interleaved", num_chunks=2, **sizes),
-        "zb-1p": build("zb-1p", costs=costs_of_rank, **sizes),
-        "zb-v": build("zb-v", costs=of_chunks(costs_of_rank, 2), **sizes),
+        "1f1b": named("1f1b"),
+        "interleaved": named("interleaved", num_chunks=2),
+        "zb-1p": named("zb-1p", costs=costs_of_rank),
+        "zb-v": named("zb-v", costs=of_chunks(costs_of_rank, 2)),
         "auto": made("plain", 1),
         "auto, V-shape": made("v", 2),
     }
@@ -82,7 +85,7 @@ def of_chunks(costs: Costs, num_chunks: int) -> Costs:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
-    from ..bench.asleep import ours_asleep, put_asleep
+    from ..bench.asleep import put_asleep
     from ..bench.models import make_problem
     from ..bench.sides import OurSide, TorchSide
     from ..bench.timing import in_turn, timed
@@ -104,22 +107,26 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             stack.callback(side.pipe.close)
             table = of_chunks(rank_costs, chunks).table(num_stages=schedule.num_stages)
 
-            def run(side: OurSide = side, table: Any = table) -> float:
-                with ours_asleep(table):
-                    return timed(side.step)
-
-            runs[name] = run
+            runs[name] = partial(_asleep, side.step, table)
         for name in _THEIRS[3:]:
             chunks = 2
             theirs = TorchSide(workload(name.removeprefix("torch "), chunks), make_problem(workload(name, chunks)))
             seconds = of_chunks(rank_costs, chunks).table(num_stages=P * chunks)
             for stage in theirs.stages:
-                put_asleep(stage, lambda op, s, seconds=seconds: seconds.of(op, s, 0))
-            runs[name] = lambda theirs=theirs: timed(theirs.step)
+                put_asleep(stage, seconds)
+            runs[name] = partial(timed, theirs.step)
         for run_once in runs.values():  # groups connect, shapes are known
             run_once()
         times = in_turn(str(case), runs, repetitions=repetitions)
     yield from _figures(case, times, ours, rank_costs, How.EMULATED)
+
+
+def _asleep(step: Callable[[], None], table: CostTable) -> float:
+    from ..bench.asleep import ours_asleep
+    from ..bench.timing import timed
+
+    with ours_asleep(table):
+        return timed(step)
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -150,12 +157,12 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
         for name, schedule in ours.items():
             side = OurSide.of_schedule(schedule, problem(schedule.num_stages // 2))
             stack.callback(side.pipe.close)
-            runs[name] = lambda side=side: timed(side.step)
+            runs[name] = partial(timed, side.step)
         for name in _THEIRS:
             plain = name.removeprefix("torch ")
             chunks = 1 if plain in ("gpipe", "1f1b") else 2
             theirs = TorchSide(workload(plain, chunks), problem(chunks))
-            runs[name] = lambda theirs=theirs: timed(theirs.step)
+            runs[name] = partial(timed, theirs.step)
         for run_once in runs.values():
             run_once()
             run_once()
