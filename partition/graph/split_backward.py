@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .weight_ops import INSTEAD, Compute
 
@@ -77,7 +78,8 @@ class WeightGradients:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held for W [bytes]."""
-        storages = [tensor.untyped_storage() for owed in self._owed for tensor in map(_local, owed.tensors)]
+        tensors = [part for owed in self._owed for tensor in owed.tensors for part in _parts(tensor)]
+        storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def add(self) -> None:
@@ -230,8 +232,11 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
         known += gradient
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(part, torch.Tensor)
-    return part
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the memory of one: that of a DTensor is its local part's."""
+    if is_traceable_wrapper_subclass(tensor):
+        for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, torch.Tensor):
+                yield from _parts(inner)
+    else:
+        yield tensor

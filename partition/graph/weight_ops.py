@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = _saved(ctx)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[4:]
         shape, strides = ctx.form
         if ctx.is_transposed:
@@ -100,6 +100,14 @@ class _Product(torch.autograd.Function):
         of_weight = _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None
         of_bias = _later(ctx, 2, ctx.bias, partial(_sum_to, shape=ctx.bias.shape), grad) if wants_bias else None
         return None, None, None, None, of_x, of_weight, of_bias
+
+
+def _saved(ctx: Any) -> tuple[torch.Tensor, Any]:
+    """x and the weight that was computed with. Where this backward is recorded, so is a cast of the weight."""
+    x, weight = ctx.saved_tensors
+    if weight is not None and weight.dtype != ctx.weight.dtype and torch.is_grad_enabled():
+        weight = ctx.weight.to(weight.dtype)
+    return x, weight
 
 
 def _later(
@@ -162,51 +170,44 @@ def _matmul(split: Split, input: Any, other: Any) -> Any:
     if not isinstance(input, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
     if other.dim() == 2 and input.dim() >= 2:
-        if _is_weight(other):
-            return _product(split, _without_bias(torch.matmul), input, other)
-        weight = other._base
-        if weight is not None and weight.dim() == 2 and _is_weight(weight) and _is_transposed(other, weight):
-            return _product(split, _by_transposed, input, weight, is_transposed=True)
-    elif other.dim() == 3 and input.dim() == 3 and input.shape[0] == other.shape[0] and _is_weight(other):
-        return _product(split, _without_bias(torch.bmm), input, other)
+        return _times(split, lambda x, mat2, _: torch.matmul(x, mat2), input, other)
+    if other.dim() == 3 and input.dim() == 3 and input.shape[0] == other.shape[0] and _is_weight(other):
+        return _product(split, lambda x, mat2, _: torch.bmm(x, mat2), input, other)
     return None
 
 
-def _is_transposed(view: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a view is x.t() of a weight, in whichever of its spellings, and nothing else."""
-    node = view.grad_fn
-    return (
-        node is not None
-        and node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0", "NumpyTBackward0")
-        and view.shape == weight.shape[::-1]
-        and view.stride() == weight.stride()[::-1]
-        and view.storage_offset() == weight.storage_offset()
-        and getattr(node.next_functions[0][0], "variable", None) is weight
-    )
-
-
-def _by_transposed(x: torch.Tensor, weight: torch.Tensor, _: None) -> torch.Tensor:
-    return torch.matmul(x, weight.t())
-
-
-def _without_bias(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, _: call(x, weight)
-
-
 def _addmm(split: Split, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if beta != 1 or alpha != 1 or not _is_weight(mat2):
+    if beta != 1 or alpha != 1:
         return None
-    return _product(split, _bias_first(torch.addmm), mat1, mat2, input)
+    return _times(split, lambda x, mat2, bias: torch.addmm(bias, x, mat2), mat1, mat2, input)
 
 
 def _baddbmm(split: Split, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or not _is_weight(batch2):
         return None
-    return _product(split, _bias_first(torch.baddbmm), batch1, batch2, input)
+    return _product(split, lambda x, mat2, bias: torch.baddbmm(bias, x, mat2), batch1, batch2, input)
 
 
-def _bias_first(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, weight, bias: call(bias, x, weight)
+def _times(split: Split, call: Callable[..., torch.Tensor], x: Any, mat2: Any, bias: Any = None) -> Any:
+    """x @ mat2 for a matrix that is a weight, or weight.t() in whichever spelling, and nothing else."""
+    if _is_weight(mat2):
+        return _product(split, call, x, mat2, bias)
+    weight, node = mat2._base, mat2.grad_fn
+    if (
+        node is not None
+        and node.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+        and _is_weight(weight)
+        and mat2.shape == weight.shape[::-1]
+        and mat2.stride() == weight.stride()[::-1]
+        and getattr(node.next_functions[0][0], "variable", None) is weight
+    ):
+        transposed = partial(_transposed, call)
+        return _product(split, transposed, x, weight, bias, is_transposed=True)
+    return None
+
+
+def _transposed(call: Callable[..., torch.Tensor], x: Any, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    return call(x, weight.t(), bias)
 
 
 # Embeddings
@@ -279,7 +280,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = _saved(ctx)
         wants_x, *wants = ctx.needs_input_grad[3:]
         both = [(ctx.weight, ctx.next_functions[1][0])]
         both += [] if ctx.bias is None else [(ctx.bias, ctx.next_functions[2][0])]

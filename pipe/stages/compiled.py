@@ -82,11 +82,11 @@ def refuse_split(options: Mapping[str, Any] | None, module: nn.Module, *, stage:
             f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of what compile= "
             f"compiles is one piece: expected compile=False, or {expected}"
         )
-    for name, part in module.named_modules():
+    for part in module.modules():
         if is_users_compiled(part) and any(parameter.requires_grad for parameter in part.parameters()):
             raise ValueError(
                 f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of the compiled "
-                f"module {name!r} is one piece: expected the module without torch.compile, or {expected}"
+                f"{type(part).__name__} in it is one piece: expected it without torch.compile, or {expected}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 from torch import nn
@@ -37,7 +38,8 @@ class Halves:
         made = {name: p for name, p in matrices.items() if id(p) not in later and p.grad is not None}
         if sum(p.numel() for p in made.values()) <= left:
             return
-        names = ", ".join(map(repr, list(made)[:_SHOWN])) + (", ..." if len(made) > _SHOWN else "")
+        shown = [re.sub(r"^units\.\d+\.", "", name) for name in list(made)[:_SHOWN]]
+        names = ", ".join(map(repr, shown)) + (", ..." if len(made) > _SHOWN else "")
         warnings.warn(
             f"the schedule splits the backward of {self._stage}, but the gradients of {names} come with those of its "
             f"inputs, in I, so that W has little to do and I takes longer than planned. W takes those of linears, "

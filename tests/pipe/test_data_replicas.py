@@ -18,7 +18,7 @@ from stagewright.schedules import ScheduleError, build, check
 from stagewright.schedules.builders.replicas import on_ranks, replicate
 
 WIDTH = 6
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "looped-bfs")
 
 
 def make_model() -> nn.Sequential:

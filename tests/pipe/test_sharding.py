@@ -179,8 +179,9 @@ EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
         ("adamw", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}),
         ("two", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 3}),
         ("adamw", EQUAL, {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
+        ("adamw", EQUAL, {"schedule": "zb-h1", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
     ],
-    ids=["1x2", "2x2", "interleaved"],
+    ids=["1x2", "2x2", "interleaved", "split"],
 )
 def test_flush(gloo: Pool, kind: str, optimizer: str, sizes: list[list[int]], options: dict[str, Any]) -> None:
     ranks = options["mesh"]["pipe"] * 2
