@@ -1,6 +1,7 @@
 """`stagewright bench`: runs the workloads that the cases need, and prints every figure beside its target.
 
 simulator, partitioner, planner   a process of its own a repetition
+split-backward                    a process of its own
 overhead                          its own process (in one: the engine without messages), and P = 2 processes
 memory of a planned run           fresh processes a repetition, under both settings of malloc
 the rest                          P = 2, 4 and 8 processes: one set for each P, in which all sides run in turn
@@ -27,6 +28,7 @@ from .records import Record, read_records
 from .workloads import (
     CASES,
     CHECKPOINTS,
+    HALVES,
     OVERLAP,
     PING_PONG,
     RECEIVE_BYTES,
@@ -105,6 +107,11 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     records: list[Record] = []
     if "simulator" in names:
         records += _run_often("simulator", "simulator", [], options, folder)
+    if HALVES in names:
+        _say("one process: whole backwards and halves")
+        out = folder / "halves.jsonl"
+        _run_alone("halves", ["--repetitions", str(options.repetitions), "--out", str(out)])
+        records += read_records(out)
     for name in _PLANNING:
         if name in names:
             records += _run_often(name, "planning_speed", ["--case", name], options, folder)

@@ -8,8 +8,18 @@ from statistics import median
 from .figure import GIGABYTE, Figure, Judged, Origin, Target, error_of, milliseconds
 from .figures_plans import plan_figures
 from .races import RACES, Race
-from .records import CheckpointTimes, Measurement, OverlapTimes, RaceTimes, ReceiveBytes, Record, SimulatorSpeed, Spread
-from .workloads import CHECKPOINTS, OVERLAP, WORKLOADS, Case, ModelKind, Workload
+from .records import (
+    CheckpointTimes,
+    HalvesTimes,
+    Measurement,
+    OverlapTimes,
+    RaceTimes,
+    ReceiveBytes,
+    Record,
+    SimulatorSpeed,
+    Spread,
+)
+from .workloads import CHECKPOINTS, HALVES, OVERLAP, WORKLOADS, Case, ModelKind, Workload
 
 
 def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
@@ -35,6 +45,8 @@ def figures_of(case: Case, records: Sequence[Record]) -> list[Figure]:
         found += [figure for r in records if isinstance(r, OverlapTimes) for figure in _overlap(r)]
     if case.name == CHECKPOINTS:
         found += [figure for r in records if isinstance(r, CheckpointTimes) for figure in _checkpoints(r)]
+    if case.name == HALVES:
+        found += [figure for r in records if isinstance(r, HalvesTimes) for figure in _halves(r)]
     if case.name == "simulator":
         found += _simulator([r for r in records if isinstance(r, SimulatorSpeed)])
     return found + plan_figures(case, records)
@@ -222,6 +234,29 @@ def _checkpoints(times: CheckpointTimes) -> list[Figure]:
             Target(limit=0.035),
             f"one in {', '.join(map(str, times.every))} steps at the end",
         ),
+    ]
+
+
+def _halves(times: HalvesTimes) -> list[Figure]:
+    """I + W over B, of both sides, and our forward over the plain one."""
+    limit = 1.05 if times.stage.startswith("GPT") else 1.25
+
+    def figure(what: str, seconds: dict[str, list[float]], side: str, target: Target | None) -> Figure:
+        return Figure(
+            case=HALVES,
+            workload=times.stage,
+            what=what,
+            unit="ratio",
+            value=Spread.of_ratios(seconds[side], seconds["whole"]),
+            target=target,
+            origin=Origin.MEASURED,
+            note=f"over {milliseconds(Spread.of(seconds['whole']))}",
+        )
+
+    return [
+        figure("(I + W) / B, ours", times.backward, "ours", Target(limit=limit)),
+        figure("(I + W) / B, torch", times.backward, "torch", None),
+        figure("F / F, ours", times.forward, "ours", None),
     ]
 
 

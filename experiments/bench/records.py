@@ -218,6 +218,21 @@ class CheckpointTimes:
     every: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesTimes:
+    """One stage whose backward is "whole", and split by "ours" and by "torch".
+
+    Arguments:
+        stage: for people.
+        forward: by side: [repetitions] of F [s].
+        backward: by side: [repetitions] of B, or of I and W together [s].
+    """
+
+    stage: str
+    forward: dict[str, list[float]]
+    backward: dict[str, list[float]]
+
+
 Record = (
     Measurement
     | RaceTimes
@@ -231,6 +246,7 @@ Record = (
     | CutTimes
     | OverlapTimes
     | CheckpointTimes
+    | HalvesTimes
 )
 _TYPES: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 

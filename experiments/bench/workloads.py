@@ -15,6 +15,7 @@ from .plan_workloads import CONTESTS, PLANNED_RUNS
 
 # Jobs of a worker beside the workloads.
 PING_PONG, RECEIVE_BYTES, OVERLAP, CHECKPOINTS = "ping-pong", "receive-bytes", "overlap", "checkpoints"
+HALVES = "split-backward"  # a process of its own
 
 
 class ModelKind(StrEnum):
@@ -183,6 +184,10 @@ CASES: dict[str, Case] = {
         Case(
             name=CHECKPOINTS,
             summary="a GPT with AdamW on two ranks: checkpoints beside training and saves it waits for; 3.5% by auto",
+        ),
+        Case(
+            name=HALVES,
+            summary="I and W over the whole backward: at most 1.05 on a GPT's stage and 1.25 on small linears",
         ),
         Case(name="simulator", summary="the simulator's own speed and memory"),
         Case(

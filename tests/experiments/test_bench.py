@@ -16,11 +16,13 @@ import torch
 from rich.console import Console
 from support.commands import Done
 from support.pool import Pool
+from torch import nn
 
 from stagewright.experiments.bench.checkpoints import run_checkpoints
 from stagewright.experiments.bench.command import run
 from stagewright.experiments.bench.figure import Figure, Judged, Target
 from stagewright.experiments.bench.figures import figures_of
+from stagewright.experiments.bench.halves import HalvedStage, measure_halves
 from stagewright.experiments.bench.in_process import break_down
 from stagewright.experiments.bench.models import SleepingStage, make_problem, sleep_until
 from stagewright.experiments.bench.overlap import predicted_behind, run_overlap, sums_last
@@ -329,6 +331,16 @@ def test_the_breakdown_in_one_process():
     record = break_down(small, repetitions=2, profile=True)
     assert len(record.in_process) == len(record.autograd) == 2
     assert "run_backward" in record.profile
+
+
+def test_the_halves_of_a_small_backward():
+    stage = HalvedStage(
+        name="small", make=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), shape=(2, 4)
+    )
+    times = measure_halves(stage, repetitions=2, runs=1)
+    found = figures_of(CASES["split-backward"], [times])
+    assert [figure.what for figure in found] == ["(I + W) / B, ours", "(I + W) / B, torch", "F / F, ours"]
+    assert all(figure.value.low > 0 for figure in found)
 
 
 def test_the_simulators_speed_on_a_small_schedule():
