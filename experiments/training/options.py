@@ -60,6 +60,8 @@ class TrainOptions(OwnOptions):
     """Which module is divided how over them: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: int | None = None
     """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    slices: int | None = None
+    """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
     microbatches: int | None = None
     """M, microbatches of a batch (default: 8)."""
     layers: int = 4
@@ -130,6 +132,7 @@ class TrainOptions(OwnOptions):
         if self.plan is None:
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
+        decided["slices"] = self.slices
         decided["tensor"] = None if self.tensor == 1 else self.tensor
         if self.plan != AUTO:
             decided["microbatches"] = self.microbatches
@@ -264,10 +267,11 @@ def make_schedule(options: TrainOptions) -> Schedule:
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
     if is_file(name):
-        for option in () if is_function(name) else ("chunks", "microbatches"):
+        for option in () if is_function(name) else ("chunks", "slices", "microbatches"):
             if getattr(options, option) is not None:
                 raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
         sizes = {"num_ranks": options.ranks, "num_microbatches": options.microbatches, "num_chunks": options.chunks}
+        sizes["num_slices"] = options.slices
         schedule = read(name, sizes, otherwise={"num_microbatches": DEFAULT_MICROBATCHES})
     else:
         schedule = build(
@@ -275,6 +279,7 @@ def make_schedule(options: TrainOptions) -> Schedule:
             num_ranks=options.ranks,
             num_microbatches=DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
             num_chunks=options.chunks,
+            num_slices=options.slices,
         )
         check(schedule)
     _check_batch(options, schedule)

@@ -13,7 +13,8 @@ MAY_DIFFER = frozenset(
     {
         *("checkpoint_every", "checkpoint_overhead", "checkpoint_dir"),
         *("name", "resume", "dry_run", "json", "timeout", "verify", "trace_every"),
-        *("ranks", "schedule", "plan", "chunks", "microbatches", "recompute", "tensor", "tensor_parallel"),
+        *("ranks", "schedule", "plan", "chunks", "slices", "microbatches", "recompute"),
+        *("tensor", "tensor_parallel"),
     }
 )
 

@@ -167,7 +167,7 @@ class Verifier:
             if module.training and isinstance(probability, float) and probability > 0:
                 raise ValueError(
                     f"verify over slices of the sequence, and {name} ({type(module).__name__}) drops out: whole "
-                    f"microbatches draw other masks than their slices. Expected dropout of 0 while a batch is verified"
+                    f"microbatches draw other masks than their slices. Expected dropout of 0, or verify=False"
                 )
 
     def _look_at_regions(self) -> str | None:

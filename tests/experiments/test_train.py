@@ -121,6 +121,7 @@ def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
     assert make_schedule(TrainOptions(schedule=str(path), ranks=1)).num_stages == 1
     with pytest.raises(ValueError, match=r"--chunks beside .*: the file says it"):
         make_schedule(TrainOptions(schedule=str(path), ranks=1, chunks=2))
+    assert make_schedule(TrainOptions(schedule="seq1f1b", ranks=2, slices=3)).num_slices == 3
     with pytest.raises(ValueError, match=r"--ranks 2 but .* has 1: expected --ranks 1"):
         make_schedule(TrainOptions(schedule=str(path), ranks=2))
 
