@@ -24,6 +24,7 @@ _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round
 _SLIDES = 40  # slides of a round, for each policy
 _SMALL = 500  # actions of a problem in which slides find what policies cannot
+_BEFORE = 6  # policies that come before the named schedules, where there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
 _CLOSE = 1e-12  # a value so near to the bound, in parts of it, meets it
@@ -102,8 +103,12 @@ class Search:
         for start in starts:
             self._offer(start, "given")
             self._offer(split(self.evaluator, start), "given")
+            for fill in (0.6, 1.0):
+                self._refill_as(start, fill=fill)
         first = first_policies(self.problem, self.random)
         self._try_policy(next(first))  # so that there is an order before the time can be over
+        for _, policy in zip(range(_BEFORE if starts else 0), first, strict=False):
+            self._try_policy(policy)
         for name, orders in named_orders(self.evaluator):
             if self._offer(orders, name) <= _NEAR * self.value:
                 self._refill_as(orders, fill=0.6)

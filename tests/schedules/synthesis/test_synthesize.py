@@ -134,6 +134,24 @@ def test_32_ranks_and_256_microbatches(costs: Costs, objective: Objective) -> No
     assert found.gap < 0.01
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("limit", [8, 12, 16])
+def test_8_ranks_in_a_second_and_each_batch_in_a_tenth(limit: int) -> None:
+    """Lengths of batches are lognormal; each search begins with the schedule of the batch before."""
+    plain = {"forward": 1.0, "input_grad": 1.1, "weight_grad": 0.6, "latency": 0.1}
+    sizes = {"num_ranks": 8, "num_microbatches": 32, "memory_limit": limit}
+    found = synthesize(**sizes, costs=Costs(**plain), seconds=1)  # type: ignore[arg-type]
+    assert found.gap < 0.03
+    assert found.seconds < 1.2
+    random = Random(0)
+    for _ in range(5):
+        costs = Costs(**plain, index_factors=[random.lognormvariate(0, 0.5) for _ in range(32)])  # type: ignore[arg-type]
+        before = simulate(found.schedule, costs).makespan
+        found = synthesize(**sizes, costs=costs, start=found.schedule, seconds=0.1)  # type: ignore[arg-type]
+        assert found.value <= before
+        assert found.seconds < 0.15
+
+
 def found_of(number: int, evaluations: int) -> float:
     problem = random_problem(number)
     bound = least_seconds(problem)
