@@ -117,7 +117,11 @@ def _refuse_undeclared_owners(
     for row, actions in zip(rows, programs, strict=True):
         for action in actions:
             if row_of.setdefault(action.stage, row) != row:
-                declared = "" if fitting is None else f", or declared owners: Schedule.from_csv(text, owners={fitting})"
+                declared = (
+                    ""
+                    if fitting is None
+                    else f', or declared owners: Schedule.from_csv(text, owners={fitting}), "owners" in JSON'
+                )
                 raise ScheduleError(
                     f"row {row}: {action} is of stage {action.stage}, which row {row_of[action.stage]} "
                     f"has too; expected one row for each stage{declared}"
