@@ -1,11 +1,13 @@
 """`stagewright schedule 1f1b --ranks 4 --microbatches 8`: print a schedule, or export it; check one of your own.
 
 stagewright schedule mine.csv                 a table or JSON: checked, shown, simulated
+stagewright schedule auto --memory 6 ...      the best that can be found, and how near it is to what is possible
 stagewright schedule mine.py:zigzag --png z.png   what a function returns; drawn, too
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +15,23 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import Schedule, simulate
+from ...schedules import Schedule, check, simulate
+from ...schedules.synthesis.synthesize import Synthesis
 from ..help_text import plain_help
 from ..schedule_files import is_file
 from .files import check_out
-from .schedule_options import NAME_HELP, CostOptions
-from .simulate import summarise, table
+from .schedule_options import NAME_HELP
+from .simulate import SimulationSummary, summarise, table
+from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions(CostOptions):
+class ScheduleOptions(SynthesisOptions):
     """Print a schedule as a grid (a row a rank, a column a unit of time), or export it.
 
     One of your own is checked, and simulated with the costs: seconds of ONE stage action, one number or one a stage.
+    `auto` is searched for: the best for these costs within the memory, no worse than any named one.
     """
 
     schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
@@ -34,22 +39,39 @@ class ScheduleOptions(CostOptions):
     """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
     png: Path | None = None
     """Draw it, simulated with the costs, to this file."""
+    json: bool = False
+    """Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Build or read, check, print and draw."""
+    """Build, read or search, check, print and draw."""
     options = tyro.cli(ScheduleOptions, args=argv, prog="stagewright schedule")
-    schedule = options.make(options.schedule, command="schedule")
     if options.png is not None:
         check_out("--png", options.png)
+    if options.json and options.format != "grid":
+        raise ValueError(f"--json beside --format {options.format}: expected one of the two")
+    found: Synthesis | None = None
+    if options.schedule.lower() == AUTO:
+        found = options.search()
+        schedule = found.schedule
+        check(schedule)
+    else:
+        options.check_named(options.schedule)
+        schedule = options.make(options.schedule, command="schedule")
+    if options.png is not None:
         from ...viz import render_timeline
 
         render_timeline(simulate(schedule, options.costs()), options.png)
+    if options.json:
+        print(_json(schedule, options, found))
+        return 0
     match options.format:
         case "grid":
             print(schedule.grid())
-            if is_file(options.schedule):
+            if found is not None or is_file(options.schedule):
                 print(f"\n{_simulated(schedule, options)}")
+            if found is not None:
+                print(f"\n{synthesis_table(found)}")
         case "csv":
             print(schedule.to_csv(), end="")
         case "json":
@@ -60,3 +82,11 @@ def run(argv: Sequence[str]) -> int:
 def _simulated(schedule: Schedule, options: ScheduleOptions) -> str:
     costs = options.costs()
     return f"checked: complete, in an order that ends\n{table(summarise(schedule, costs, simulate(schedule, costs)))}"
+
+
+def _json(schedule: Schedule, options: ScheduleOptions, found: Synthesis | None) -> str:
+    costs = options.costs()
+    answer = summarise(schedule, costs, simulate(schedule, costs))
+    figures = {name: getattr(answer, name) for name in SimulationSummary.__slots__}
+    search = {} if found is None else {"search": synthesis_data(found)}
+    return json.dumps({"schedule": json.loads(schedule.to_json()), "figures": figures, **search})

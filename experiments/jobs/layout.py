@@ -2,6 +2,7 @@
 
 [report]
 findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report
+pictures = ".schedule_map:draw"     draw(figures, folder) -> (title, name of the file) of each picture that it wrote
 
 [[report.tables]]
 title = "..."
@@ -73,11 +74,12 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All that a report shows, in order: findings, plots, tables."""
+    """All that a report shows, in order: findings, pictures of its own, plots, tables."""
 
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     findings: str | None = None
+    pictures: str | None = None
 
 
 def read_layout(record: Fields | None, *, keys: Collection[str], folder: Path) -> Layout:
@@ -90,11 +92,12 @@ def read_layout(record: Fields | None, *, keys: Collection[str], folder: Path) -
     if record is None:
         return Layout()
     known = {*keys, *_words(record, "keys", needed=False)}
-    findings = record.optional_text("findings")
+    findings, pictures = record.optional_text("findings"), record.optional_text("pictures")
     layout = Layout(
         tables=tuple(_table(each, known) for each in _objects(record, "tables")),
         plots=tuple(_plot(each, known) for each in _objects(record, "plots")),
         findings=None if findings is None else function_name(record.at("findings"), findings, folder),
+        pictures=None if pictures is None else function_name(record.at("pictures"), pictures, folder),
     )
     record.done()
     files = [plot.file for plot in layout.plots]

@@ -26,7 +26,8 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
     Raises ValueError where a table or plot would throw cases together, or the README has one marker without the other.
     """
     results.write(folder)
-    pictures = [
+    pictures = _own_pictures(declaration, results.figures, folder)
+    pictures += [
         (plot.title, path.name)
         for plot in declaration.layout.plots
         if (path := plots.draw(plot, results.figures, folder)) is not None
@@ -74,6 +75,13 @@ def _origin(declaration: Declaration, results: Results) -> str:
     if origin.missing:
         text += f"\nMissing: {'; '.join(origin.missing)}."
     return text
+
+
+def _own_pictures(declaration: Declaration, figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
+    if declaration.layout.pictures is None:
+        return []
+    draw: Callable[[Sequence[Figure], Path], list[tuple[str, str]]] = load("pictures", declaration.layout.pictures)
+    return draw(figures, folder)
 
 
 def _findings(declaration: Declaration, figures: Sequence[Figure]) -> list[str]:

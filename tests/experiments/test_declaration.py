@@ -183,6 +183,8 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         assert callable(load("work", part.work))
     if found.layout.findings:
         assert callable(load("findings", found.layout.findings))
+    if found.layout.pictures:
+        assert callable(load("pictures", found.layout.pictures))
 
 
 @pytest.mark.parametrize(

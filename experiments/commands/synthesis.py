@@ -1,0 +1,165 @@
+"""`stagewright schedule auto`: the best schedule that can be found for given costs and memory, and how near it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO
+
+from ...schedules.synthesis.search import Progress
+from ...schedules.synthesis.synthesize import Synthesis, synthesize
+from ...schedules.wording import duration
+from ..help_text import plain_help
+from .schedule_options import CostOptions
+
+AUTO = "auto"
+_ROWS = 12  # of the table of gap against time
+_SECONDS = 10.0
+_PAUSE = 1.0  # seconds between two plain lines
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynthesisOptions(CostOptions):
+    """A schedule that is built, or searched for."""
+
+    memory: tuple[float, ...] | None = None
+    """auto: most stage activations that a rank may hold at once, one number or one a rank (default: no limit)."""
+    kept_share: tuple[float, ...] | None = None
+    """auto: part of an activation that stays between I and W, one number or one a stage (default: 1, all of it)."""
+    placement: str | None = None
+    """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn) or v (two a rank, there and
+    back)."""
+    objective: Literal["makespan", "span"] | None = None
+    """auto: makespan, where updates synchronise all ranks (default); span, from start to end of one rank."""
+    seconds: float | None = None
+    """auto: at most so long it searches (default: 10)."""
+    seed: int | None = None
+    """auto: of its random choices (default: 0)."""
+
+    def check_named(self, name: str) -> None:
+        """Raise ValueError for options of a search beside a schedule that is not searched for."""
+        options = ("memory", "kept_share", "placement", "objective", "seconds", "seed")
+        surplus = [f"--{each.replace('_', '-')}" for each in options if getattr(self, each) is not None]
+        if surplus:
+            raise ValueError(
+                f"{', '.join(surplus)} beside {name}: expected `stagewright schedule auto`, which takes them"
+            )
+
+    def search(self) -> Synthesis:
+        """The schedule of these costs, memory and placement; ValueError for whatever does not fit.
+
+        It tells of itself on standard error: the answer stands alone on standard output.
+        """
+        surplus = [f"--{each.removeprefix('num_').replace('_', '-')}" for each in self.given()]
+        surplus += ["--slices"] if self.slices is not None else []
+        surplus += ["--reduce-grad"] if any(self.reduce_grad) else []
+        if surplus:
+            raise ValueError(f"{', '.join(surplus)} beside auto: expected sizes, costs, --memory and --placement")
+        if self.ranks is None or self.microbatches is None:
+            raise ValueError(
+                "auto needs --ranks and --microbatches: expected `stagewright schedule auto --ranks 4 --microbatches 8`"
+            )
+        if self.chunks not in (None, 1) and self.placement is None:
+            raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic or v, too")
+        seconds = _SECONDS if self.seconds is None else self.seconds
+        with _progress(seconds, sys.stderr) as told:
+            return synthesize(
+                num_ranks=self.ranks,
+                num_microbatches=self.microbatches,
+                costs=self.costs(),
+                memory_limit=None if self.memory is None else _one_or_several(self.memory),
+                placement=self.placement or "plain",
+                num_chunks=self.chunks,
+                objective=self.objective or "makespan",
+                kept_share=1.0 if self.kept_share is None else _one_or_several(self.kept_share),
+                seconds=seconds,
+                seed=self.seed or 0,
+                on_progress=told,
+            )
+
+
+def _one_or_several(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def synthesis_data(found: Synthesis) -> dict[str, Any]:
+    """What a search found, beside its schedule, as JSON."""
+    return {
+        "objective": found.problem.objective,
+        "value": found.value,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "stopped": found.stopped,
+        "seconds": found.seconds,
+        "evaluations": found.evaluations,
+        "memory_limit": found.problem.memory_limit,
+        "smallest_memory": found.problem.smallest_memory,
+        "history": [
+            {name: getattr(each, name) for name in ("seconds", "evaluations", "value", "gap", "source")}
+            for each in found.history
+        ],
+    }
+
+
+def synthesis_table(found: Synthesis) -> str:
+    """Gap against time for people, below the figures of the schedule."""
+    what = found.problem.objective
+    lines = [
+        f"  {found.summary()}",
+        f"  least {what} under this memory limit, whatever the order: {found.lower_bound:.6g}",
+        "",
+        f"  {'after':>10}  {'orders':>9}  {what:>12}  {'gap':>8}  found by",
+    ]
+    shown = found.history
+    if len(shown) > _ROWS:  # the first, the last, and those between at equal steps
+        step = (len(shown) - 1) / (_ROWS - 1)
+        shown = tuple(shown[round(at * step)] for at in range(_ROWS))
+    for each in shown:
+        spent = f"{duration(each.seconds):>10}  {each.evaluations:>9,}"
+        lines.append(f"  {spent}  {each.value:>12.6g}  {each.gap:>8.2%}  {each.source}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress(seconds: float, stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+    """A bar over the time budget on a terminal; elsewhere a line now and then."""
+    if not stream.isatty():
+        yield _lines(stream)
+        return
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import ProgressColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress_bar import ProgressBar
+
+    class _TimeBar(ProgressColumn):
+        """Time that is spent, of that which there is: it moves while nothing better is found, too."""
+
+        def render(self, task: Task) -> ProgressBar:
+            return ProgressBar(total=seconds, completed=min(task.elapsed or 0.0, seconds), width=24)
+
+    console = Console(file=stream, highlight=False)
+    columns = (_TimeBar(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with RichProgress(*columns, console=console, refresh_per_second=8, transient=True) as bar:
+        task = bar.add_task("searching", total=None)
+        yield lambda each: bar.update(task, description=_told(each))
+
+
+def _lines(stream: TextIO) -> Callable[[Progress], None]:
+    last = -_PAUSE
+
+    def tell(each: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PAUSE:
+            last = now
+            print(f"{duration(each.seconds)}: {_told(each)}", file=stream, flush=True)
+
+    return tell
+
+
+def _told(each: Progress) -> str:
+    return f"{each.value:.6g}, at most {each.gap:.2%} above the best possible ({each.source})"

@@ -1,0 +1,126 @@
+"""`stagewright schedule auto`: what it prints, in all its forms, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.cli import main
+from stagewright.experiments.commands.synthesis import _progress
+from stagewright.schedules import Schedule, check
+from stagewright.schedules.synthesis.search import Progress
+
+SMALL = ["schedule", "auto", "--ranks", "4", "--microbatches", "8", "--seconds", "2"]
+COSTS = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--memory", "4", "--objective", "span"]
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    """The grid, the figures, the bound and when each improvement was found; progress stays off standard output."""
+    assert main([*SMALL, *COSTS]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("rank 0 | F0 F1 F2 F3 ")
+    assert "checked: complete, in an order that ends" in out
+    assert "optimal: the lower bound is met" in out
+    assert "least span under this memory limit, whatever the order: 266" in out
+    assert "       after     orders          span       gap  found by" in out
+    assert "266, at most 0.00% above the best possible" in err
+
+
+def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *COSTS, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {"schedule", "figures", "search"}
+    assert answer["search"]["value"] == answer["search"]["lower_bound"] == 266
+    assert answer["search"]["gap"] == 0
+    assert answer["search"]["stopped"] == "optimal"
+    assert answer["search"]["history"][-1]["value"] == 266
+    assert answer["figures"]["peak_activations"] == [4, 4, 4, 4]
+    check(Schedule.from_json(json.dumps(answer["schedule"])))
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "auto.png"
+    assert main([*SMALL, "--placement", "v", "--microbatches", "6", "--format", form, "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    schedule = Schedule.from_csv(text) if form == "csv" else Schedule.from_json(text)
+    assert schedule.placement == ((0, 7), (1, 6), (2, 5), (3, 4))
+    check(schedule)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_and_costs_by_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unequal microbatches and a limit a rank; two runs give one answer."""
+    argv = [*SMALL, "--index-factors", *"12111311", "--memory", "4", "3", "3", "2", "--json", "--seconds", "0.3"]
+    answers = []
+    for _ in range(2):
+        assert main(argv) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert [each["search"]["lower_bound"] for each in answers] == [answers[0]["search"]["lower_bound"]] * 2
+    assert answers[0]["search"]["memory_limit"] == [4, 3, 3, 2]
+    assert all(a <= b for a, b in zip(answers[0]["figures"]["peak_activations"], [4, 3, 3, 2], strict=True))
+
+
+def test_a_budget_that_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["schedule", "auto", "--ranks", "8", "--microbatches", "32", "--placement", "cyclic", "--chunks", "2"]
+    assert main([*argv, "--memory", "9", "--seconds", "0.05"]) == 0
+    assert "best so far, the time was over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--memory", "0.5"], "memory_limit=0.5 on rank 0: no schedule can meet it.* expected at least 1"),
+        (["--placement", "v", "--memory", "1"], "no schedule can meet it.* expected at least 2"),
+        (["--forward", "0"], "forward=0.0: expected more than 0 seconds"),
+        (["--weight-grad", "-1", "--input-grad", "1"], "weight_grad=-1.0: expected a finite number"),
+        (["--placement", "w"], "placement='w': expected one of plain, cyclic, v"),
+        (["--placement", "v", "--chunks", "3"], "num_chunks=3 for placement 'v': expected 2"),
+        (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic or v"),
+        (["--seconds", "0"], "seconds=0.0: expected a time budget above 0"),
+        (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
+        (["--index-factors", "1", "2"], "index_factors has 2 numbers: expected one for each of the 8"),
+        (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one a rank"),
+        (["--json", "--format", "csv"], "--json beside --format csv: expected one of the two"),
+    ],
+)
+def test_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *argv]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_sizes_are_needed_and_options_of_the_search_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "auto", "--ranks", "4"]) == 2
+    assert "auto needs --ranks and --microbatches" in capsys.readouterr().err
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--memory", "3", "--seed", "0"]) == 2
+    assert "--memory, --seed beside 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
+
+
+def test_json_of_a_named_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {"schedule", "figures"}
+    assert answer["figures"]["makespan"] == 15
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
+    better = Progress(seconds=0.5, evaluations=3, value=27.0, gap=0.0125, source="1f1b")
+    for stream, wanted in (
+        (Terminal(), "━"),
+        (io.StringIO(), "500 ms: 27, at most 1.25% above the best possible (1f1b)\n"),
+    ):
+        with _progress(2.0, stream) as tell:
+            tell(better)
+            tell(better)  # the second one within a second is not told
+        assert wanted in stream.getvalue()
+        if not stream.isatty():
+            assert stream.getvalue() == wanted

@@ -1,0 +1,47 @@
+"""The map of schedules: who may stand on it, what it says, and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import Figure, How
+from stagewright.experiments.works import schedule_map
+
+
+def case(latency: float, memory: float, ranks: int = 2) -> Case:
+    return Case(items=(("ranks", ranks), ("microbatches_per_rank", 2), ("latency", latency), ("memory", memory)))
+
+
+def test_the_search_is_never_behind_the_best_named_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(schedule_map, "_ORDERS", 30)
+    for memory in (0.5, 1.0):
+        found = {each.name: each for each in schedule_map.simulated(case(0.1, memory), 1)}
+        assert found["gain"].value >= 0
+        assert found["bubble of the bound"].value <= found["bubble of auto"].value
+        assert found["bubble of auto"].value <= found["bubble of the best named"].value
+        assert found["gap"].value >= 0
+
+
+def test_named_ones_fit_the_memory_and_are_those_with_one_copy_of_the_weights() -> None:
+    names = {each.name for each in schedule_map.named(schedule_map._Sizes(4, 8, 0.0, 4.0))}
+    assert {"1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-zb"} <= names
+    assert not names & {"gpipe", "chimera", "dualpipe", "pipedream", "2bw", "terapipe", "zb-h2"}
+    assert {each.name for each in schedule_map.named(schedule_map._Sizes(4, 8, 0.0, 1.0))} == {"zb-1p", "zb-2p", "zb-v"}
+
+
+def test_picture_and_findings(tmp_path: Path) -> None:
+    def figures(latency: float, memory: float, winner: str, gain: float) -> list[Figure]:
+        also = {"case": case(latency, memory), "how": How.SIMULATED, "unit": "fraction", "note": winner}
+        return [Figure(name="gain", value=gain, **also), Figure(name="gap", value=0.0, **also)]  # type: ignore[arg-type]
+
+    drawn = figures(0.0, 1.0, "zb-v", 0.0) + figures(0.5, 1.0, "zb-v", 0.02) + figures(0.0, 2.0, "zb-h2", 0.1)
+    said = schedule_map.findings(drawn)
+    assert said[0] == "Of 3 cases zb-v wins 2, zb-h2 wins 1."
+    assert said[1] == (
+        "`auto` is faster by 2.0% (median), 0.0% to 10.0%; most against zb-h2 "
+        "(ranks 2, microbatches per rank 2, latency 0, memory 2)."
+    )
+    assert schedule_map.draw(drawn, tmp_path) == [("The best named schedule, and how much faster auto is", "map.png")]
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert schedule_map.findings([]) == schedule_map.draw([], tmp_path) == []
