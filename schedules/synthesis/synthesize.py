@@ -145,7 +145,15 @@ def synthesize(
         links=links,
     )
     bound = least_seconds(problem)
-    search = Search(problem, bound=bound, seed=seed, seconds=seconds, evaluations=evaluations, on_progress=on_progress)
+    search = Search(
+        problem,
+        bound=bound,
+        costs=costs,
+        seed=seed,
+        seconds=seconds,
+        evaluations=evaluations,
+        on_progress=on_progress,
+    )
     starts = []
     if start is not None:
         starts.append(search.evaluator.orders(start))

@@ -94,11 +94,20 @@ def brute_force(problem: Problem) -> float:
 @pytest.mark.parametrize("limit", [None, 1.0, 1.5])
 @pytest.mark.parametrize("factors", [[1, 2], [1, 1]])
 def test_all_orders_of_two_by_two(objective: str, limit: float | None, factors: list[float]) -> None:
-    """Neither in-order nor early starts are taken for granted there; half is kept behind I."""
+    """Neither in-order nor early starts are taken for granted there; half is kept behind I, and updates follow."""
+    costs = Costs(
+        forward=[2, 3],
+        input_grad=[3, 1],
+        weight_grad=[1, 4],
+        latency=1,
+        update=[4, 1] if limit else 0,
+        norm=2 if limit == 1 else None,
+        index_factors=factors,
+    )
     problem = pose(
         num_ranks=2,
         num_microbatches=2,
-        costs=Costs(forward=[2, 3], input_grad=[3, 1], weight_grad=[1, 4], latency=1, index_factors=factors),
+        costs=costs,
         memory_limit=limit,
         objective=objective,  # type: ignore[arg-type]
         kept_share=0.5,
