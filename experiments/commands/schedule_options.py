@@ -42,8 +42,6 @@ class BuildOptions:
     """pipedream, 2bw: batches that the program spans (default: enough for a steady state)."""
     group_size: int | None = None
     """gis: microbatches that pass a chunk before the next one's turn, P/2 for half the memory (default: P)."""
-    memory: float | None = None
-    """zb-1p, zb-2p, zb-v: most stage activations of a rank at once (default: P, 2P, 2P)."""
 
     def given(self) -> dict[str, object]:
         """The schedule's own options that were given, under `build`'s names."""
@@ -54,7 +52,6 @@ class BuildOptions:
             "replicas": self.replicas,
             "num_batches": self.batches,
             "group_size": self.group_size,
-            "memory_limit": self.memory,
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -123,12 +120,12 @@ class CostOptions(BuildOptions):
     def costs(self) -> Costs:
         """As the simulator takes them."""
         return Costs(
-            forward=_per_stage(self.forward),
-            backward=None if self.backward is None else _per_stage(self.backward),
-            input_grad=None if self.input_grad is None else _per_stage(self.input_grad),
-            weight_grad=None if self.weight_grad is None else _per_stage(self.weight_grad),
+            forward=one_or_several(self.forward),
+            backward=None if self.backward is None else one_or_several(self.backward),
+            input_grad=None if self.input_grad is None else one_or_several(self.input_grad),
+            weight_grad=None if self.weight_grad is None else one_or_several(self.weight_grad),
             latency=self.latency,
-            reduce_grad=_per_stage(self.reduce_grad),
+            reduce_grad=one_or_several(self.reduce_grad),
             index_factors=self.index_factors,
         )
 
@@ -138,5 +135,20 @@ class CostOptions(BuildOptions):
         return None if costs == CostOptions().costs() else costs
 
 
-def _per_stage(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitedOptions(CostOptions):
+    """A schedule, its costs, and the memory that it is made for."""
+
+    memory: tuple[float, ...] | None = None
+    """auto, zb-1p, zb-2p, zb-v: most stage activations of a rank at once; of auto one number or one a rank (default:
+    no limit, P, 2P, 2P)."""
+
+    def given(self) -> dict[str, object]:
+        """With the memory limit."""
+        limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}
+        return CostOptions.given(self) | limit
+
+
+def one_or_several(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
     return numbers[0] if len(numbers) == 1 else numbers

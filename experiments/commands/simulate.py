@@ -20,12 +20,12 @@ from ...schedules import (
 )
 from ...schedules.wording import count
 from ..help_text import plain_help
-from .schedule_options import NAME_HELP, CostOptions
+from .schedule_options import NAME_HELP, LimitedOptions
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions(CostOptions):
+class SimulateOptions(LimitedOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
 
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None

@@ -13,7 +13,7 @@ from ...schedules.synthesis.search import Progress
 from ...schedules.synthesis.synthesize import Synthesis, synthesize
 from ...schedules.wording import duration
 from ..help_text import plain_help
-from .schedule_options import CostOptions
+from .schedule_options import LimitedOptions, one_or_several
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time
@@ -23,11 +23,9 @@ _PAUSE = 1.0  # seconds between two plain lines
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynthesisOptions(CostOptions):
+class SynthesisOptions(LimitedOptions):
     """A schedule that is built, or searched for."""
 
-    memory: tuple[float, ...] | None = None
-    """auto: most stage activations that a rank may hold at once, one number or one a rank (default: no limit)."""
     kept_share: tuple[float, ...] | None = None
     """auto: part of an activation that stays between I and W, one number or one a stage (default: 1, all of it)."""
     placement: str | None = None
@@ -42,7 +40,7 @@ class SynthesisOptions(CostOptions):
 
     def check_named(self, name: str) -> None:
         """Raise ValueError for options of a search beside a schedule that is not searched for."""
-        options = ("memory", "kept_share", "placement", "objective", "seconds", "seed")
+        options = ("kept_share", "placement", "objective", "seconds", "seed")
         surplus = [f"--{each.replace('_', '-')}" for each in options if getattr(self, each) is not None]
         if surplus:
             raise ValueError(
@@ -54,7 +52,9 @@ class SynthesisOptions(CostOptions):
 
         It tells of itself on standard error: the answer stands alone on standard output.
         """
-        surplus = [f"--{each.removeprefix('num_').replace('_', '-')}" for each in self.given()]
+        surplus = [
+            f"--{each.removeprefix('num_').replace('_', '-')}" for each in self.given() if each != "memory_limit"
+        ]
         surplus += ["--slices"] if self.slices is not None else []
         surplus += ["--reduce-grad"] if any(self.reduce_grad) else []
         if surplus:
@@ -71,19 +71,15 @@ class SynthesisOptions(CostOptions):
                 num_ranks=self.ranks,
                 num_microbatches=self.microbatches,
                 costs=self.costs(),
-                memory_limit=None if self.memory is None else _one_or_several(self.memory),
+                memory_limit=None if self.memory is None else one_or_several(self.memory),
                 placement=self.placement or "plain",
                 num_chunks=self.chunks,
                 objective=self.objective or "makespan",
-                kept_share=1.0 if self.kept_share is None else _one_or_several(self.kept_share),
+                kept_share=1.0 if self.kept_share is None else one_or_several(self.kept_share),
                 seconds=seconds,
                 seed=self.seed or 0,
                 on_progress=told,
             )
-
-
-def _one_or_several(numbers: tuple[float, ...]) -> float | tuple[float, ...]:
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def synthesis_data(found: Synthesis) -> dict[str, Any]:

@@ -96,8 +96,8 @@ def test_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[st
 def test_sizes_are_needed_and_options_of_the_search_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "auto", "--ranks", "4"]) == 2
     assert "auto needs --ranks and --microbatches" in capsys.readouterr().err
-    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--memory", "3", "--seed", "0"]) == 2
-    assert "--memory, --seed beside 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--objective", "span", "--seed", "0"]) == 2
+    assert "--objective, --seed beside 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
 
 
 def test_json_of_a_named_schedule(capsys: pytest.CaptureFixture[str]) -> None:
