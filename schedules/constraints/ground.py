@@ -206,10 +206,11 @@ def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Ac
         _check_op(ground, Action(0, op, 0), words)
     place = {op: at for at, op in enumerate(rule.ops)}
 
-    def key_of(action: Action) -> tuple[Any, int]:
+    def key_of(action: Action) -> Any:
         if rule.key is None:
             return ground.by_microbatch(action), place[action.op]
-        return _in_words(words, partial(rule.key, action.stage, action.index), f" at {action}"), place[action.op]
+        given = (action.stage, action.index) if len(rule.ops) == 1 else (action.op, action.stage, action.index)
+        return _in_words(words, partial(rule.key, *given), f" at {action}")
 
     orders = []
     for program in ground.schedule.programs:

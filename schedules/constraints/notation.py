@@ -24,13 +24,14 @@ Filter = Callable[[Action, SoFar], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InOrder:
-    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`; equal keys in any order.
+    """Each rank runs its actions of `ops` in ascending order of `key(stage, microbatch)`, of several ops of
+    `key(op, stage, microbatch)`; equal keys in any order.
 
     Without a key those of each stage are ordered by microbatch, and stages stand in any order to each other.
     """
 
     ops: tuple[Op, ...]
-    key: Callable[[int, int], Any] | None
+    key: Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,11 @@ class OnlyIf:
 Rule = Predicate | Relation | InOrder | InTurns | InFlight | OnlyIf
 
 
-def in_order(*ops: Op, key: Callable[[int, int], Any] | None = None) -> InOrder:
+def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
     """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`, see InOrder.
 
-    Several ops are ordered together: of one stage and microbatch, in the order in which they are named.
-    Raises ValueError for what is no op, or no function.
+    Several ops are ordered together, by `key(op, s, m)`; without a key those of one stage by microbatch, of one
+    microbatch in the order in which they are named. Raises ValueError for what is no op, or no function.
     """
     if not ops or not all(isinstance(op, Op) for op in ops):
         raise ValueError(f"in_order{ops!r:.60}: expected ops, such as in_order(F) or in_order(F, key=lambda s, m: m)")

@@ -5,7 +5,9 @@ Beside the same model in one plain process, float64.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,21 @@ def test_3f1b_is_simulated_with_what_its_stages_hold() -> None:
 def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: bool, recompute: str) -> None:
     schedule = recycling(passes, placement, split=split)
     agree(lambda: Recycled(passes), schedule=schedule, split_points=None, mesh=None, recompute=recompute)
+
+
+def test_stages_without_backward_keep_nothing() -> None:
+    """What came in is gone with the forward: nothing waits for a backward."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    model = made(Recycled)
+    model.blocks[1][0].register_forward_pre_hook(lambda module, inputs: seen.append(weakref.ref(inputs[0])))
+    settings: dict[str, Any] = {"loss_fn": mse_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
+    pipe = PipelineModule(model, schedule=recycling(), **settings)
+    seen.clear()
+    pipe.train_step(*batch(0))
+    gc.collect()
+    assert len(seen) == 3 * M
+    assert not [each for each in seen if each() is not None]
 
 
 def test_a_gradient_that_no_backward_would_take_is_refused() -> None:

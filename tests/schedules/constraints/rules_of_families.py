@@ -54,6 +54,16 @@ def in_rules(table: Schedule) -> Constraints:
         """A warm-up of at most all forwards, and how many W each rank puts off to hold what rank 0 does."""
         return lambda r: min(warmup(r), total), lambda r: min(warmup(0), total) - min(warmup(r), total)
 
+    def slot(op: Op, s: int, m: int) -> int:
+        """Chimera: even microbatches go down the ranks and odd ones up, in slots that never meet."""
+        first = 2 * P * (m // P) + 2 * (m % P // 2)
+        return first + (s if op is F else 2 * P - 1 - s)
+
+    if table.name in ("chimera", "hanayo"):
+        options |= {"placement": table.placement, "num_chunks": None, "owners": table.owners}
+    if table.name == "hanayo":
+        options["prefer"] = lambda action: (action.op is F, -action.stage if action.op is F else action.stage)
+
     by_group, first_group = looping(-(-P // n))
     plain = lambda r: P - 1 - r  # noqa: E731
     double = lambda r: 2 * (P - 1 - r)  # noqa: E731
@@ -62,6 +72,8 @@ def in_rules(table: Schedule) -> Constraints:
         "gpipe": lambda: [orders(F), orders(B), lambda s, k: F(s, M - 1).before(B(s, k))],
         "terapipe": lambda: [orders(F), orders(B), lambda s, k: F(s, M * n - 1).before(B(s, k))],
         "looped-bfs": lambda: [by_chunk(F), by_chunk(B), lambda s, m: F(S - P + s % P, M - 1).before(B(s, m))],
+        "chimera": lambda: [in_order(F, B, key=slot)],
+        "hanayo": lambda: [lambda s, m: F(s, m).after(B(s, m - 2 * P))],
         "1f1b": lambda: one_and_one(orders, plain),
         "eager-1f1b": lambda: one_and_one(orders, double),
         "interleaved": lambda: one_and_one(by_group, lambda r: first_group + double(r)),
@@ -100,6 +112,8 @@ IN_RULES = (
     "interleaved-zb",
     "gis",
     "seq-zb-h1",
+    "chimera",
+    "hanayo",
     "pipedream",
     "2bw",
 )
