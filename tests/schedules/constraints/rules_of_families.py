@@ -81,7 +81,7 @@ def in_rules(table: Schedule) -> Constraints:
         "slimpipe": lambda: one_and_one(by_group, lambda r: first_group + double(r) + n - 1),
         "zb-h1": lambda: split(orders, *capped(plain)),
         "zb-h2": lambda: split(orders, *capped(double)),
-        "interleaved-zb": lambda: split(by_group, *capped(lambda r: first_group + plain(r))),
+        "interleaved-zb": lambda: split(by_group, lambda r: first_group + plain(r), lambda r: r),
         "gis": lambda: split(by_group, lambda r: first_group + plain(r), lambda r: 0),
         "seq-zb-h1": lambda: split(orders, lambda r: min(plain(r) + n - 1, total), lambda r: r),
         "pipedream": lambda: [*one_and_one(orders, plain), lambda s, m: U(s, m).right_after(B(s, m))],

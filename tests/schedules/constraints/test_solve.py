@@ -154,6 +154,10 @@ def test_what_a_block_waits_for_comes_before_it() -> None:
     with pytest.raises(ContradictionError) as raised:
         Constraints(num_ranks=2, num_microbatches=4, rules=rules).solve()
     facts = str(raised.value).split("they clash at\n")[1].split("\n")
+    free = Constraints(
+        num_ranks=2, num_microbatches=4, rules=[rules["B0 follows F3"]], prefer=lambda a: -a.index
+    ).solve()
+    assert free.programs[0][:5] == (F(0, 2), F(0, 1), F(0, 0), F(0, 3), B(0, 0))
     assert sorted(facts) == [
         "  0F0 before 0B0 (the data)",
         "  0F3 before 0F0 ('F0 late')",
