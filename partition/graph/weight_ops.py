@@ -86,24 +86,39 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = _saved(ctx)
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[4:]
-        shape, strides = ctx.form
-        if ctx.is_transposed:
-            shape, strides, weight = shape[::-1], strides[::-1], None if weight is None else weight.t()
-        if len(shape) == 2:
-            grad = grad if grad.dim() == 2 else grad.reshape(-1, shape[1])
-            flat = x if x.dim() == 2 else x.reshape(-1, shape[0])
-        else:
-            flat = x
-        of_x = _left(grad, weight, flat).reshape(x.shape) if wants_x else None
-        right = partial(_right, shape=shape, strides=strides, is_transposed=ctx.is_transposed)
-        of_weight = _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None
-        of_bias = _later(ctx, 2, ctx.bias, partial(_sum_to, shape=ctx.bias.shape), grad) if wants_bias else None
-        return None, None, None, None, of_x, of_weight, of_bias
+        with torch._C.DisableTorchFunction():
+            return None, None, None, None, *_of_product(ctx, grad, x, weight)
+
+
+def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: Any) -> Sequence[torch.Tensor | None]:
+    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[4:]
+    shape, strides = ctx.form
+    if ctx.is_transposed:
+        shape, strides, weight = shape[::-1], strides[::-1], None if weight is None else weight.t()
+    flat = x
+    if len(shape) == 2:
+        grad = grad if grad.dim() == 2 else grad.reshape(-1, shape[1])
+        flat = x if x.dim() == 2 else x.reshape(-1, shape[0])
+    of_x = _left(grad, weight, flat).reshape(x.shape) if wants_x else None
+    right = partial(_right, shape=shape, strides=strides, is_transposed=ctx.is_transposed)
+    if not wants_bias:
+        return of_x, _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None, None
+    bias = partial(_sum_to, shape=ctx.bias.shape)
+    nodes = ctx.next_functions
+    aside = ctx.split.put(ctx.weight, nodes[1][0]) if wants_weight else None
+    if aside is not None and ctx.split.put(ctx.bias, nodes[2][0]) is not None:
+        aside.put((ctx.weight, ctx.bias), lambda grad, flat: (*right(grad, flat), *bias(grad)), grad, flat)
+        return of_x, None, None
+    of_weight = _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None
+    return of_x, of_weight, _later(ctx, 2, ctx.bias, bias, grad)
 
 
 def _saved(ctx: Any) -> tuple[torch.Tensor, Any]:
-    """x and the weight that was computed with. Where this backward is recorded, so is a cast of the weight."""
+    """x and the weight that was computed with. Where this backward is recorded, so is a cast of the weight.
+
+    A forward may run again here, which the mode has to see; it sees nothing of what the backward then computes.
+    """
     x, weight = ctx.saved_tensors
     if weight is not None and weight.dtype != ctx.weight.dtype and torch.is_grad_enabled():
         weight = ctx.weight.to(weight.dtype)
@@ -225,7 +240,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        return None, None, None, None, _later(ctx, 1, ctx.weight, ctx.compute, grad, indices)
+        with torch._C.DisableTorchFunction():
+            return None, None, None, None, _later(ctx, 1, ctx.weight, ctx.compute, grad, indices)
 
 
 def _embedding(
@@ -281,21 +297,27 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = _saved(ctx)
-        wants_x, *wants = ctx.needs_input_grad[3:]
-        both = [(ctx.weight, ctx.next_functions[1][0])]
-        both += [] if ctx.bias is None else [(ctx.bias, ctx.next_functions[2][0])]
-        asides = [ctx.split.put(*each) if wanted else None for each, wanted in zip(both, wants, strict=False)]
-        later = [aside is not None for aside in asides] + [False] * (2 - len(asides))
-        sizes = None if ctx.bias is None else list(ctx.bias.shape)
-        now = wants_x, wants[0] and not later[0], wants[1] and not later[1]
-        found: Any = (None, None, None)
-        if any(now):
-            found = _aten.convolution_backward(grad, x, weight, sizes, *ctx.how, now)
-        if any(later):
-            weights = [each for each, is_later in zip((ctx.weight, ctx.bias), later, strict=True) if is_later]
-            compute = partial(_of_convolution, weight=weight.detach(), sizes=sizes, how=ctx.how, later=later)
-            next(aside for aside in asides if aside is not None).put(weights, compute, grad, x)
-        return None, None, None, *found
+        with torch._C.DisableTorchFunction():
+            return None, None, None, *_of_inputs(ctx, grad, x, weight)
+
+
+def _of_inputs(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
+    wants_x, *wants = ctx.needs_input_grad[3:]
+    both = [(ctx.weight, ctx.next_functions[1][0])]
+    both += [] if ctx.bias is None else [(ctx.bias, ctx.next_functions[2][0])]
+    asides = [ctx.split.put(*each) if wanted else None for each, wanted in zip(both, wants, strict=False)]
+    later = [aside is not None for aside in asides] + [False] * (2 - len(asides))
+    sizes = None if ctx.bias is None else list(ctx.bias.shape)
+    now = wants_x, wants[0] and not later[0], wants[1] and not later[1]
+    found: Any = (None, None, None)
+    if any(now):
+        found = _aten.convolution_backward(grad, x, weight, sizes, *ctx.how, now)
+    if any(later):
+        weights = [each for each, is_later in zip((ctx.weight, ctx.bias), later, strict=True) if is_later]
+        compute = partial(_of_convolution, weight=weight.detach(), sizes=sizes, how=ctx.how, later=later)
+        next(aside for aside in asides if aside is not None).put(weights, compute, grad, x)
+    return found
 
 
 def _of_convolution(
