@@ -47,6 +47,7 @@ class Family:
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
+        lends: whether activations of a rank wait on another one.
         in_turn: whether stage s stands on rank s mod P alone, as plans have it: stages do not go back and forth.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
@@ -63,6 +64,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     weight_rules: tuple[str, ...] = ("flush",)
     num_chunks: int = 1
+    lends: bool = False
     in_turn: bool = True
     splits_backward: bool = False
     full_after: int | None = None
@@ -83,8 +85,9 @@ class Family:
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans may be made for it: its stages stand in turn, and a microbatch passes them whole."""
-        return self.in_turn and not self.takes_slices
+        """Whether plans may be made for it: its stages stand in turn, a microbatch passes them whole, and no rank holds
+        what is another's, which plans do not count."""
+        return self.in_turn and not self.takes_slices and not self.lends
 
     @property
     def takes_replicas(self) -> bool:

@@ -1,8 +1,8 @@
 """A rank's moves of activations: to its host and back, and between it and partner ranks.
 
-owner     F      SIZE(bytes) ->                        partner   HOLD: takes the size, posts for as many
-          LEND   LENT(bytes) ->                                  RETURN: the same bytes
-          RELOAD <- RETURNED, waited for by the backward
+owner     F       SIZE: of each storage ->     partner   HOLD: takes the sizes, posts for as many
+          LEND    LENT: their bytes ->                   RETURN: the same bytes
+          RELOAD  <- RETURNED, waited for by the backward
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ...schedules import Action, Message, MessageKind, Op, Schedule
 from ...schedules.moves import find_moves
 from ..stages.moving import Host
 from ..stages.stage import Stage
+
+_MOST = 4096  # storages of one message, which says how many bytes each has
 
 
 class Mover:
@@ -36,18 +38,25 @@ class Mover:
         self.moves = find_moves(schedule)
         self.moved_bytes: dict[int, int] = {}
         self._host = Host(device) if any(move.partner is None for move in self.moves.values()) else None
-        self._rows: dict[tuple[int, int], int] = {}  # bytes of the row of each that is lent, here or there
+        self._sizes: dict[tuple[int, int], list[int]] = {}  # of the storages of each that is lent, here or there
         self._tensors: dict[Message, Tensors] = {}
 
     def made(self, stage: int, index: int) -> None:
-        """A forward is through: the partner of what will be lent learns how much that is."""
+        """A forward is through: the partner of what will be lent learns how much that is.
+
+        Raises RuntimeError for more storages than a message tells.
+        """
         move = self.moves.get((stage, index))
         if move is None or move.partner is None:
             return
-        size = self._rows[stage, index] = self._stages[stage].moving(index).row_bytes
-        self._tensors[Message(MessageKind.SIZE, stage, move.partner, index)] = (
-            torch.tensor([size], dtype=torch.int64, device=self._device),
-        )
+        sizes = self._sizes[stage, index] = self._stages[stage].moving(index).sizes
+        if len(sizes) > _MOST:
+            raise RuntimeError(
+                f"stage {stage} keeps {len(sizes)} tensors of microbatch {index}, and at most {_MOST} can be lent: "
+                f"expected a schedule that offloads it to the host, or more stages"
+            )
+        told = torch.tensor(sizes + [-1] * (_MOST - len(sizes)), dtype=torch.int64, device=self._device)
+        self._tensors[Message(MessageKind.SIZE, stage, move.partner, index)] = (told,)
 
     def run(self, action: Action) -> None:
         """Begin a move."""
@@ -61,8 +70,8 @@ class Mover:
                     assert self._host is not None
                     self._host.take(activations)
                 else:
-                    row = activations.leave(self._row, torch.Tensor.copy_)
-                    self._tensors[Message(MessageKind.LENT, stage, move.partner, index)] = (row,)
+                    parts = tuple(activations.leave())
+                    self._tensors[Message(MessageKind.LENT, stage, move.partner, index)] = parts
             case Op.RELOAD if self._host is not None and move.partner is None:
                 self._host.give_back(self._stages[stage].moving(index))
             case Op.RETURN:
@@ -71,24 +80,21 @@ class Mover:
             case _:  # HOLD, and RELOAD of what was lent: its receive is posted next
                 pass
 
-    def _row(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
     def specs(self, message: Message) -> list[TensorSpec]:
         """Layout of a message."""
         if message.kind is MessageKind.SIZE:
-            return [TensorSpec((1,), (1,), torch.int64, False)]
+            return [TensorSpec((_MOST,), (1,), torch.int64, False)]
         stage = message.dst if message.kind is MessageKind.RETURNED else message.src
-        return [TensorSpec((self._rows[stage, message.index],), (1,), torch.uint8, False)]
+        return [TensorSpec((size,), (1,), torch.uint8, False) for size in self._sizes[stage, message.index]]
 
     def put(self, message: Message, tensors: Tensors) -> None:
         """A message arrived."""
         if message.kind is MessageKind.SIZE:
-            self._rows[message.src, message.index] = int(tensors[0].item())
+            self._sizes[message.src, message.index] = [size for size in tensors[0].tolist() if size >= 0]
         elif message.kind is MessageKind.LENT:
             self._tensors[message] = tensors
         else:
-            self._stages[message.dst].moving(message.index).come(tensors[0])
+            self._stages[message.dst].moving(message.index).come(tensors)
 
     def take(self, message: Message) -> Tensors:
         """A message to send."""
@@ -97,6 +103,6 @@ class Mover:
     def drop(self) -> None:
         """Forget what is under way (after an error)."""
         self._tensors.clear()
-        self._rows.clear()
+        self._sizes.clear()
         if self._host is not None:
             self._host.drop()

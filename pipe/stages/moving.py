@@ -1,26 +1,24 @@
 """Activations of one microbatch that leave the rank while they wait for their backward.
 
     forward   autograd hands over each tensor that it saves: for that a handle, and its storage once
-    leave     all storages as one row of bytes, to the host or to be sent; nothing of them stays here
+    leave     the storages as bytes, to the host or to be sent; nothing of them is held here any longer
     come      the bytes again: unpacking a handle makes a tensor of them
 
 They are the tensors saved for the backward and the stage's inputs. Parameters, buffers, targets and inputs that are
-parts of the batch stay, since they are there anyway. A storage that others hold, too (outputs on their way) is copied
-like the others and goes when they let go of it.
+parts of the batch stay, since they are there anyway. A storage that others hold, too (outputs on their way) goes when
+they let go of it.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-_ALIGNED = 64  # [bytes], as torch aligns what it allocates: kernels then compute with the same bits
 
 
 @dataclass(slots=True)
@@ -75,9 +73,7 @@ class Activations:
         self._numbers: dict[int, int] = {}
         self._handles: list[_Handle] = []
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._starts: list[int] = []
-        self._sizes: list[int] = []
-        self._bytes: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()
         self._is_away = False
         self._arrival: torch.cuda.Event | None = None
         # A part of a larger storage (of the batch) is no input that can go by itself.
@@ -93,33 +89,24 @@ class Activations:
         self._outputs = tuple(outputs)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the storages, each once."""
-        return sum(self._sizes) if self._sizes else sum(each.nbytes() for each in self._storages)
+    def sizes(self) -> list[int]:
+        """Bytes of the storages, each once, while they are here."""
+        return [each.nbytes() for each in self._storages]
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the row in which they leave: a little more than theirs, since each begins at an aligned place."""
-        self._lay_out()
-        return self._starts[-1]
+    def num_bytes(self) -> int:
+        """All of these."""
+        return sum(self.sizes)
 
-    def leave(
-        self, make: Callable[[int], torch.Tensor], copy: Callable[[torch.Tensor, torch.Tensor], object]
-    ) -> torch.Tensor:
-        """Go; returns the row of bytes.
-
-        Arguments:
-            make: bytes [row_bytes] to be filled.
-            copy: (part of the row, bytes of a storage), may go on behind its return.
+    def leave(self) -> list[torch.Tensor]:
+        """Go; returns the bytes of each storage, which nobody here holds any longer.
 
         Raises RuntimeError where a saved tensor was changed in place.
         """
         for handle in self._handles:
             self._check(handle)
-        row = make(self.row_bytes)
-        for start, storage in zip(self._starts, self._storages, strict=False):
-            own = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            copy(row[start : start + own.numel()], own)
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        parts = [empty.new_empty(0).set_(storage) for storage in self._storages]
         self._is_away = True
         for handle in self._handles:
             if handle.number is not None:
@@ -135,11 +122,11 @@ class Activations:
         self._outputs = ()
         self._storages.clear()
         self._kept.clear()
-        return row
+        return parts
 
-    def come(self, row: torch.Tensor, arrival: torch.cuda.Event | None = None) -> None:
+    def come(self, parts: Sequence[torch.Tensor], arrival: torch.cuda.Event | None = None) -> None:
         """Be there again, with these bytes; on CUDA once `arrival` is through."""
-        self._bytes, self._arrival, self._is_away = row, arrival, False
+        self._parts, self._arrival, self._is_away = parts, arrival, False
         for leaf, handle in self._leaves:
             if handle.number is not None:
                 leaf.data = self._view(handle)
@@ -154,14 +141,6 @@ class Activations:
 
     def _absent(self) -> str:
         return f"activations of {self._name} are away and needed: expected RELOAD in front of what needs them"
-
-    def _lay_out(self) -> None:
-        if self._starts:
-            return
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        self._starts = [0]
-        for size in self._sizes:
-            self._starts.append(self._starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
 
     def _pack(self, tensor: torch.Tensor) -> object:
         if is_traceable_wrapper_subclass(tensor):
@@ -206,12 +185,10 @@ class Activations:
         return self._view(packed)
 
     def _view(self, handle: _Handle) -> torch.Tensor:
-        assert self._bytes is not None
         assert handle.number is not None
-        start = self._bytes.storage_offset() + self._starts[handle.number]
-        at = start // handle.dtype.itemsize + handle.offset
+        part = self._parts[handle.number]
         empty = torch.empty(0, dtype=handle.dtype, device=self._device)
-        return empty.set_(self._bytes.untyped_storage(), at, handle.size, handle.stride)
+        return empty.set_(part.untyped_storage(), handle.offset, handle.size, handle.stride)
 
     def _check(self, handle: _Handle) -> None:
         if handle.tensor is not None and handle.tensor._version != handle.version:
@@ -246,7 +223,7 @@ class Host:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows: dict[Activations, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        self._rows: dict[Activations, tuple[list[torch.Tensor], torch.cuda.Event | None]] = {}
         is_cuda = device.type == "cuda"
         self._to_host = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._from_host = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -254,39 +231,41 @@ class Host:
     @property
     def num_bytes(self) -> int:
         """Bytes that wait here."""
-        return sum(row.numel() for row, _ in self._rows.values())
+        return sum(each.numel() for own, _ in self._rows.values() for each in own)
 
     def take(self, activations: Activations) -> None:
         """Activations leave the device for here."""
+        parts, own = activations.leave()[::-1], []
         if self._to_host is None:
-            row = activations.leave(_apart, torch.Tensor.copy_)
-            self._rows[activations] = row, None
+            while parts:  # each is free as soon as it is copied
+                part = parts.pop()
+                own.append(_apart(part.numel()).copy_(part))
+            self._rows[activations] = own, None
             return
-        to_host = self._to_host
-        to_host.wait_stream(torch.cuda.current_stream(self._device))
-
-        def copy(part: torch.Tensor, own: torch.Tensor) -> None:
-            with torch.cuda.stream(to_host):
-                part.copy_(own, non_blocking=True)
-            own.record_stream(to_host)  # its memory is taken again only behind the copy
-
-        row = activations.leave(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), copy)
-        self._rows[activations] = row, to_host.record_event()
+        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
+        while parts:
+            part = parts.pop()
+            copy = torch.empty(part.numel(), dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.stream(self._to_host):
+                own.append(copy.copy_(part, non_blocking=True))
+            part.record_stream(self._to_host)  # its memory is taken again only behind the copy
+        self._rows[activations] = own, self._to_host.record_event()
 
     def give_back(self, activations: Activations) -> None:
         """They come back."""
-        row, has_left = self._rows.pop(activations)
-        own = torch.empty(row.numel(), dtype=torch.uint8, device=self._device)
+        own, has_left = self._rows.pop(activations)
+        parts = [torch.empty(each.numel(), dtype=torch.uint8, device=self._device) for each in own]
         if self._from_host is None or has_left is None:
-            activations.come(own.copy_(row))
+            activations.come([part.copy_(each) for part, each in zip(parts, own, strict=True)])
             return
         back = self._from_host
         back.wait_stream(torch.cuda.current_stream(self._device))  # whoever had this memory before is through
         back.wait_event(has_left)
         with torch.cuda.stream(back):
-            own.copy_(row, non_blocking=True)
-        own.record_stream(back)
-        activations.come(own, back.record_event())
+            for part, each in zip(parts, own, strict=True):
+                part.copy_(each, non_blocking=True)
+                part.record_stream(back)
+        activations.come(parts, back.record_event())
 
     def drop(self) -> None:
         """Forget all of them (after an error)."""

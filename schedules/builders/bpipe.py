@@ -100,6 +100,7 @@ BPIPE = Family(
     name="bpipe",
     build=bpipe,
     options=("backward",),
+    lends=True,
     full_after=1,
     batch_seconds=_seconds,
 )

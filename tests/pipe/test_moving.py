@@ -173,7 +173,7 @@ def test_lent_bytes_leave_one_rank_and_stand_on_the_other() -> None:
         one = pipe.moved_bytes[0]
     assert max(held) >= one
     assert held[-1] == 0
-    assert all(bytes % 64 == 0 for bytes in held)
+    assert sum(held) % one == 0  # whole activations alone
 
 
 # --- one microbatch's activations ---
@@ -210,7 +210,7 @@ def test_views_of_a_storage_are_counted_and_moved_once() -> None:
     host = Host(torch.device("cpu"))
     host.take(activations)
     assert x.numel() == 0
-    assert host.num_bytes == activations.row_bytes
+    assert host.num_bytes == 2 * 6 * 8 * 4 + transposed
     host.give_back(activations)
     assert host.num_bytes == 0
     activations.settle()
@@ -284,8 +284,7 @@ def test_distributed_tensors() -> None:
         x = leaf(5)
         activations, output = kept(Distributed(), x)
         assert activations.num_bytes >= 20
-        Host(host := torch.device("cpu")).take(activations)
-        activations.come(torch.zeros(activations.row_bytes, dtype=torch.uint8, device=host))
+        activations.come([torch.zeros_like(part) for part in activations.leave()])
         output.sum().backward()
         assert torch.equal(x.grad, torch.zeros(5))  # of what came back
     finally:
