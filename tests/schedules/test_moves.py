@@ -184,6 +184,10 @@ FAULTS = {
         FIRST.replace("0OFFLOAD0", "0OFFLOAD0 0LEND0"),
         SECOND.replace("0HOLD1", "0HOLD0 0HOLD1").replace("0RETURN1", "0RETURN0 0RETURN1"),
     ),
+    "deadlock: a cycle of 2 ranks, each waiting for the next:\n  rank 0 at position 5": (  # 0B1 needs 0RETURN1
+        "0F0 0F1 0LEND1 0B0 0RELOAD1 0B1 0F2 0B2",
+        "1F0 1B0 0HOLD1 1F1 1B1 1F2 0RETURN1 1B2",
+    ),
     "deadlock: a cycle of 2 ranks": (
         "0F0 0F1 0F2 0B0 0LEND1 0RELOAD1 0B1 0B2",
         "1F0 0HOLD1 0RETURN1 1B0 1F1 1B1 1F2 1B2",
