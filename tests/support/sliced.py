@@ -17,7 +17,7 @@ from stagewright.experiments.training.gpt import GPT, GPTConfig
 T, VOCABULARY = 12, 11
 
 
-def gpt(*, layers: int = 4, dropout: float = 0.0) -> GPT:
+def gpt(*, layers: int = 2, dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
     config = GPTConfig(vocabulary=VOCABULARY, length=T, layers=layers, width=8, heads=2, dropout=dropout)
     return GPT(config).double()
