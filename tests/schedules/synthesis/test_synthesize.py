@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from stagewright.schedules import FAMILIES, Costs, Schedule, build, check, simulate, synthesize
+from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, simulate, synthesize
 from stagewright.schedules.synthesis.bounds import least_seconds
 from stagewright.schedules.synthesis.evaluate import Evaluator
 from stagewright.schedules.synthesis.listing import Lister
@@ -263,6 +263,11 @@ def test_a_whole_backward_where_it_takes_no_longer() -> None:
     )
     assert found.value == 7.5
     assert "0B0" in str(found.schedule.programs[0])
+    found = synthesize(
+        num_ranks=4, num_microbatches=8, costs=Costs(input_grad=1.0, weight_grad=0.5), memory_limit=4, evaluations=50
+    )
+    assert (found.value, found.source) == (24.5, "policy")  # rank 0, where nobody waits for its gradients
+    assert [sum(action.op is Op.B for action in program) for program in found.schedule.programs] == [8, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
