@@ -45,6 +45,7 @@ _TITLE, _NO_TITLE, _PANEL_TITLE, _PANEL_GAP, _TIME_AXIS, _FOOT = 44, 8, 26, 18, 
 _BARS, _BARS_GAP, _BARS_SHARE = 230, 22, 0.18  # width of the idle bars, at most this share of the page
 _HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0
 _NARROWEST, _SMALLEST_FONT = 3.0, 4.0
+_BOLD = 0.66  # width of a bold character, of the font's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +157,10 @@ class Sheet:
     def draw(self, figure: Figure) -> None:
         """Draw everything."""
         if self.style.title:
-            headings = "   /   ".join(
-                dict.fromkeys(panel.heading for panel in self.panels if not isinstance(panel, MemoryPanel))
-            )
-            self.text(figure, 30 * self.times, headings, size=1.47 * self.style.font, weight="bold")
+            headings = list(dict.fromkeys(p.heading for p in self.panels if not isinstance(p, MemoryPanel)))
+            size = 1.47 * self.style.font
+            most = 72 * self.style.width / (_BOLD * size)
+            self.text(figure, 30 * self.times, one_line(headings, most=most), size=size, weight="bold")
         top: float = self._top()
         for panel in self.panels:
             top = self._draw_panel(figure, panel, top) + _PANEL_GAP * self.times
@@ -206,3 +207,17 @@ class Sheet:
     def _bar_limit(self) -> float:
         """The end of the idle bars' axis, with room for the numbers behind the bars [per cent]."""
         return 100 * 1.25 * max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))
+
+
+def one_line(headings: list[str], *, most: float) -> str:
+    """As many headings as have room in a line of so many characters, one at least, and how many more there are.
+
+    >>> one_line(["1f1b", "gpipe", "zb-h1"], most=30), one_line(["1f1b", "gpipe", "zb-h1"], most=26)
+    ('1f1b   /   gpipe   /   zb-h1', '1f1b   /   and 2 more')
+    """
+    for number in range(len(headings), 0, -1):
+        more = [f"and {len(headings) - number} more"] if number < len(headings) else []
+        line = "   /   ".join([*headings[:number], *more])
+        if len(line) <= most:
+            break
+    return line
