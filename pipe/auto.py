@@ -2,7 +2,7 @@
 
 every rank   profiles microbatches of a few sizes, all ranks at once, as they will compute
 together     latency and bandwidth of the links
-rank 0       the median profile of all ranks -> plan -> the same plan on every rank
+rank 0       the median profile of all ranks -> plan -> a better order, if there is one -> the same plan on every rank
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
+from ..partition.plans.reorder import reorder
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
@@ -34,6 +35,7 @@ from .update.gradients import clip_gradients, norm_of, norm_part
 T = TypeVar("T")
 
 PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
+SEARCH_SECONDS = 3.0  # for a better order of the plan's work
 MAX_SIZES = 4
 _FREE = 1e15  # [bytes/s] between ranks in one process
 _log = logging.getLogger("stagewright")
@@ -79,7 +81,9 @@ class AutoLayout:
         settings = {"runnable": True, "optimizer_sharding": ("none",), **restrictions}
 
         def search() -> str:
-            return plan(profiles, cluster, global_batch=batch, **settings).to_json()
+            best = plan(profiles, cluster, global_batch=batch, **settings)
+            profile = profiles.get(best.microbatch_size or 0)
+            return reorder(best, profile, seconds=SEARCH_SECONDS).to_json()
 
         found = Plan.from_json(self._together(search if self._world.rank == 0 else lambda: "", what="planning")[0])
         self._collectives.gather(None, what="planning")
@@ -115,7 +119,6 @@ class AutoLayout:
                 optimizer=None if settings.optimizer is None else named(self._optimizers),
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
-                split_backward=False,
             ).to_json()
 
         self._collectives.gather(None, what="profiling together")  # all begin at once

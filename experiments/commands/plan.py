@@ -9,6 +9,7 @@ stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -23,6 +24,7 @@ from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_piped
 from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
+from ...partition.plans.reorder import reorder
 from ..help_text import plain_help
 from ..own_options import OwnOptions
 from ..tensor_options import read_tensor_parallel
@@ -87,6 +89,8 @@ class PlanOptions(OwnOptions):
     """Sharding of the optimizer's state to choose from."""
     runnable: bool = False
     """Only what `stagewright train --plan` executes."""
+    order_seconds: float = 0.0
+    """Look so long for a better order of the plan's work, in no more memory (default: the schedule's own)."""
     out: Path | None = None
     """Write the plan to this file, as JSON."""
     json: bool = False
@@ -97,6 +101,8 @@ def run(argv: Sequence[str]) -> int:
     """Read, plan, write, print."""
     options = tyro.cli(PlanOptions, args=argv, prog="stagewright plan")
     options.check_own({})
+    if not 0 <= options.order_seconds < math.inf:
+        raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")
     cluster = _cluster(options)
     source, default_memory = _source(options, cluster)
     limit = _memory(options.memory) if options.memory is not None else None
@@ -109,11 +115,20 @@ def run(argv: Sequence[str]) -> int:
         found = _planned(options, source, cluster, limit)
     except ValueError as error:
         raise ValueError(as_typed(str(error))) from None
+    if options.order_seconds:
+        found = reorder(found, _profile_of(found, source), seconds=options.order_seconds)
     taken = f"planned in {time.perf_counter() - started:.2f} s"
     if options.out is not None:
         write_out(options.out, found.to_json())
     _print(found, taken, as_json=options.json)
     return 0
+
+
+def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
+    """The profile that the plan was made from, where it is one of several given ones."""
+    if not isinstance(source, list):
+        return None
+    return next((each for each in source if each.microbatch_size == found.microbatch_size), None)
 
 
 def _planned(

@@ -20,6 +20,7 @@ class PlanStage:
         ranks: that run it: replicas, each of `tensor` ranks in a row; microbatch k runs on replica `k % replicas`.
         tensor: ranks over which each of its matrices is split.
         forward_seconds, backward_seconds: of one microbatch on one rank, recomputation included [s].
+        input_grad_seconds: those of the backward that make gradients of inputs, where it is split; None: half of them.
         update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
@@ -42,6 +43,7 @@ class PlanStage:
     backward_seconds: float
     update_seconds: float = 0.0
     step_seconds: float
+    input_grad_seconds: float | None = None
     traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
@@ -60,6 +62,11 @@ class PlanStage:
             raise ValueError(
                 f"stage on {len(self.ranks)} ranks with tensor={self.tensor}: expected a number that divides "
                 f"{len(self.ranks)}"
+            )
+        if self.input_grad_seconds is not None and not 0 <= self.input_grad_seconds <= self.backward_seconds:
+            raise ValueError(
+                f"input_grad_seconds={self.input_grad_seconds} of a backward of {self.backward_seconds} s: expected a "
+                f"part of it"
             )
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
@@ -114,6 +121,8 @@ class PlanRecord:
         num_chunks: V.
         cost_model: "default" or "pipedream".
         schedule: that memory was counted for; None under PipeDream's model.
+        order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
+            equal replicas has; none: the schedule's own.
         num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
         microbatch_size: samples of one; None where the profile does not say.
         predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
@@ -137,6 +146,7 @@ class PlanRecord:
     predicted_step_time: float
     bound: float
     schedule: str | None = None
+    order: tuple[str, ...] = ()
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     simulated_step_time: float | None = None
@@ -145,7 +155,7 @@ class PlanRecord:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("stages", "runners_up", "notes"):
+        for field in ("stages", "order", "runners_up", "notes"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         if not self.stages:
             raise ValueError("plan without stages: expected at least one")

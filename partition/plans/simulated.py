@@ -37,9 +37,12 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
     Raises ValueError as `schedule_of` does.
     """
     schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
+    inputs = [stage.backward_seconds / 2 if (i := stage.input_grad_seconds) is None else i for stage in plan.stages]
     costs = Costs(
         forward=[stage.forward_seconds for stage in plan.stages],
         backward=[stage.backward_seconds for stage in plan.stages],
+        input_grad=inputs,
+        weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, inputs, strict=True)],
         update=[each.optimizer_seconds for each in traffic] or [stage.update_seconds for stage in plan.stages],
     )
     if not traffic:

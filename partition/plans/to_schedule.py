@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from ...schedules.builders.replicas import on_ranks, replicate
-from ...schedules.ir import Schedule
+from ...schedules.check import check
+from ...schedules.ir import Action, Schedule, ScheduleError
 from ...schedules.registry import build, canonical_name, family
 from .record import PlanRecord, PlanStage
 
@@ -31,12 +35,56 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
         )
     if wanted is None:
         raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= beside it")
-    name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
     first = plan.stages[: len(plan.stages) // plan.num_chunks]
     groups = [group for stage in first for group in sorted(_groups(plan, stage))]
     counts = tuple(stage.replicas for stage in first)
-    schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
+    if plan.order:
+        schedule = replicate(one_pipeline(plan, num_microbatches=wanted), counts[0])
+    else:
+        name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
+        schedule = _over_replicas(name, counts, plan.num_chunks, wanted)
     return on_ranks(schedule, groups, num_ranks=plan.num_devices // plan.tensor)
+
+
+def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
+    """The schedule of one of a plan's equal replicas, its share of the microbatches, on ranks 0 to P - 1.
+
+    Raises ValueError for replicas that are not equal, or do not divide M; ScheduleError for an order that is none.
+    """
+    width = len(plan.stages) // plan.num_chunks
+    each = plan.stages[0].replicas
+    if any(count != each for count in plan.replicas):
+        raise ValueError(f"replicas {plan.replicas} under an order of one pipeline: expected as many of each stage")
+    name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
+    _check_share(num_microbatches, each, name)
+    own = build(
+        name,
+        num_ranks=width,
+        num_microbatches=num_microbatches // each,
+        num_chunks=plan.num_chunks if plan.num_chunks > 1 else None,
+    )
+    return _ordered(own, plan.order) if plan.order else own
+
+
+def _ordered(schedule: Schedule, order: Sequence[str]) -> Schedule:
+    """The programs of `order` in place of a schedule's; ScheduleError for what is no order of the same work."""
+    try:
+        programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
+    except ValueError as error:
+        raise ScheduleError(f"order of a plan: {error}") from None
+    if len(programs) != schedule.num_ranks:
+        raise ScheduleError(f"order of a plan: {len(programs)} programs for {schedule.num_ranks} ranks of one pipeline")
+    made = replace(schedule, name="auto", programs=programs)
+    check(made)
+    return made
+
+
+def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
+    if num_microbatches % replicas:
+        raise ValueError(
+            f"{num_microbatches} microbatches on {replicas} replicas under schedule {name!r}: expected a multiple of "
+            f"{replicas}"
+        )
 
 
 def _groups(plan: PlanRecord, stage: PlanStage) -> list[int]:
@@ -69,10 +117,7 @@ def _over_replicas(name: str, counts: tuple[int, ...], num_chunks: int, num_micr
             f"stages on {'-'.join(map(str, counts))} ranks under schedule {name!r}: expected as many ranks for each "
             f"stage, or a schedule that takes unequal replicas, such as '1f1b'"
         )
-    if num_microbatches % each:
-        raise ValueError(
-            f"{num_microbatches} microbatches on {each} replicas under schedule {name!r}: expected a multiple of {each}"
-        )
+    _check_share(num_microbatches, each, name)
     chunks = num_chunks if num_chunks > 1 else None
     single = build(name, num_ranks=len(counts), num_microbatches=num_microbatches // each, num_chunks=chunks)
     return replicate(single, each)
