@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:  # numpy is imported where it is used: simulating and printing schedules need none
+    import numpy as np
 
 SliceCost = Callable[[int, int], float]  # (tokens of a slice, tokens before it) -> seconds
-_Table = np.ndarray  # [K + 1, K + 1] seconds of a slice from unit s up to unit e; infinite where there is none
+_Table: TypeAlias = (
+    "np.ndarray"  # [K + 1, K + 1] seconds of a slice from unit s up to unit e; infinite where there is none
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ def equal_work_lengths(total: int, num_slices: int, seconds: SliceCost, *, multi
     >>> equal_work_lengths(16, 4, CausalSeconds(per_token=1.0, per_pair=1.0))
     (7, 4, 3, 2)
     """
+    import numpy as np
+
     table = _table(total, seconds, multiple, at_least=num_slices)
     least = _fewest(table, num_slices, np.maximum).least
     return _lengths(_fewest(np.where(table <= least, table, np.inf), num_slices, np.add), multiple)
@@ -89,6 +94,8 @@ def shortest_lengths(
 
     O(K^3) for each of at most K^2 longest slices, K = total / multiple; those that cannot be best are left out.
     """
+    import numpy as np
+
     table = _table(total, seconds, multiple, at_least=num_slices or 1)
     best = np.inf
     found: tuple[int, ...] = (total,)
@@ -111,6 +118,8 @@ class _Cut(NamedTuple):
 
 
 def _table(total: int, seconds: SliceCost, multiple: int, *, at_least: int) -> _Table:
+    import numpy as np
+
     for name, value in (("total", total), ("multiple", multiple), ("num_slices", at_least)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
@@ -146,6 +155,8 @@ def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray])
 
 def _sums(table: _Table, num_slices: int | None) -> _Cut:
     """The least sum; for any number of slices where none is given."""
+    import numpy as np
+
     if num_slices is not None:
         return _fewest(table, num_slices, np.add)
     units = len(table) - 1

@@ -128,6 +128,6 @@ def test_pairwise_covers_every_pair() -> None:
 
 
 def test_the_matrix_is_as_large_as_the_issue_asks() -> None:
-    assert len(all_layouts(ranks=(1, 2, 3, 4))) == 4 + 4 + 12 + 12
+    assert len(all_layouts(ranks=(1, 2, 3, 4))) == 3 * 4 + 2 * 12  # three schedules of one chunk, two of one to three
     names = [parameter.id for parameter in cover(ranks=(2, 3, 4))]
     assert len(names) == len(set(names)) < 60
