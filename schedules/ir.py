@@ -7,165 +7,54 @@ A schedule is data. The same object is checked, simulated, executed and drawn:
 
 Symbols: P ranks, V chunks per rank, S = P*V stages, M microbatches of a batch; `index` of a
 compute action is the global microbatch t*M + k (batch t), of an update its update group. Where microbatches are cut
-into n slices along the sequence, it counts slices: k*n + q is slice q of microbatch k.
+into n slices along the sequence, it counts slices: k*n + q is slice q of microbatch k. Who works with a schedule has
+its actions (`actions`) from here, too.
 """
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
+from .actions import (
+    BACKWARD_OPS,
+    COMING_OPS,
+    COMPUTE_OPS,
+    LAST_USES,
+    LEAVING_OPS,
+    MOVE_OPS,
+    Action,
+    Collective,
+    Op,
+    Relation,
+)
 from .shown import Shown
 from .weight_rules import RULES, WeightRule
 from .wording import count
 
+__all__ = [
+    "BACKWARD_OPS",
+    "COMING_OPS",
+    "COMPUTE_OPS",
+    "LAST_USES",
+    "LEAVING_OPS",
+    "MOVE_OPS",
+    "Action",
+    "Collective",
+    "Edge",
+    "Op",
+    "Relation",
+    "Schedule",
+    "ScheduleError",
+    "ascending_owners",
+    "chain",
+    "fitting_owners",
+]
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run as it stands; the message says where and why."""
-
-
-class Op(StrEnum):
-    """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
-    goes on beside compute (see `moves`). The others are steps that lowering inserts."""
-
-    F = "F"  # forward
-    B = "B"  # whole backward
-    I = "I"  # input gradient
-    W = "W"  # weight gradient
-    U = "U"  # optimizer step of a stage: makes its next weight version
-    OFFLOAD = "OFFLOAD"  # the activations of a microbatch leave the rank, for its host
-    LEND = "LEND"  # they leave it, for a partner rank
-    RELOAD = "RELOAD"  # they come back, whichever way they went
-    HOLD = "HOLD"  # on the partner: they come
-    RETURN = "RETURN"  # on the partner: they go back
-    REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
-    GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
-    UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
-    RESHARD = "RESHARD"  # each of them keeps its part alone
-
-    def __call__(self, stage: int, index: int) -> Action:
-        """Action of a stage: `Op.F(3, 12)` is 3F12. Any whole numbers: rules speak of neighbours that may not exist."""
-        try:
-            return Action(operator.index(stage), self, operator.index(index))
-        except TypeError:
-            raise ValueError(
-                f"{self.value}({stage!r:.40}, {index!r:.40}): expected whole numbers, a stage and a microbatch"
-            ) from None
-
-
-COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
-BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
-LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
-LEAVING_OPS = frozenset({Op.OFFLOAD, Op.LEND, Op.RETURN})  # when they are through, activations are no longer there
-COMING_OPS = frozenset({Op.RELOAD, Op.HOLD})  # from their beginning on activations are there
-MOVE_OPS = LEAVING_OPS | COMING_OPS
-
-_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|LEND|RELOAD|HOLD|RETURN)(\d+)")
-_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
-
-
-class Action(NamedTuple):
-    """One step of one stage; prints and parses as `3F12`.
-
-    >>> str(Action(3, Op.F, 12)), Action.parse("3F12") == Action(3, Op.F, 12)
-    ('3F12', True)
-    """
-
-    stage: int
-    op: Op
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.index}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Read `3F12`; ValueError for anything else."""
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(
-                f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
-                f"with an op of F B I W U, or OFFLOAD LEND RELOAD HOLD RETURN"
-            )
-        return cls(int(match[1]), Op(match[2]), int(match[3]))
-
-    def before(self, other: Action) -> Relation:
-        """This one ends before the other begins, for rules (see `constraints`)."""
-        return Relation(self, other, adjacent=False)
-
-    def after(self, other: Action) -> Relation:
-        """The other ends before this one begins."""
-        return Relation(other, self, adjacent=False)
-
-    def right_before(self, other: Action) -> Relation:
-        """Their rank runs the other next after this one."""
-        return Relation(self, other, adjacent=True)
-
-    def right_after(self, other: Action) -> Relation:
-        """Their rank runs this one next after the other."""
-        return Relation(other, self, adjacent=True)
-
-
-class Relation(NamedTuple):
-    """`first` ends before `then` begins; `adjacent`: and their rank runs nothing between them.
-
-    >>> print(Op.B(0, 1).right_after(Op.F(0, 3)))
-    0F3 right before 0B1
-    """
-
-    first: Action
-    then: Action
-    adjacent: bool
-
-    def __str__(self) -> str:
-        return f"{self.first} {'right ' if self.adjacent else ''}before {self.then}"
-
-
-class Collective(NamedTuple):
-    """A step that all ranks of some stages take together. Where it stands it is begun, and nobody waits for it there.
-
-    REDUCE_GRAD: gradients of the parameters that exactly these stages hold are added up over all their ranks: those of
-    one stage over its replicas, those of tied weights over the stages that share them.
-    UNSHARD: weights of the stage are gathered from the parts of its ranks.
-    RESHARD: each of them lets go of what is not its part (the others are not asked).
-
-    Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule).
-
-    >>> str(Collective((0, 3), Op.REDUCE_GRAD, 0)), Collective.parse("3REDUCE_GRAD0").stages
-    ('0+3REDUCE_GRAD0', (3,))
-    """
-
-    stages: tuple[int, ...]
-    op: Op
-    index: int  # type: ignore[assignment]  # hides tuple.index
-
-    def __str__(self) -> str:
-        return f"{'+'.join(map(str, self.stages))}{self.op.value}{self.index}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Collective:
-        """Read `0+3REDUCE_GRAD0`; ValueError for anything else."""
-        match = _COLLECTIVE.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(
-                f"cannot read the collective {text.strip()!r}: expected <stages><op><update group> such as "
-                f"3REDUCE_GRAD0 or 0+3REDUCE_GRAD0"
-            )
-        return cls(tuple(map(int, match[1].split("+"))), Op(match[2]), int(match[3]))
-
-    def ranks(self, owners: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The ranks that take part, ascending, given those of each stage."""
-        return tuple(sorted({rank for stage in self.stages for rank in owners[stage]}))
 
 
 class Edge(NamedTuple):
