@@ -6,6 +6,7 @@ made for the seconds that its own actions were measured to take.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020  # [s] of a rank's whole work of one microbatch
 _SEARCH = 10.0  # [s] of one synthesis
 _RATIO = "batch, {how} / simulated"
+_ROW = 6  # batches
+_GAIN = "waiting / post-validation"
 _OVER_BEST = "best of torch's / best of ours"
 _THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-zb", "torch zb-v")
 
@@ -127,6 +130,70 @@ def _asleep(step: Callable[[], None], table: CostTable) -> float:
 
     with ours_asleep(table):
         return timed(step)
+
+
+def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Seconds a batch of `_ROW` in a row, actions asleep, gradients clipped: waiting for the norm, and not.
+
+    Under post-validation batches are as far apart as a rank's own span; else as the makespan.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    from ...pipe import PipelineModule
+    from ..bench.asleep import ours_asleep
+    from ..bench.models import make_problem
+    from ..bench.timing import in_turn
+    from ..bench.workloads import ModelKind, Workload
+
+    P, M = case.count("ranks"), case.count("microbatches")
+    costs = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
+    schedule = build(case.text("schedule"), num_ranks=P, num_microbatches=M)
+    table = costs.table(num_stages=P)
+    runs: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for waits in (True, False):
+            problem = make_problem(
+                Workload(name="row", model=ModelKind.TINY, schedule="1f1b", num_ranks=P, num_microbatches=M)
+            )
+            pipe = PipelineModule(
+                stages=problem.stages,
+                schedule=schedule,
+                loss_fn=F.mse_loss,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
+                max_grad_norm=1e9,
+                example_inputs=(problem.inputs,),
+                post_validation=not waits,
+            )
+            stack.callback(pipe.close)
+
+            def row(pipe: PipelineModule = pipe, batch: tuple[Any, ...] = (problem.inputs, problem.target)) -> float:
+                with ours_asleep(table):
+                    pipe.train_step(*batch)
+                    began = time.perf_counter()
+                    for _ in range(_ROW):
+                        pipe.train_step(*batch)
+                    taken = torch.tensor((time.perf_counter() - began) / _ROW, dtype=torch.float64)
+                    pipe.flush()
+                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                return float(taken)
+
+            runs["waiting" if waits else "post-validation"] = row
+        for run_once in runs.values():
+            run_once()
+        times = in_turn(str(case), runs, repetitions=repetitions)
+    timeline = simulate(schedule, costs)
+    for way, ideal in (("waiting", timeline.makespan), ("post-validation", timeline.span)):
+        own = case.also(update=way)
+        yield Figure(case=own, name="batch in a row", value=ideal, unit="s", how=How.SIMULATED)
+        for repetition, value in enumerate(times[way]):
+            yield Figure(
+                case=own, name="batch in a row", value=value, unit="s", how=How.EMULATED, repetition=repetition
+            )
+    for repetition, (one, other) in enumerate(zip(times["waiting"], times["post-validation"], strict=True)):
+        gain = one / other
+        yield Figure(case=case, name=_GAIN, value=gain, unit="ratio", how=How.EMULATED, repetition=repetition)
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
