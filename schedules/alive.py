@@ -64,7 +64,7 @@ def by_time(program: Sequence[Action], starts: Mapping[Action, float], through: 
     return [*order, *leaving]
 
 
-class Change(NamedTuple):
+class MessageChange(NamedTuple):
     """Messages whose tensors a rank begins to hold in front of a step, and lets go of behind it."""
 
     step: Step
@@ -72,7 +72,7 @@ class Change(NamedTuple):
     removed: Sequence[Message]
 
 
-def message_changes(program: RankProgram) -> Iterator[Change]:
+def message_changes(program: RankProgram) -> Iterator[MessageChange]:
     """Each step of a rank with the messages that come and go with it. O(steps + messages).
 
     Receives count from their posting to the last step that uses them, sends from the first step that makes a part of
@@ -89,7 +89,7 @@ def message_changes(program: RankProgram) -> Iterator[Change]:
         if isinstance(step, Transfer):
             added = [] if step.message in held else [step.message]
             held.update(added)
-            yield Change(step, added, ())
+            yield MessageChange(step, added, ())
             continue
         added = [message for message in begun.get(step, ()) if message not in held]
         held.update(added)
@@ -100,7 +100,7 @@ def message_changes(program: RankProgram) -> Iterator[Change]:
         ]
         removed = [message for message in dict.fromkeys([*through, *over.get(step, ())]) if message in held]
         held.difference_update(removed)
-        yield Change(step, added, removed)
+        yield MessageChange(step, added, removed)
 
 
 def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:

@@ -11,7 +11,7 @@ from ..ir import Action, Op, Schedule
 from .two_way import two_way
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """One of the two ways that microbatches take through a rank.
 
     Arguments:
@@ -50,7 +50,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
         )
     programs = []
     for rank in range(num_ranks):
-        down, up = Way(rank, lambda n: 2 * n), Way(num_ranks - 1 - rank, lambda n: 2 * n + 1)
+        down, up = Direction(rank, lambda n: 2 * n), Direction(num_ranks - 1 - rank, lambda n: 2 * n + 1)
         from_near_end = rank < num_ranks // 2
         programs.append(
             eight_steps(
@@ -69,7 +69,7 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-def eight_steps(ways: tuple[Way, Way], *, position: int, length: int, each_way: int) -> tuple[Action, ...]:
+def eight_steps(ways: tuple[Direction, Direction], *, position: int, length: int, each_way: int) -> tuple[Action, ...]:
     """Program of a rank at `position` (h) between the end where way 0 begins and the middle, `length` (H) ranks away.
 
     1   2(H-1-h) x  F0                   warm-up of the nearer end's way
@@ -117,7 +117,7 @@ def eight_steps(ways: tuple[Way, Way], *, position: int, length: int, each_way: 
 class _Order:
     """A program being written: each way's microbatches in turn, and weight gradients as they were put off."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[Direction]) -> None:
         self.actions: list[Action] = []
         self._ways = ways
         self._forwards = [0, 0]

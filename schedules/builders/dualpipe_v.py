@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import EqualStages, Family
 from ..ir import Schedule
-from .dualpipe import Way, bubble_of_pairs, eight_steps
+from .dualpipe import Direction, bubble_of_pairs, eight_steps
 from .placements import snake_placement
 
 
@@ -31,7 +31,7 @@ def dualpipe_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
     placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
     programs = []
     for rank, (down, up) in enumerate(placement):
-        ways = Way(down, lambda n: n), Way(up, lambda n: n)
+        ways = Direction(down, lambda n: n), Direction(up, lambda n: n)
         programs.append(eight_steps(ways, position=rank, length=num_ranks, each_way=num_microbatches))
     return Schedule(
         name="dualpipe-v",
