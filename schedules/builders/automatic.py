@@ -45,15 +45,15 @@ def read_memory(limit: float | None, kept: float, *, default: int, least: int) -
 
 
 def best_order(
-    name: str, placement: Placement, num_microbatches: int, table: CostTable, candidates: Iterable[Rules]
+    name: str, placement: Placement, num_microbatches: int, table: CostTable, candidates: Iterable[Rules | Listed]
 ) -> Schedule:
     """The schedule with the least span, of these the least makespan, of these the first."""
     best: Listed | None = None
-    each = [(op, k) for op in (Op.F, Op.I, Op.W) for k in range(num_microbatches)]
-    work = max(sum(table.of(op, s, k) for s in own for op, k in each) for own in placement)
-    for rules in candidates:
+    passes = [(op, k) for op in (Op.F, Op.I, Op.W) for k in range(num_microbatches)]
+    work = max(sum(table.of(op, s, k) for s in own for op, k in passes) for own in placement)
+    for each in candidates:
         try:
-            found = list_order(placement, num_microbatches, table, rules)
+            found = list_order(placement, num_microbatches, table, each) if isinstance(each, Rules) else each
         except StuckError:
             continue
         if best is None or (found.span, found.makespan) < (best.span, best.makespan):

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
-from ..timing.costs import Costs
+from ..timing.costs import Costs, CostTable
 from .automatic import best_order, read_costs, read_memory
-from .greedy import Rules
+from .greedy import Listed, Rules
 from .placements import snake_placement
+from .v_rounds import v_rounds
 
 
 def zb_v(
@@ -28,8 +29,9 @@ def zb_v(
     Without costs and limit it is the handcrafted order of the paper (and of torch's ScheduleZBVZeroBubble), and each
     rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
     chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs the
-    same order of F and I has its W where they fit, and a few greedy orders are tried as well: what has the least
-    span is taken. First and last stage are on rank 0: tied embeddings need no message.
+    same order of F and I has its W where they fit, and greedy orders are tried as well, those of the authors' search
+    among them (`v_rounds`): what has the least span is taken. First and last stage are on rank 0: tied embeddings need
+    no message.
 
     Arguments:
         memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
@@ -44,7 +46,7 @@ def zb_v(
     if costs is None and limit == 2 * num_ranks:
         programs = handcrafted(num_ranks, num_microbatches)
         return Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
-    candidates = _candidates(num_ranks, num_microbatches, limit, kept)
+    candidates = _candidates(num_ranks, num_microbatches, limit, kept, table)
     return best_order("zb-v", placement, num_microbatches, table, candidates)
 
 
@@ -86,8 +88,10 @@ def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
     return steps
 
 
-def _candidates(num_ranks: int, num_microbatches: int, limit: float, kept: float) -> Iterator[Rules]:
-    """The order of the paper with its W where they fit, then orders in which rank r starts r microbatches fewer."""
+def _candidates(
+    num_ranks: int, num_microbatches: int, limit: float, kept: float, table: CostTable
+) -> Iterator[Rules | Listed]:
+    """The paper's order with its W where they fit, its search, then orders where rank r starts r microbatches fewer."""
     P = num_ranks
     if limit >= 2 * P:
         for fills in (False, True):
@@ -98,6 +102,7 @@ def _candidates(num_ranks: int, num_microbatches: int, limit: float, kept: float
                 fills_small_gaps=fills,
                 order=handcrafted(P, num_microbatches),
             )
+    yield from v_rounds(P, num_microbatches, table, limit, kept)
     room = int(limit + 1e-9)
     down = [max(1, room - 1 - rank) for rank in range(P)]
     for up in ([room - each for each in down], [room] * P):

@@ -72,6 +72,24 @@ def test_published_bubble_of_the_v() -> None:
     assert round(simulate(build("zb-v", **sizes), costs).span_bubble, 4) == 0.0712
 
 
+FAST = (1.25, 1.375, 1.5)  # where each of the rules for W decides
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{row['limit']:g}P", marks=() if row["limit"] in FAST else pytest.mark.nightly)
+        for row in rows("memory_curve.csv")
+    ],
+)
+def test_published_bubbles_of_the_v_over_memory(row: dict[str, float]) -> None:
+    """At or below the authors' search for each limit, which counts halves of what a rank has of a microbatch."""
+    costs = Costs(forward=14.407, input_grad=14.380, weight_grad=9.676, latency=1.610)
+    sizes = {"num_ranks": 16, "num_microbatches": 48, "memory_limit": 32 * row["limit"]}
+    schedule = build("zb-v", **sizes, costs=costs, kept=part_kept(5120, 40))
+    assert round(simulate(schedule, costs).span_bubble, 4) <= row["v"]
+
+
 @steady
 @given(st.data())
 def test_any_costs_and_limits(data: st.DataObject) -> None:
