@@ -79,8 +79,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         start = first_position()  # above 0 for later slices of a sequence
-        positions = self.positions[start : start + tokens.shape[1]]
-        hidden: Tensor = self.dropout(self.tokens(tokens) + positions)
+        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions[start : start + tokens.shape[1]])
         return hidden
 
 

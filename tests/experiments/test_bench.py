@@ -30,6 +30,7 @@ from stagewright.experiments.bench.races import RACES
 from stagewright.experiments.bench.records import (
     Breakdown,
     CheckpointTimes,
+    HalvesTimes,
     Measurement,
     OverlapTimes,
     PingPong,
@@ -102,6 +103,11 @@ RECORDS: list[Record] = [
         num_bytes=30_000_000,
         shares=[0.02, 0.03],
         every=[20, 21],
+    ),
+    HalvesTimes(
+        stage="GPT block",
+        backward={"whole": [0.020, 0.021], "ours": [0.0205, 0.0215], "torch": [0.030, 0.031]},
+        forward={"whole": [0.010, 0.011], "ours": [0.0101, 0.0111]},
     ),
     SimulatorSpeed(actions_per_second=3e5, build_check_simulate=3.0, num_actions=262_144, peak_bytes=2 * 10**8),
 ]
