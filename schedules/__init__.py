@@ -14,6 +14,7 @@ from .messages import Message, MessageKind
 from .program import Lowered
 from .registry import FAMILIES, build, canonical_name, family
 from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
+from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly
 from .synthesis.problem import MemoryLimitError
 from .synthesis.synthesize import Synthesis, synthesize
 from .timing.attribution import attribute_idle
@@ -40,6 +41,8 @@ __all__ = [
     "Edge",
     "Family",
     "Idle",
+    "JointSynthesis",
+    "Layer",
     "LinkLevel",
     "Links",
     "Lowered",
@@ -80,5 +83,6 @@ __all__ = [
     "simulate",
     "slice_seconds",
     "synthesize",
+    "synthesize_jointly",
     "with_offload",
 ]

@@ -1,0 +1,346 @@
+"""`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, combinations, pairwise
+
+from ..timing.costs import Costs
+from .bounds import least_seconds
+from .problem import MemoryLimitError, Objective, Placement, fits, place, pose
+from .synthesize import Synthesis, synthesize
+
+Cut = tuple[int, ...]  # [S + 1] the first layer of each stage, and the number of layers
+
+_PROBE = 8  # a cut is first tried with this part of the evaluations
+_BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
+_FINALS = 4  # cuts that then have all of them
+_CLOSE = 1e-9  # a bound so near to the best value, in parts of it, promises nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of a chain: what cannot be cut.
+
+    Arguments:
+        forward, input_grad, weight_grad: F, I and W of one microbatch [s].
+        activation: what its forward holds until the end of its W, in the unit of the memory limit.
+
+    Raises ValueError for what is no finite number of at least 0, and for a forward of 0.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    activation: float = 1.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{each.name}={value!r} of a layer: expected a finite number, at least 0")
+        if self.forward == 0:
+            raise ValueError("forward=0 of a layer: expected more than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """A cut of the layers, the placement of its stages, and the schedule found for both.
+
+    Arguments:
+        cut: [S + 1] the first layer of each stage, and the number of layers.
+        placement: "plain", "cyclic" or "v".
+        synthesis: the search for its schedule.
+    """
+
+    cut: Cut
+    placement: str
+    synthesis: Synthesis
+
+    @property
+    def value(self) -> float:
+        """Of the objective [s]."""
+        return self.synthesis.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointSynthesis:
+    """What `synthesize_jointly` found.
+
+    Arguments:
+        best: cut, placement and schedule chosen together.
+        separate: partition first, schedule after: on each placement the cut whose largest stage is smallest, with
+            the same evaluations for its schedule; the best of these.
+        cuts_tried: (cut, placement) pairs for which schedules were searched.
+    """
+
+    best: Arrangement
+    separate: Arrangement
+    cuts_tried: int
+
+    @property
+    def gain(self) -> float:
+        """How much longer partition first takes, as a part of the best value; never below 0."""
+        return self.separate.value / self.best.value - 1.0
+
+
+def synthesize_jointly(
+    layers: Sequence[Layer],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    latency: float = 0.0,
+    memory_limit: float | Sequence[float] | None = None,
+    placements: Sequence[str] = ("plain", "cyclic", "v"),
+    objective: Objective = "makespan",
+    cuts: int = 60,
+    evaluations: int = 400,
+    seconds: float = 60.0,
+    seed: int = 0,
+) -> JointSynthesis:
+    """Search for the cut, the placement and the schedule of one flush batch that together take least.
+
+    It begins with the cut whose largest stage is smallest, on each placement, and schedules it. From there it moves
+    boundaries by one layer, one or two of them at once, and tries next what promises most by its lower bound; cuts
+    whose bound is not below the best value are never tried. The best of them then have the evaluations of the first
+    ones, which are never better than the result. It is the same on every machine, if `seconds` does not end it first.
+
+    Arguments:
+        layers: in the order of the chain.
+        num_ranks: P.
+        num_microbatches: M.
+        latency: of a message between two ranks [s].
+        memory_limit: most that a rank may hold, one number or one a rank, in the unit of `Layer.activation`; None: no
+            limit.
+        placements: that may be chosen: "plain", "cyclic" (two stages a rank), "v".
+        objective: "makespan" or "span".
+        cuts: at most so many (cut, placement) pairs it tries besides the first ones.
+        evaluations: orders for the schedule of each first cut, and of the most promising others.
+        seconds: at most about so long it searches (wall clock).
+        seed: of the random choices.
+
+    Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) where it finds no cut within the limit.
+
+    >>> layers = [Layer(forward=f, input_grad=f, weight_grad=f) for f in (1, 1, 1, 1, 3)]
+    >>> found = synthesize_jointly(layers, num_ranks=2, num_microbatches=4, placements=["plain"])
+    >>> found.best.cut, found.best.value, found.gain
+    ((0, 4, 5), 49.0, 0.0)
+    """
+    for name, number in (("cuts", cuts), ("evaluations", evaluations)):
+        if not (isinstance(number, int) and number > 0):
+            raise ValueError(f"{name}={number!r}: expected a whole number above 0")
+    if not (isinstance(num_ranks, int) and 1 <= num_ranks <= len(layers)):
+        raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
+    if not (isinstance(seconds, int | float) and seconds > 0):
+        raise ValueError(f"seconds={seconds!r}: expected a time budget above 0")
+    if not placements or isinstance(placements, str):
+        raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
+    search = _Search(
+        layers,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        latency=latency,
+        memory_limit=memory_limit,
+        objective=objective,
+        evaluations=evaluations,
+        seconds=seconds,
+        seed=seed,
+    )
+    return search.run(tuple(dict.fromkeys(placements)), cuts)
+
+
+class _Search:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        latency: float,
+        memory_limit: float | Sequence[float] | None,
+        objective: Objective,
+        evaluations: int,
+        seconds: float,
+        seed: int,
+    ) -> None:
+        self.layers, self.num_ranks, self.num_microbatches, self.latency = layers, num_ranks, num_microbatches, latency
+        self.memory_limit, self.objective, self.evaluations, self.seed = memory_limit, objective, evaluations, seed
+        self.until = time.monotonic() + seconds
+        limits = math.inf if memory_limit is None else memory_limit
+        self.limits = [limits] * num_ranks if isinstance(limits, int | float) else list(limits)
+        if len(self.limits) != num_ranks:
+            raise ValueError(
+                f"memory_limit has {len(self.limits)} numbers for {num_ranks} ranks: expected one, or one a rank"
+            )
+        columns = ((each.forward, each.input_grad, each.weight_grad, each.activation) for each in layers)
+        self.sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in zip(*columns, strict=True)]
+        self.found: dict[tuple[str, Cut], Synthesis] = {}
+
+    def run(self, placements: Sequence[str], cuts: int) -> JointSynthesis:
+        """The best of the first cuts, and the best of all."""
+        starts = []
+        for name in placements:
+            cut = self.first_cut(name)
+            if cut is not None:
+                self.schedule(name, cut, self.evaluations)
+                starts.append((name, cut))
+        if not starts:
+            raise MemoryLimitError(
+                f"memory_limit={self.memory_limit}: no cut of {len(self.layers)} layers on {self.num_ranks} ranks was "
+                f"found within it, for one microbatch; expected at least {self.smallest_memory():g}"
+            )
+        separate = self.best()
+        bounds = self.explore(starts, cuts)
+        for name, cut in sorted(self.found, key=lambda key: self.found[key].value)[: _FINALS + len(starts)]:
+            if (name, cut) not in starts and self.promises(bounds[name, cut]) and time.monotonic() < self.until:
+                self.schedule(name, cut, self.evaluations)
+        return JointSynthesis(best=self.best(), separate=separate, cuts_tried=len(self.found))
+
+    def explore(self, starts: Sequence[tuple[str, Cut]], cuts: int) -> dict[tuple[str, Cut], float]:
+        """Try cuts next to those that were tried, in the order of what they promise; returns their lower bounds.
+
+        A cut is taken to be as far above its bound as the last one tried on the way to it. Cuts whose bound is not
+        below the best value are not tried, but may lead to others.
+        """
+        bounds = {key: self.bound(*key) for key in starts}
+        waiting = [(self.found[key].value, *key, 1.0) for key in starts]
+        heapq.heapify(waiting)
+        most = len(self.found) + cuts
+        while waiting and len(self.found) < most and len(bounds) < _BOUNDS * cuts and time.monotonic() < self.until:
+            _, name, cut, above = heapq.heappop(waiting)
+            if (name, cut) not in self.found and self.promises(bounds[name, cut]):
+                self.schedule(name, cut, max(1, self.evaluations // _PROBE))
+            if (name, cut) in self.found:
+                above = self.found[name, cut].value / bounds[name, cut]
+            for other in _neighbours(cut):
+                if (name, other) not in bounds and self.excess(name, other) == 0:
+                    bounds[name, other] = bound = self.bound(name, other)
+                    heapq.heappush(waiting, (bound * above, name, other, above))
+        return bounds
+
+    def promises(self, bound: float) -> bool:
+        return bound < self.best().value * (1.0 - _CLOSE)
+
+    def best(self) -> Arrangement:
+        (name, cut), found = min(self.found.items(), key=lambda pair: pair[1].value)
+        return Arrangement(cut=cut, placement=name, synthesis=found)
+
+    # --- one cut ---
+
+    def stages(self, cut: Cut) -> list[list[float]]:
+        """Seconds of F, I, W, and what is held, by stage."""
+        return [[sums[end] - sums[start] for start, end in pairwise(cut)] for sums in self.sums]
+
+    def costs(self, cut: Cut) -> tuple[Costs, list[float]]:
+        forward, input_grad, weight_grad, held = self.stages(cut)
+        costs = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=self.latency)
+        return costs, held
+
+    def bound(self, name: str, cut: Cut) -> float:
+        costs, held = self.costs(cut)
+        return least_seconds(
+            pose(
+                num_ranks=self.num_ranks,
+                num_microbatches=self.num_microbatches,
+                costs=costs,
+                memory_limit=self.memory_limit,
+                placement=name,
+                objective=self.objective,
+                activations=held,
+            )
+        )
+
+    def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
+        """Search for the schedule of a cut; what it found before stays where that is no worse."""
+        costs, held = self.costs(cut)
+        found = synthesize(
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            costs=costs,
+            memory_limit=self.memory_limit,
+            placement=name,
+            objective=self.objective,
+            activations=held,
+            evaluations=evaluations,
+            seconds=max(0.1, self.until - time.monotonic()),
+            seed=self.seed,
+        )
+        before = self.found.get((name, cut))
+        if before is None or found.value < before.value:
+            self.found[name, cut] = found
+
+    def excess(self, name: str, cut: Cut) -> float:
+        """Memory of one microbatch beyond the limits of its ranks."""
+        held = self.stages(cut)[3]
+        ranks = place(name, num_ranks=self.num_ranks)
+        needed = [math.fsum(held[s] for s in own) for own in ranks]
+        pairs = zip(needed, self.limits, strict=True)
+        return math.fsum(need - limit for need, limit in pairs if not fits(need, limit))
+
+    # --- the first cut ---
+
+    def first_cut(self, name: str) -> Cut | None:
+        """The cut whose largest stage is smallest, the most even one of these; by moves within the memory."""
+        placement = place(name, num_ranks=self.num_ranks)
+        if sum(map(len, placement)) > len(self.layers):
+            return None
+        cut = self.even_cut(placement)
+        while cut is not None and (excess := self.excess(name, cut)) > 0:
+            nearest = min(_neighbours(cut), key=lambda other: (self.excess(name, other), other), default=cut)
+            cut = nearest if self.excess(name, nearest) < excess else None
+        return cut
+
+    def even_cut(self, placement: Placement) -> Cut | None:
+        """The least largest stage, then the least sum of squares, where no stage alone exceeds its rank's memory."""
+        rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
+        work = [sum(each) for each in zip(*self.sums[:3], strict=True)]
+        held, limits = self.sums[3], self.limits
+        L, S = len(self.layers), len(rank_of)
+
+        def least(power: float) -> tuple[float, Cut] | None:
+            """By the largest stage; or, where that is given, by the sum of squares of stages up to it."""
+            best: dict[int, tuple[float, Cut]] = {0: (0.0, (0,))}
+            for stage in range(S):
+                ends: dict[int, tuple[float, Cut]] = {}
+                for start, (value, cut) in best.items():
+                    for end in range(start + 1, L - (S - 1 - stage) + 1):
+                        seconds = work[end] - work[start]
+                        if not fits(held[end] - held[start], limits[rank_of[stage]]) or seconds > power:
+                            break
+                        new = max(value, seconds) if power == math.inf else value + seconds**2
+                        if end not in ends or (new, (*cut, end)) < ends[end]:
+                            ends[end] = new, (*cut, end)
+                best = ends
+            return best.get(L)
+
+        largest = least(math.inf)
+        found = None if largest is None else least(largest[0] * (1.0 + _CLOSE))
+        return None if found is None else found[1]
+
+    def smallest_memory(self) -> float:
+        """The least limit, the same for all ranks, that one microbatch fits with one stage a rank."""
+        held, L = self.sums[3], len(self.layers)
+        best: list[float] = [held[end] for end in range(L + 1)]
+        for _ in range(1, self.num_ranks):
+            best = [
+                min((max(best[start], held[end] - held[start]) for start in range(1, end)), default=math.inf)
+                for end in range(L + 1)
+            ]
+        return best[L]
+
+
+def _neighbours(cut: Cut) -> Iterator[Cut]:
+    """Cuts in which one or two boundaries stand one layer further."""
+    inner = range(1, len(cut) - 1)
+    moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in (-1, 1)]
+    moves += [((a, i), (b, j)) for a, b in combinations(inner, 2) for i in (-1, 1) for j in (-1, 1)]
+    for move in moves:
+        new = list(cut)
+        for at, by in move:
+            new[at] += by
+        if all(start < end for start, end in pairwise(new)):
+            yield tuple(new)

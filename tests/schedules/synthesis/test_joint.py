@@ -1,0 +1,134 @@
+"""Cut, placement and schedule together: against every cut there is, and never behind partition first."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from stagewright.schedules import Costs, MemoryLimitError, Op, check, simulate, synthesize
+from stagewright.schedules.synthesis.joint import Layer, synthesize_jointly
+
+ORDERS = 40
+
+
+def drawn(random: Random, num: int) -> list[Layer]:
+    """Layers of all sizes, the last one large."""
+    layers = []
+    for at in range(num):
+        size = random.uniform(0.3, 2.0) * (2.5 if at == num - 1 else 1.0)
+        layers.append(
+            Layer(forward=size, input_grad=1.1 * size, weight_grad=0.7 * size, activation=random.uniform(0.5, 2))
+        )
+    return layers
+
+
+def schedule_of(
+    layers: list[Layer], cut: tuple[int, ...], placement: str, *, P: int, M: int, latency: float, limit: float
+):  # type: ignore[no-untyped-def]
+    parts = [layers[start:end] for start, end in pairwise(cut)]
+    costs = Costs(
+        forward=[sum(each.forward for each in part) for part in parts],
+        input_grad=[sum(each.input_grad for each in part) for part in parts],
+        weight_grad=[sum(each.weight_grad for each in part) for part in parts],
+        latency=latency,
+    )
+    held = [sum(each.activation for each in part) for part in parts]
+    found = synthesize(
+        num_ranks=P,
+        num_microbatches=M,
+        costs=costs,
+        memory_limit=limit,
+        placement=placement,
+        activations=held,
+        evaluations=ORDERS,
+    )
+    return found, costs, held
+
+
+@pytest.mark.parametrize(
+    ("seed", "num", "P", "M", "latency"), [(1, 8, 3, 2, 0.0), (2, 7, 3, 4, 0.2), (3, 8, 2, 3, 0.1)]
+)
+def test_it_reaches_the_best_of_all_cuts_and_placements(seed: int, num: int, P: int, M: int, latency: float) -> None:
+    layers = drawn(Random(seed), num)
+    limit = 1.2 * sum(each.activation for each in layers)
+    best, even = {}, {}
+    for placement, S in (("plain", P), ("cyclic", 2 * P), ("v", 2 * P)):
+        for inner in combinations(range(1, num), S - 1):
+            cut = (0, *inner, num)
+            try:
+                found, costs, _ = schedule_of(layers, cut, placement, P=P, M=M, latency=latency, limit=limit)
+            except MemoryLimitError:
+                continue
+            best[placement, cut] = found.value
+            table = costs.table(num_stages=S)
+            even[placement, cut] = max(f + b for f, b in zip(table.forward, table.backward, strict=True))
+    got = synthesize_jointly(
+        layers, num_ranks=P, num_microbatches=M, latency=latency, memory_limit=limit, cuts=20, evaluations=ORDERS
+    )
+    assert got.best.value <= min(best.values()) * (1 + 1e-9)
+    assert got.separate.value >= got.best.value
+    first = even[got.separate.placement, got.separate.cut]
+    assert first == pytest.approx(min(size for (name, _), size in even.items() if name == got.separate.placement))
+    assert got.separate.value <= best[got.separate.placement, got.separate.cut] * (1 + 1e-9)
+
+
+def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same_again() -> None:
+    layers = drawn(Random(5), 12)
+    limit = 0.8 * sum(each.activation for each in layers)
+    many = {"num_ranks": 4, "num_microbatches": 5, "latency": 0.1, "memory_limit": limit, "evaluations": 40, "cuts": 8}
+    got = synthesize_jointly(layers, **many)  # type: ignore[arg-type]
+    _, costs, held = schedule_of(layers, got.best.cut, got.best.placement, P=4, M=5, latency=0.1, limit=limit)
+    schedule = got.best.synthesis.schedule
+    check(schedule)
+    assert simulate(schedule, costs).makespan == pytest.approx(got.best.value)
+    assert [row[0] for row in got.best.synthesis.problem.held] == pytest.approx(held)
+    assert all(peak <= limit for peak in _peaks(got.best.synthesis))
+    assert got.gain > 0
+    assert got.cuts_tried <= 3 + 8
+    again = synthesize_jointly(layers, **many)  # type: ignore[arg-type]
+    assert (again.best.cut, again.best.placement, again.best.value) == (
+        got.best.cut,
+        got.best.placement,
+        got.best.value,
+    )
+
+
+def test_a_first_cut_that_exceeds_the_memory_gives_way() -> None:
+    """Even in seconds, all activations are in the first half; then a limit that no cut meets."""
+    layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=a) for a in (4, 4, 4, 1, 1, 1)]
+    got = synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=8, evaluations=40)
+    assert got.separate.value >= got.best.value
+    assert all(peak <= 8 for peak in _peaks(got.best.synthesis))
+    with pytest.raises(MemoryLimitError, match="expected at least 8"):
+        synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, placements=["plain"])
+
+
+def _peaks(found) -> list[float]:  # type: ignore[no-untyped-def]
+    """By rank, the most that it holds, counted along its program."""
+    peaks = []
+    for rank in found.schedule.programs:
+        now = most = 0.0
+        for action in rank:
+            held = found.problem.held[action.stage][0]
+            now += {Op.F: held, Op.W: -held, Op.B: -held}.get(action.op, 0.0)
+            most = max(most, now)
+        peaks.append(most)
+    return peaks
+
+
+def test_bad_input() -> None:
+    layers = drawn(Random(1), 3)
+    for wrong, said in (
+        ({"num_ranks": 4}, "expected 1 to 3"),
+        ({"placements": []}, "expected at least one name"),
+        ({"placements": ["w"]}, "placement='w'"),
+        ({"cuts": 0}, "cuts=0"),
+        ({"seconds": 0}, "seconds=0"),
+        ({"memory_limit": [1.0]}, "2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            synthesize_jointly(layers, **{"num_ranks": 2, "num_microbatches": 2} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="forward=0"):
+        Layer(forward=0, input_grad=1, weight_grad=1)
