@@ -1,0 +1,44 @@
+"""The experiment on joint choices: its profiles, its figures, and the quartiles that it reports."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import Figure, How
+from stagewright.experiments.works import joint
+
+
+def test_figures_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "_ORDERS", 16)
+    monkeypatch.setattr(joint, "_CUTS", 2)
+    case = Case.of({"ranks": 2, "microbatches": 2, "kind": "large head", "number": 1})
+    first, together, gain = joint.simulated(case, 1)
+    assert gain.value == pytest.approx(first.value / together.value - 1)
+    assert gain.value >= 0
+
+
+def test_kinds_differ_where_they_say() -> None:
+    front, sparse, head = (joint.profile(kind, Random(1)) for kind in joint._KINDS[2::-1])
+    assert front[0].forward < 0.8 < front[-1].forward
+    assert sparse[-1].forward > 1.2
+    assert head[-1].forward > 1.2 * max(each.forward for each in head[:-1])
+    with pytest.raises(ValueError, match="kind='other'"):
+        joint.profile("other", Random(1))
+
+
+def test_findings_are_median_and_quartiles() -> None:
+    def gain(number: int, value: float, note: str) -> Figure:
+        case = Case.of({"kind": "all", "number": number})
+        return Figure(case=case, name="gain", value=value, unit="fraction", how=How.SIMULATED, note=note)
+
+    figures = [gain(n, value, "v to v" if n else "plain to v") for n, value in enumerate((0.0, 0.01, 0.02, 0.03, 0.1))]
+    spread = "2.0% (median; quartiles 1.0% and 3.0%, 0.0% to 10.0%)"
+    assert joint.findings(figures) == [
+        f"Of 5 profiles the joint choice is faster in 4, by {spread}; "
+        "it takes another placement than partition first in 1.",
+        f"all: {spread}.",
+    ]
+    assert joint.findings([]) == []
