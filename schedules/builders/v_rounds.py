@@ -1,14 +1,14 @@
-"""ZB-V's orders for costs and a memory limit: F and I in rounds, W in the gaps and where a rank would idle most."""
+"""ZB-V's orders for costs and a memory limit: F and I in rounds."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import product
 
 from ..ir import Action, Op
 from ..timing.costs import CostTable
 from .greedy import Listed
+from .placements import snake_placement
+from .weights import with_weights
 
 
 def v_rounds(
@@ -18,10 +18,7 @@ def v_rounds(
 
     The first microbatch goes down and back. Before it comes back a rank admits further ones as long as they end in time
     and leave memory for the way back; then the ranks even out what they have, and run rounds: each an I, of the earlier
-    stage where that may run, then an F, of the later stage where that may run. A W goes into each gap that is long
-    enough, for memory, and into a short gap in which its rank would become the one that has idled most: always before
-    an I of the earlier stage, before other I and before F in one try each with and without. Each try is made again
-    with the idle time it led to, while that helps: then a rank may idle as long as it stays below the most of before.
+    stage where that may run, then an F, of the later stage where that may run. W: see `with_weights`.
 
     Nothing comes where sizes, costs or memory do not fit the rounds. O(M P^2) each.
     """
@@ -33,92 +30,8 @@ def v_rounds(
             rounds.forwards()
     except _OutOfTurnError:
         return
-    for before_i, before_f in product((True, False), repeat=2):
-        allowed, least = [0.0] * num_ranks, float("inf")
-        while True:
-            weights = _Weights(num_ranks, table, memory_limit, kept, allowed)
-            if not weights.place(rounds.placed, before_i=before_i, before_f=before_f):
-                break
-            if max(weights.idle) >= least:
-                break
-            yield weights.listed()
-            least = max(weights.idle)
-            allowed = [least - idle for idle in weights.idle]
-
-
-class _Weights:
-    """Programs that take the F and I in a given order, and W by the rules above.
-
-    Arguments:
-        allowed: [P] seconds that a rank may idle without a W in a short gap, though no other rank did so yet.
-    """
-
-    def __init__(
-        self, num_ranks: int, table: CostTable, memory_limit: float, kept: float, allowed: list[float]
-    ) -> None:
-        self.table, self.kept, self.allowed = table, kept, allowed
-        self.limit = memory_limit + 1e-9
-        self.last = 2 * num_ranks - 1
-        self.programs: list[list[Action]] = [[] for _ in range(num_ranks)]
-        self.owed: list[deque[Action]] = [deque() for _ in range(num_ranks)]
-        self.first, self.free, self.held, self.idle = ([0.0] * num_ranks for _ in range(4))
-        self.arrived: dict[Action, float] = {}
-
-    def place(self, placed: list[Action], *, before_i: bool, before_f: bool) -> bool:
-        """Whether memory lets all be placed."""
-        P, last = len(self.programs), self.last
-        for action in placed:
-            stage, op, k = action.stage, action.op, action.index
-            rank = min(stage, last - stage)
-            owed = self.owed[rank]
-            more = 1.0 if op is Op.F else self.kept - 1.0
-            while self.held[rank] + more > self.limit:
-                if not owed:
-                    return False
-                self.weight(rank)
-            arrival = self.arrived.get(action, 0.0)
-            while owed and arrival >= self.free[rank] + self.seconds(owed[0]):
-                self.weight(rank)
-            gap = arrival - self.free[rank]
-            short = before_f if op is Op.F else before_i or stage < P
-            if owed and short and gap > 0 and self.idle[rank] + gap > max(*self.idle, self.allowed[rank]):
-                self.weight(rank)
-            start = max(self.free[rank], arrival)
-            if self.programs[rank]:
-                self.idle[rank] += start - self.free[rank]
-            else:
-                self.first[rank] = start
-            self.programs[rank].append(action)
-            self.held[rank] += more
-            self.free[rank] = end = start + self.seconds(action)
-            if op is Op.I:
-                owed.append(Action(stage, Op.W, k))
-            if op is Op.F and stage < last:
-                user = Action(stage + 1, Op.F, k)
-            else:
-                user = Action(stage if op is Op.F else stage - 1, Op.I, k)
-            same_rank = rank == min(user.stage, last - user.stage)
-            self.arrived[user] = end if same_rank else end + self.table.latency[stage]
-        for rank, owed in enumerate(self.owed):
-            while owed:
-                self.weight(rank)
-        return True
-
-    def weight(self, rank: int) -> None:
-        action = self.owed[rank].popleft()
-        self.free[rank] += self.seconds(action)
-        self.held[rank] -= self.kept
-        self.programs[rank].append(action)
-
-    def seconds(self, action: Action) -> float:
-        return self.table.of(action.op, action.stage, action.index)
-
-    def listed(self) -> Listed:
-        return Listed(
-            programs=tuple(map(tuple, self.programs)),
-            span=max(free - first for free, first in zip(self.free, self.first, strict=True)),
-            makespan=max(self.free),
-        )
+    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    yield from with_weights(rounds.placed, placement, table, memory_limit=memory_limit, kept=kept)
 
 
 class _OutOfTurnError(Exception):

@@ -9,9 +9,10 @@ from ..families import Family
 from ..ir import Action, Op, Schedule
 from ..timing.costs import Costs, CostTable
 from .automatic import best_order, read_costs, read_memory
-from .greedy import Rules
+from .greedy import Listed, Rules
 from .placements import cyclic_placement
 from .warmup import pair_up
+from .weights import with_weights
 
 
 def zb_1p(
@@ -61,7 +62,7 @@ def _automatic(name: str, num_microbatches: int, limit: float, table: CostTable,
     return best_order(name, placement, num_microbatches, table, _candidates(num_microbatches, table, limit, kept))
 
 
-def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules]:
+def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules | Listed]:
     """Warm-ups that fall by so many forwards from rank to rank: from 1F1B's to what fills the way of a microbatch."""
     before = len(table.latency) - 1  # ranks in front of the last
     forward, input_grad = (fmean(map(fmean, table.rows[op])) for op in (Op.F, Op.I))
@@ -72,6 +73,9 @@ def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: flo
         order = [_in_turn(rank, num_microbatches, first=first) for rank, first in enumerate(warmup)]
         for fills in (False, True):
             yield Rules(caps=warmup, memory_limit=limit, kept=kept, fills_small_gaps=fills, order=order)
+    placement = cyclic_placement(num_ranks=before + 1, num_chunks=1)
+    for warmup in dict.fromkeys(map(_falling, warmups)):
+        yield from with_weights(_in_rounds(warmup, num_microbatches), placement, table, memory_limit=limit, kept=kept)
     for fills in (False, True):
         caps = _warmup(full, before, int(limit + 1e-9))
         yield Rules(caps=caps, memory_limit=limit, kept=kept, fills_small_gaps=fills)
@@ -80,6 +84,24 @@ def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: flo
 def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
     """Forwards of each rank in front of its first backward."""
     return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
+
+
+def _falling(warmup: tuple[int, ...]) -> tuple[int, ...]:
+    """The same, with at least one fewer than in the rank before."""
+    return tuple(max(1, min(first, warmup[0] - rank)) for rank, first in enumerate(warmup))
+
+
+def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:
+    """F of the warm-up, then an I of each rank from the last and an F of each from the first, in turn."""
+    done = [min(first, num_microbatches) for first in warmup]
+    order = [Action(stage, Op.F, k) for stage, first in enumerate(done) for k in range(first)]
+    for number in range(num_microbatches):
+        order += [Action(stage, Op.I, number) for stage in reversed(range(len(done)))]
+        for stage, k in enumerate(done):
+            if k < num_microbatches:
+                order.append(Action(stage, Op.F, k))
+                done[stage] = k + 1
+    return order
 
 
 def _in_turn(stage: int, num_microbatches: int, *, first: int) -> tuple[Action, ...]:
