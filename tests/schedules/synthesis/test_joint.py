@@ -95,6 +95,13 @@ def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same
     )
 
 
+def test_partition_first_is_the_least_largest_stage_even_where_another_cut_is_more_even() -> None:
+    """Stages of 7, 14 and 14 before 15, 11 and 9, whose sum of squares is less."""
+    layers = [Layer(forward=size, input_grad=size, weight_grad=size) for size in (3, 4, 8, 6, 5, 6, 3)]
+    got = synthesize_jointly(layers, num_ranks=3, num_microbatches=2, placements=["plain"], evaluations=10, cuts=1)
+    assert got.separate.cut == (0, 2, 4, 7)
+
+
 def test_a_first_cut_that_exceeds_the_memory_gives_way() -> None:
     """Even in seconds, all activations are in the first half; then a limit that no cut meets."""
     layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=a) for a in (4, 4, 4, 1, 1, 1)]
