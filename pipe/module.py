@@ -119,7 +119,8 @@ class PipelineModule(RunFacts):
         post_validation: with max_grad_norm or grad_scaler under a flush schedule: no rank waits for the norm of all
             gradients before it updates and begins the next batch. Where the norm then says otherwise, all ranks take
             the update back and begin that batch again: the numbers are the same (docs/schedules.md). Until the next
-            call of this object the model's own Parameters may hold an update that is taken back.
+            `train_step`, or `flush`, the model's own Parameters may hold an update that is taken back: call `flush`
+            before you read or change them yourself.
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
 
@@ -358,7 +359,7 @@ class PipelineModule(RunFacts):
         return training.clip(max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def flush(self) -> list[StepResult]:
-        """End what is under way in the pipeline: nothing under a flush schedule. Collective over the processes.
+        """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.
 
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
         `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.

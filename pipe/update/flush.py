@@ -182,6 +182,7 @@ class FlushUpdate(Update):
                         "change it: expected pipe.flush() before the change, or post_validation=False"
                     )
                 scale.adopt()
+        self._refuse_changed_weights()
         self._buffers = None if self.unconfirmed is None else Buffers(self._root)
         self._before = [p.grad for p in self._parameters]
         if any(grad is not None for grad in self._before):
@@ -214,6 +215,8 @@ class FlushUpdate(Update):
     def confirm(self) -> bool:
         """Wait for the norm of the batch before."""
         assert self._post_validation is not None
+        if self._buffers is None:  # between two batches; within one, forwards may change weights, and do it again
+            self._refuse_changed_weights()
         recorder = next(iter(self._recorders.values()))
         start = recorder.clock.stamp()
         is_right = self._post_validation.confirm()
@@ -222,6 +225,16 @@ class FlushUpdate(Update):
             self._buffers.put_back()
         self._buffers = None
         return is_right
+
+    def _refuse_changed_weights(self) -> None:
+        """ValueError for weights that the user changed behind an update that may be taken back."""
+        changed = None if self._post_validation is None else self._post_validation.changed_outside()
+        if changed is not None:
+            name = next((name for name, parameter in self._named.items() if parameter is changed), "of an optimizer")
+            raise ValueError(
+                f"parameter {name!r} was changed in place behind an update that is not confirmed, and may be taken "
+                f"back with the change: expected pipe.flush() before the change, or post_validation=False"
+            )
 
     def waiting(self) -> Sequence[Known]:
         """The newest that were confirmed."""

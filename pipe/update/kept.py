@@ -34,6 +34,7 @@ class Kept:
         self._groups = [_options(optimizer) for optimizer in self._optimizers]
         self._scheduled = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
         self._others = [_numbers(optimizer) for optimizer in self._optimizers]
+        self._versions: list[int] = []
         self._after: list[list[_Group]] = []
         self._changed: list[list[_Group]] = []
 
@@ -48,6 +49,12 @@ class Kept:
                     f"state, or post_validation=False"
                 )
         self._after = [_options(optimizer) for optimizer in self._optimizers]
+        self._versions = [parameter._version for parameter, _ in self._values]
+
+    def changed_outside(self) -> nn.Parameter | None:
+        """A parameter that was changed in place behind the update: `put_back` would lose that."""
+        pairs = zip(self._values, self._versions, strict=True)
+        return next((parameter for (parameter, _), version in pairs if parameter._version != version), None)
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -137,6 +137,10 @@ class PostValidation:
         """Whether an update is not confirmed."""
         return self._pending is not None
 
+    def changed_outside(self) -> nn.Parameter | None:
+        """A parameter that was changed in place behind an update that is not confirmed."""
+        return None if self._pending is None or self._pending.kept is None else self._pending.kept.changed_outside()
+
     def update(self, known: Known) -> Known | Unconfirmed:
         """Gradients are ready: step, and say what is known."""
         pending = self._pending = self._begin(known)

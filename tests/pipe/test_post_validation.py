@@ -183,6 +183,42 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
         pipe(optimizer=None, max_grad_norm=None)
 
 
+def test_weights_changed_behind_an_update_that_is_not_confirmed() -> None:
+    """Clamping between steps would be taken back with the update; behind flush() it is as without post-validation."""
+
+    def pipe(post_validation: bool) -> PipelineModule:
+        return PipelineModule(
+            model(),
+            num_microbatches=M,
+            loss_fn=loss_fn,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            max_grad_norm=LIMIT,
+            mesh={"pipe": 2},
+            post_validation=post_validation,
+        )
+
+    def clamp(pipe: PipelineModule) -> None:
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+    states = []
+    for post_validation in (False, True):
+        trained = pipe(post_validation)
+        for step in range(2, 6):
+            trained.train_step(*batch(step))
+            trained.flush()
+            clamp(trained)
+        states.append(trained.full_state_dict())
+    assert_same(states[1], states[0])
+    ahead = pipe(True)
+    ahead.train_step(*batch(2))
+    clamp(ahead)
+    for use in (ahead.full_state_dict, ahead.flush, lambda: ahead.train_step(*batch(3))):
+        with pytest.raises(ValueError, match=r"parameter '0\..*' was changed in place.*expected pipe\.flush\(\)"):
+            use()
+
+
 def test_a_step_that_writes_into_its_gradients() -> None:
     class Writing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
