@@ -12,9 +12,9 @@ from typing import Literal
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
 from .listing import Lister, Policy
-from .moves import OrderSearch
 from .policies import changed, changed_weights, first_policies
 from .problem import Problem
+from .slides import OrderSearch
 from .starts import fits_memory, fuse, made_orders, named_orders, split
 from .weights import refill
 

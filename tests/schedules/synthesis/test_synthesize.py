@@ -12,10 +12,10 @@ from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, s
 from stagewright.schedules.synthesis.bounds import least_seconds
 from stagewright.schedules.synthesis.evaluate import Evaluator
 from stagewright.schedules.synthesis.listing import Lister
-from stagewright.schedules.synthesis.moves import OrderSearch
 from stagewright.schedules.synthesis.policies import changed, first_policies
 from stagewright.schedules.synthesis.problem import MemoryLimitError, Objective, pose
 from stagewright.schedules.synthesis.search import Search
+from stagewright.schedules.synthesis.slides import OrderSearch
 from stagewright.schedules.synthesis.starts import fits_memory
 
 from .instances import random_problem
