@@ -132,6 +132,10 @@ def synthesize(
         raise ValueError(f"seconds={seconds!r}: expected a time budget above 0")
     if evaluations is not None and not (isinstance(evaluations, int) and evaluations > 0):
         raise ValueError(f"evaluations={evaluations!r}: expected a whole number above 0, or None")
+    if not isinstance(seed, int):  # Random(None) would be another search each time
+        raise ValueError(f"seed={seed!r}: expected a whole number")
+    if not isinstance(costs, Costs):
+        raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
     problem = pose(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,

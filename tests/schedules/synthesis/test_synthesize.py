@@ -274,6 +274,8 @@ def test_a_whole_backward_where_it_takes_no_longer() -> None:
     ("options", "message"),
     [
         ({"seconds": 0}, "seconds=0: expected a time budget above 0"),
+        ({"seed": None}, "seed=None: expected a whole number"),
+        ({"costs": 3}, r"costs=3: expected Costs\(forward="),
         ({"evaluations": 0}, "evaluations=0: expected a whole number above 0"),
         ({"placement": "w"}, "placement='w': expected one of plain, cyclic, v"),
         ({"costs": Costs(forward=0.0)}, "forward=0.0: expected more than 0 seconds"),
