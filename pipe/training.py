@@ -73,7 +73,8 @@ class Training:
         """See PipelineModule.train_step."""
         begun, rates = time.perf_counter(), self._update.learning_rates()
         with self._batch(given) as programs:
-            self._run(programs)
+            for part, goes_on in self._parts(programs):
+                self._engine.run(part, goes_on=goes_on)
         with self._guard.together():
             known = self._update.step()
         result = self._result(known)
@@ -89,7 +90,8 @@ class Training:
         """See PipelineModule.forward_backward."""
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         with self._batch(given) as programs:
-            self._run(programs)
+            for part, goes_on in self._parts(programs):
+                self._engine.run(part, goes_on=goes_on)
         return self._result(self._update.accumulated())
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
@@ -166,14 +168,15 @@ class Training:
             self._update.gradients_ready()
         self.num_steps += 1
 
-    def _run(self, programs: Programs) -> None:
-        """The programs of a batch; with weights that are not confirmed, in two parts."""
+    def _parts(self, programs: Programs) -> Iterator[tuple[Programs, bool]]:
+        """Programs of a batch to run one after the other, each with whether it goes on: with weights that are not
+        confirmed, the warm-up (again, where they were not right), then the rest."""
         begun = self._update.unconfirmed
         if begun is None:
-            self._engine.run(programs)
+            yield programs, False
             return
         first = {rank: begun.first[rank] for rank in programs}
-        self._engine.run(first, goes_on=True)
+        yield first, True
         try:
             is_right = self._update.confirm()
         except BaseException:
@@ -183,8 +186,8 @@ class Training:
             self._engine.take_back({rank: begun.under_way[rank] for rank in programs})
             for local in self._engine.ranks:
                 local.recorder.begin_again()
-            self._engine.run(first, goes_on=True)
-        self._engine.run({rank: begun.rest[rank] for rank in programs})
+            yield first, True
+        yield {rank: begun.rest[rank] for rank in programs}, False
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def assembled(model: nn.Module, **settings: Any) -> Any:
 
 def run(case: Case, layout: Layout) -> Outcome:
     """Runs the protocol; under several processes on every one of them."""
+    # It is about time, and said of stages that split their backward and have little but an LSTM.
+    warnings.filterwarnings("ignore", message="the schedule splits the backward of stage")
     torch.manual_seed(5)  # the user's random state, which no call may change
     before = random_state()
     model = reference_model(case)
