@@ -79,7 +79,7 @@ _EXPECTED = (
 
 
 class _Flows:
-    """What flows between stages for a whole microbatch, and for each of its slices."""
+    """Values that flow between stages for a whole microbatch, and for each of its slices."""
 
     def __init__(self, inference: InferredStages, whole: Given, slices: Sequence[Slice]) -> None:
         self.spans = [part.span for part in slices]

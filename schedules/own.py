@@ -159,7 +159,7 @@ def is_own(name: str) -> bool:
 
 
 def sizes_of(schedule: Schedule) -> dict[str, int]:
-    """What `Own.build` is asked for, of a schedule that is there."""
+    """Sizes that `Own.build` is asked for, read off a schedule that is there."""
     return {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,

@@ -83,7 +83,7 @@ class SynthesisOptions(LimitedOptions):
 
 
 def synthesis_data(found: Synthesis) -> dict[str, Any]:
-    """What a search found, beside its schedule, as JSON."""
+    """Findings of a search beside its schedule, as JSON."""
     return {
         "objective": found.problem.objective,
         "value": found.value,

@@ -36,7 +36,7 @@ class _Sizes(NamedTuple):
     memory: float
 
     def costs(self, num_chunks: int) -> Costs:
-        """Of the actions of one chunk."""
+        """Costs of the actions of one chunk."""
         part = 1.0 / num_chunks
         return Costs(forward=part, input_grad=part, weight_grad=part, latency=self.latency)
 

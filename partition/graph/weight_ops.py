@@ -35,7 +35,7 @@ class Split(Protocol):
 
 @dataclass(slots=True)
 class _Operands:
-    """What one call computes with: casts of the weight and bias, where autocast wants them."""
+    """Operands of one call: casts of the weight and bias, where autocast wants them."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -425,7 +425,7 @@ def _spellings() -> dict[Any, Callable[..., Any]]:
 
 
 class Instead:
-    """What is called in place of an operation.
+    """A stand-in for an operation.
 
     Arguments:
         call: takes a Split and the operation's arguments.

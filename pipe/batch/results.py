@@ -13,7 +13,7 @@ from ...schedules import Timeline
 
 
 class UpdateResult(NamedTuple):
-    """What became of the update of a batch: see StepResult."""
+    """Outcome of the update of a batch: see StepResult."""
 
     grad_norm: float | None = None
     skipped: bool = False

@@ -99,7 +99,7 @@ class Engine:
                 raise PipelineError(f"deadlock in one process: {stories}")
 
     def take_back(self, under_way: Mapping[int, Sequence[tuple[Transfer, bool]]]) -> None:
-        """What the first parts of the programs did has not been: all of it is dropped, what they sent, too.
+        """Undo the first parts of the programs: all that they did is dropped, and all that they sent.
 
         Arguments:
             under_way: by rank, receives that it has not waited for, and whether they are posted.

@@ -22,7 +22,7 @@ _MOST = 4096  # storages of one message, which says how many bytes each has
 
 
 class Mover:
-    """What one rank moves.
+    """The moves of one rank.
 
     Arguments:
         stages: of the rank, by number.

@@ -53,7 +53,7 @@ class _Wrapped:
 
 
 class Activations:
-    """What one stage keeps of one microbatch from its forward to its backward.
+    """Tensors that one stage keeps of one microbatch from its forward to its backward.
 
     Arguments:
         name: of stage and microbatch, for people.

@@ -110,7 +110,7 @@ _Call = tuple[object, int]  # the module that calls, and how often it has in thi
 
 
 class _Microbatch:
-    """What one stage keeps of one microbatch, by call of attention."""
+    """Keys and values that one stage keeps of one microbatch, by call of attention."""
 
     def __init__(self) -> None:
         self.keys: dict[_Call, _Kept] = {}

@@ -90,7 +90,7 @@ def _lent(program: tuple[Action, ...], limit: int) -> dict[int, tuple[int, int]]
 
 
 def _seconds(equal: EqualStages) -> float | None:
-    """That of 1F1B, where the moves stand right."""
+    """The order of 1F1B, where the moves stand right."""
     if equal.latency or equal.input_grad + equal.weight_grad != 2 * equal.forward:
         return None
     return (equal.num_microbatches + equal.num_ranks - 1) * equal.both

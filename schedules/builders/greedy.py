@@ -97,7 +97,7 @@ def list_order(placement: Placement, num_microbatches: int, costs: CostTable, ru
 
 
 class _Rank:
-    """What a rank has done, and what it may do next."""
+    """A rank's past, and its next choices."""
 
     def __init__(self, number: int, own: Sequence[int], costs: CostTable, rules: Rules) -> None:
         self.number, self.rules, self.stages = number, rules, tuple(sorted(own))
@@ -112,7 +112,7 @@ class _Rank:
         self.held = self.free = self.idle = self.first = 0.0
 
     def choose(self, most_idle: float) -> _Choice:
-        """What comes next; its start is infinite where nothing may."""
+        """The next action; its start is infinite where none may run."""
         best, without_room = self._next()
         if self.owed:
             gap = best.start - self.free

@@ -289,7 +289,7 @@ def _listed(rule: Predicate, stage: int, index: int) -> list[Any]:
 
 
 def _in_words(words: str, make: Callable[[], Any], at: str = "") -> Any:
-    """What the user's code returns; its failure names the rule."""
+    """The value of the user's code; its failure names the rule."""
     try:
         return make()
     except Exception as error:

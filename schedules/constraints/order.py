@@ -171,7 +171,7 @@ class Order:
         return order
 
     def _facts(self, path: Sequence[int]) -> list[Fact]:
-        """What rules and data say along a path, and all that its derived edges follow from."""
+        """Rules and data along a path, and all that its derived edges follow from."""
         facts: list[Fact] = []
         for first, then in pairwise(path):
             why = self.before[then][first]

@@ -16,7 +16,7 @@ MOST_STATES = 20_000
 
 
 class State:
-    """What has run so far, and what may begin.
+    """Actions that have run so far, and those that may begin.
 
     Attributes:
         waiting: by number, predecessors that are not through.

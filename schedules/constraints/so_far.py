@@ -1,4 +1,4 @@
-"""What has run while an order grows: what a filter is shown."""
+"""Actions that have run while an order grows: a filter is shown them."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _stuck(state: State) -> ScheduleError:
 
 
 def _check_across_ranks(state: State, rules: Sequence[GroundRule]) -> None:
-    """What rules ask of actions on two ranks must follow from messages and programs, or nothing makes ranks wait."""
+    """Demands of rules on actions of two ranks must follow from messages and programs, or nothing makes ranks wait."""
     order = state.order
     across = [
         (rule, relation)

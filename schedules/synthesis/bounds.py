@@ -100,7 +100,7 @@ def _least_tables(problem: Problem) -> dict[Op, Table]:
 
 
 class _Freed:
-    """What has been given back on a rank so far, by the time at which it is: the first time by which some amount is."""
+    """Memory given back on a rank so far, by time: the first time by which some amount is."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, float]] = []
@@ -393,7 +393,7 @@ class _Reach:
         return (area + ramp * (filling + emptying)) / limit
 
     def _lifetimes(self, stage: int) -> float:
-        """What the activations of a stage hold, times how long they do at least."""
+        """Memory of a stage's activations, times how long they do at least."""
         problem, tables = self.problem, self.tables
         behind = range(stage + 1, problem.num_stages)
         travel = math.fsum(problem.forward_delay[s - 1] + problem.gradient_delay[s] for s in behind)

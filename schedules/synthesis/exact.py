@@ -138,7 +138,7 @@ class _Program:
         return edges
 
     def _in_order(self) -> list[_Edge]:
-        """Of microbatches that are alike."""
+        """Constraints between microbatches that are alike."""
         problem = self.problem
         tables = (problem.forward, problem.input_grad, problem.weight_grad, problem.held, problem.kept)
         newest: dict[tuple[float, ...], int] = {}

@@ -63,13 +63,13 @@ class Arrangement:
 
     @property
     def value(self) -> float:
-        """Of the objective [s]."""
+        """Value of the objective [s]."""
         return self.synthesis.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointSynthesis:
-    """What `synthesize_jointly` found.
+    """A choice that `synthesize_jointly` found.
 
     Arguments:
         best: cut, placement and schedule chosen together.

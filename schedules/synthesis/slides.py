@@ -114,7 +114,7 @@ class OrderSearch:
         return [[code + step.get(code % M, 0) for code in order] for order in orders]
 
     def _side(self, times: Times) -> float:
-        """What tells orders of one value apart: how soon the ranks are through on average [s]."""
+        """A second figure, for orders of one value: how soon the ranks are through on average [s]."""
         if self.problem.objective == "makespan":
             return sum(own[-1] for own in times.ends) / len(times.ends)
         return sum(own[-1] - first for first, own in zip(times.firsts, times.ends, strict=True)) / len(times.ends)

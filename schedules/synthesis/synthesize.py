@@ -19,7 +19,7 @@ from .starts import fits_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthesis:
-    """What `synthesize` found.
+    """A schedule that `synthesize` found.
 
     Arguments:
         problem: what was to be put in order.
@@ -59,7 +59,7 @@ class Synthesis:
 
     @property
     def source(self) -> str:
-        """What found it: the name of a family, "given", "policy", "weights", "slides"."""
+        """The finder: the name of a family, "given", "policy", "weights", "slides"."""
         return self.history[-1].source
 
     def __repr__(self) -> str:

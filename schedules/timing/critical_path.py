@@ -218,7 +218,7 @@ class _Walk:
                 yield _Node(message, rank, made, made, sender)
 
     def _move(self, action: Action) -> Iterator[_Node]:
-        """What brings back the activations that a backward needs: begun on the last of its ranks."""
+        """The move that brings back the activations that a backward needs: begun on the last of its ranks."""
         move = self._needs.moves.get((action.stage, action.index)) if action.op in BACKWARD_OPS else None
         if move is not None and move.reload in self._moves[move.owner]:
             yield self._half(move.reload, move.returning)
@@ -235,7 +235,7 @@ class _Walk:
         return _Node(what, rank, start, end)
 
     def _before_move(self, action: Action, start: float) -> Iterator[_Node]:
-        """What a way of activations waited for: its rank, and on the way back the way out."""
+        """The cause for which a way of activations waited: its rank, and on the way back the way out."""
         move = self._needs.moves[action.stage, action.index]
         yield from self._action_before(self._needs.rank(action), start)
         if action in (move.reload, move.returning):

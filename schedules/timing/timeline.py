@@ -270,7 +270,7 @@ class Timeline(Shown):
 
 
 def _in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
-    """What a rank began, with what left it where it had left."""
+    """Moves of a rank, each with its way out where it had left."""
     spans = {span.what: span for span in (*rank.compute, *rank.moves)}
     begun = [action for action in program if action in spans]
     ends = {what: span.end for what, span in spans.items()}
