@@ -23,7 +23,9 @@ WORTH = 0.002  # of the step: less is within what a profile can tell
 _LEAST_PART = 0.05  # of a backward, that either half takes at least
 
 
-def reorder(plan: P, profile: Profile | None = None, *, seconds: float, seed: int = 0) -> P:
+def reorder(
+    plan: P, profile: Profile | None = None, *, seconds: float, evaluations: int | None = None, seed: int = 0
+) -> P:
     """The plan with a synthesised order where that is faster; else as it is, with a note of how far from optimal.
 
     No rank holds more activations at once than under the plan's own schedule.
@@ -32,6 +34,7 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, seed: in
         plan: of a flush schedule, over equal replicas; any other is returned as it is.
         profile: with seconds of I and W; without, or without those, each is half of a backward.
         seconds: of the search, at most.
+        evaluations: orders that it tries, at most; None: as many as there is time for.
     """
     name = canonical_name(plan.schedule or "1f1b")
     M, width = plan.num_microbatches, len(plan.stages) // plan.num_chunks
@@ -51,6 +54,7 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, seed: in
         links=links_of(traffic, [(p,) for p in range(width)], rings=[(p,) for p in range(width)]) if traffic else None,
         start=own if _is_plain(own) else None,
         seconds=seconds,
+        evaluations=evaluations,
         seed=seed,
     )
     better = replace(split, order=tuple(" ".join(map(str, program)) for program in found.schedule.programs))
