@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -49,6 +50,7 @@ def _divided(problem: Problem) -> Iterator[Policy]:
     P, S, M = problem.num_ranks, problem.num_stages, problem.num_microbatches
     if problem.memory_limit is None or S == P:
         return
+    held = [math.fsum(row) / M for row in problem.held]
     for part, more in product((2.0, 3.0, 1.0), (0, P // 4)):
         ahead = [1] * S
         for limit, own in zip(problem.memory_limit, problem.placement, strict=True):
@@ -56,8 +58,8 @@ def _divided(problem: Problem) -> Iterator[Policy]:
             left = limit
             for s in later:
                 ahead[s] = max(1, min(M, int(part * (S - 1 - s) * P / S + 1)))
-                left -= ahead[s] * problem.held[s][0]
-            room = int(left / problem.held[first][0]) if problem.held[first][0] > 0 else M
+                left -= ahead[s] * held[s]
+            room = int(left / held[first]) if held[first] > 0 else M
             ahead[first] = max(1, min(M, room + more))
         sequence = None if problem.same_microbatches else tuple(range(M))
         for (due, patience), fill in product(_READY, _FILL):

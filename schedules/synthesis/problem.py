@@ -199,7 +199,7 @@ def pose(
     placement: str | Sequence[Sequence[int]] = "plain",
     num_chunks: int | None = None,
     objective: Objective = "makespan",
-    activations: float | Sequence[float] = 1.0,
+    activations: float | Sequence[float | Sequence[float]] = 1.0,
     kept_share: float | Sequence[float] = 1.0,
     links: Links | None = None,
 ) -> Problem:
@@ -212,7 +212,7 @@ def pose(
         placement: a name (see `place`) or the stages of each rank.
         num_chunks: V, for "cyclic" (2 by default).
         activations: what a forward of a stage takes, one number or one a stage: 1, so that limits count stage
-            activations, or bytes.
+            activations, or bytes. A stage may have a row in place of its number, one number a microbatch.
         kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
         links: their latency and transfer seconds come on top of the latency in `costs`; messages that queue for a link
             are not looked at.
@@ -227,14 +227,11 @@ def pose(
     if any(seconds > 0 for seconds in table.tied.values()):
         raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
 
-    def by_microbatch(row: Sequence[float]) -> Table:
-        return tuple((float(each),) * M for each in row)
-
     def seconds(op: Op) -> Table:
         return tuple(row * (M // len(row)) for row in table.rows[op])
 
     delay = _Delays(_ranks_of_stages(placed), table.latency, links)
-    held = _numbers("activations", activations, S, "stage")
+    held = _rows("activations", activations, S, M)
     share = _numbers("kept_share", kept_share, S, "stage")
     if not all(0 <= part <= 1 for part in share):
         raise ValueError(f"kept_share={kept_share!r:.60}: expected numbers from 0 to 1")
@@ -247,8 +244,8 @@ def pose(
         backward=seconds(Op.B),
         forward_delay=tuple(delay(s, s + 1) for s in range(S)),
         gradient_delay=tuple(delay(s, s - 1) for s in range(S)),
-        held=by_microbatch(held),
-        kept=by_microbatch([h * part for h, part in zip(held, share, strict=True)]),
+        held=held,
+        kept=tuple(tuple(h * part for h in row) for row, part in zip(held, share, strict=True)),
         memory_limit=None if memory_limit is None else _numbers("memory_limit", memory_limit, len(placed), "rank"),
         update=table.update,
         norm=table.norm,
@@ -274,6 +271,14 @@ def _numbers(name: str, value: float | Sequence[float], number: int, each: str) 
     if len(given) != number or not all(isinstance(n, int | float) and n >= 0 and math.isfinite(n) for n in given):
         raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {number}, one a {each}")
     return tuple(map(float, given))
+
+
+def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M: int) -> Table:
+    """[S][M] of one number, one a stage, or a row a stage."""
+    each = [value] * S if isinstance(value, int | float) else list(value)
+    if len(each) != S:
+        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
+    return tuple(_numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
 
 
 class _Delays:

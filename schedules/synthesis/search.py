@@ -56,9 +56,11 @@ class _BudgetError(Exception):
 class Search:
     """One search.
 
-    Arguments: see `synthesize`; `bound` that no value can be below [s], `costs` for families that are made for them.
+    Arguments: see `synthesize`; `bound` that no value can be below [s], 0 where nobody asked; `costs` for families that
+    are made for them; `has_named`, whether named families are tried at all, which takes their building.
 
-    Attributes: `best`, the best orders so far; `history`, each improvement; `stopped`, why it ended.
+    Attributes: `best`, the best orders so far; `policies`, the best ones, the very best first; `history`, each
+    improvement; `stopped`, why it ended.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class Search:
         seconds: float = math.inf,
         evaluations: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        has_named: bool = True,
     ) -> None:
         self.problem, self.bound, self.costs, self.random = problem, bound, costs, Random(seed)
         self.evaluator = Evaluator(problem)
         self.lister = Lister(self.evaluator)
         self.seconds, self.most, self.on_progress = seconds, evaluations, on_progress
+        self.has_named = has_named
         self.began = time.monotonic()
         self.evaluations = 0
         self.value = math.inf
@@ -85,10 +89,10 @@ class Search:
         self._elites: list[tuple[float, int, Orders]] = []
         self._policies: list[tuple[float, int, Policy]] = []
 
-    def run(self, starts: Sequence[Orders] = ()) -> Orders:
-        """The best orders that it finds; the given starts come first."""
+    def run(self, starts: Sequence[Orders] = (), policies: Sequence[Policy] = ()) -> Orders:
+        """The best orders that it finds; the given starts come first, then the given policies."""
         try:
-            self._begin(starts)
+            self._begin(starts, policies)
             while True:
                 self._round()
         except _BudgetError:
@@ -99,22 +103,29 @@ class Search:
 
     # --- parts of a search ---
 
-    def _begin(self, starts: Sequence[Orders]) -> None:
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The best ones, the very best first."""
+        return tuple(policy for _, _, policy in self._policies)
+
+    def _begin(self, starts: Sequence[Orders], policies: Sequence[Policy]) -> None:
         for start in starts:
             self._offer(start, "given")
             self._offer(split(self.evaluator, start), "given")
             for fill in (0.6, 1.0):
                 self._refill_as(start, fill=fill)
+        for policy in policies:
+            self._try_policy(policy)
         first = first_policies(self.problem, self.random)
         self._try_policy(next(first))  # so that there is an order before the time can be over
         for _, policy in zip(range(_BEFORE if starts else 0), first, strict=False):
             self._try_policy(policy)
-        for name, orders in named_orders(self.evaluator):
+        for name, orders in named_orders(self.evaluator) if self.has_named else ():
             if self._offer(orders, name) <= _NEAR * self.value:
                 self._refill_as(orders, fill=0.6)
         if not starts:
             self._make()
-        for _, policy in zip(range(2 * _POLICIES), first, strict=False):
+        for _, policy in zip(range(0 if policies else 2 * _POLICIES), first, strict=False):
             self._try_policy(policy)
         if starts:
             self._make()
@@ -122,7 +133,7 @@ class Search:
 
     def _make(self) -> None:
         """Families that are made for the costs."""
-        if self.costs is not None:
+        if self.costs is not None and self.has_named:
             for name, orders in made_orders(self.evaluator, self.costs):
                 self._offer(orders, name)
 

@@ -87,7 +87,7 @@ def synthesize(
     placement: str | Sequence[Sequence[int]] = "plain",
     num_chunks: int | None = None,
     objective: Objective = "makespan",
-    activations: float | Sequence[float] = 1.0,
+    activations: float | Sequence[float | Sequence[float]] = 1.0,
     kept_share: float | Sequence[float] = 1.0,
     links: Links | None = None,
     start: Schedule | None = None,
@@ -112,7 +112,8 @@ def synthesize(
         num_chunks: V, for "cyclic" (2 by default).
         objective: "makespan", when the optimizer step synchronises all ranks; "span", when steps may overlap.
         activations: what a forward of a stage takes until the end of its W (or B), one number or one a stage: 1, so
-            that limits count stage activations, or bytes.
+            that limits count stage activations, or bytes. A stage may have a row in place of its number, one number a
+            microbatch.
         kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
         links: ways between ranks; messages that queue are in the timeline, but the search does not see them.
         start: a schedule to begin with, besides the named ones.
