@@ -67,7 +67,8 @@ def connect(ground: Ground, placed: Placed) -> Connected:
     layout, settings = ground.layout, ground.settings
     clock = clock_for(settings.device)
     window = _OVERLAPPING if layout.schedule.num_batches > 1 else 1
-    recorders = {rank: Recorder(clock, window=window) for rank in layout.place.local_ranks}
+    local = layout.place.local_ranks
+    recorders = {rank: Recorder(clock, window=window, takes_turns=len(local) > 1) for rank in local}
     execution = _execution(ground, placed)
     evaluation_programs = batch_programs(placed.evaluate.schedule, has_loss=ground.has_loss)
     links = links_of([*execution.programs, *evaluation_programs])

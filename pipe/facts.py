@@ -101,7 +101,8 @@ class RunFacts:
         return {stage: size for each in ranks for stage, size in each.worker.mover.moved_bytes.items()}
 
     def measured_costs(self) -> Costs:
-        """Median seconds by stage and op over the last steps, without waits, and the link's latency.
+        """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the
+        process has one rank), and the link's latency.
 
         For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
         """

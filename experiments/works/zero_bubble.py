@@ -1,7 +1,7 @@
 """Zero-bubble schedules on real processes, beside torch.distributed.pipelining's, each one in turn in one run.
 
-`emulated`: actions that sleep, any number of ranks. `gpt`: the example GPT with AdamW on two ranks, with schedules
-made for the seconds that its own actions were measured to take.
+`emulated`: actions that sleep, any number of ranks. `gpt`: the example GPT with AdamW on two ranks. Schedules are made
+and simulated for the seconds of actions and the latency of messages that were measured under zb-1p, in the same run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from ...schedules import Costs, Schedule, build, check, simulate, synthesize
@@ -76,45 +77,48 @@ def _agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tupl
 
 
 def of_chunks(costs: Costs, num_chunks: int) -> Costs:
-    """Seconds of one of the chunks that share a rank's work evenly; the latency stays."""
-    table = costs.table(num_stages=1)
+    """Seconds of one of the chunks that share a rank's work evenly; what an action and a message take stays."""
+    table = replace(costs, overhead=0.0).table(num_stages=1)
     return Costs(
         forward=table.of(Op.F, 0, 0) / num_chunks,
         input_grad=table.of(Op.I, 0, 0) / num_chunks,
         weight_grad=table.of(Op.W, 0, 0) / num_chunks,
-        latency=table.latency[0],
+        overhead=costs.overhead,
+        latency=costs.latency,
     )
 
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
-    from ..bench.asleep import put_asleep
+    from ..bench.asleep import ours_asleep, put_asleep
     from ..bench.models import make_problem
     from ..bench.sides import OurSide, TorchSide
     from ..bench.timing import in_turn, timed
     from ..bench.workloads import ModelKind, Workload
 
     P, M = case.count("ranks"), case.count("microbatches")
-    ours, rank_costs = _agreed(P, M, Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD))
+    told = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
 
     def workload(name: str, num_chunks: int) -> Workload:
         return Workload(
             name=name, model=ModelKind.TINY, schedule=name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks
         )
 
+    with ours_asleep(told.table(num_stages=P)):
+        measured = _measured(build("zb-1p", num_ranks=P, num_microbatches=M), make_problem(workload("1f1b", 1)))
+    ours, rank_costs = _agreed(P, M, measured)
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
             chunks = schedule.num_stages // P
             side = OurSide.of_schedule(schedule, make_problem(workload(name, chunks)))
             stack.callback(side.pipe.close)
-            table = of_chunks(rank_costs, chunks).table(num_stages=schedule.num_stages)
-
+            table = of_chunks(told, chunks).table(num_stages=schedule.num_stages)
             runs[name] = partial(_asleep, side.step, table)
         for name in _THEIRS[3:]:
             chunks = 2
             theirs = TorchSide(workload(name.removeprefix("torch "), chunks), make_problem(workload(name, chunks)))
-            seconds = of_chunks(rank_costs, chunks).table(num_stages=P * chunks)
+            seconds = of_chunks(told, chunks).table(num_stages=P * chunks)
             for stage in theirs.stages:
                 put_asleep(stage, seconds)
             runs[name] = partial(timed, theirs.step)
@@ -213,12 +217,7 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
             name=name, model=ModelKind.GPT, schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks
         )
 
-    first = OurSide.of_schedule(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1))
-    for _ in range(4):
-        first.step()
-    measured = _per_rank(first.pipe.measured_costs())
-    first.pipe.close()
-    ours, costs = _agreed(2, M, measured)
+    ours, costs = _agreed(2, M, _measured(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1)))
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
@@ -237,14 +236,28 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
     yield from _figures(case, times, ours, costs, How.MEASURED)
 
 
-def _per_rank(costs: Costs) -> Costs:
-    """The mean of two stages' seconds: schedules are made for equal ones."""
-    table = costs.table(num_stages=2)
+def _measured(schedule: Schedule, problem: StagesProblem) -> Costs:
+    """Seconds of actions and the latency of messages in a few batches: the means over stages, since schedules are made
+    for equal ones."""
+    from ..bench.sides import OurSide
 
-    def mean(op: Op) -> float:
-        return (table.of(op, 0, 0) + table.of(op, 1, 0)) / 2
+    side = OurSide.of_schedule(schedule, problem)
+    for _ in range(4):
+        side.step()
+    S, costs = schedule.num_stages, side.pipe.measured_costs()
+    side.pipe.close()
+    table, whole = replace(costs, overhead=0.0).table(num_stages=S), costs.table(num_stages=S)
 
-    return Costs(forward=mean(Op.F), input_grad=mean(Op.I), weight_grad=mean(Op.W), latency=max(table.latency))
+    def mean(op: Op, table: CostTable = table) -> float:
+        return fmean(table.of(op, stage, 0) for stage in range(S))
+
+    return Costs(
+        forward=mean(Op.F),
+        input_grad=mean(Op.I),
+        weight_grad=mean(Op.W),
+        overhead=mean(Op.F, whole) - mean(Op.F),
+        latency=max(table.latency),
+    )
 
 
 def _figures(

@@ -36,20 +36,24 @@ def gather_costs(
         latency: of a message as this rank measured it (0 where it did not) [s].
     """
     medians: dict[Timed, float] = {}
+    own_overheads: dict[int, float] = {}
     for recorder in recorders:
         medians.update(recorder.medians())
+        own_overheads.update(recorder.median_overheads())
     merged: dict[Timed, float] = {}
+    overheads: dict[int, float] = {}
     norms: list[float | None] = []
-    mine = (medians, latency, [recorder.median_norm() for recorder in recorders])
-    for one, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):
+    mine = (medians, own_overheads, latency, [recorder.median_norm() for recorder in recorders])
+    for one, seen_overheads, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):
         for key, seconds in one.items():
             # The rank that comes last to a sum waits for nobody: its time is what the sum takes.
             waits = key[1] is Op.REDUCE_GRAD and key in merged
             merged[key] = min(merged[key], seconds) if waits else seconds
+        overheads |= seen_overheads
         latency = max(latency, seen_latency)
         norms += seen_norms
     # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
     norm = min((seconds for seconds in norms if seconds is not None), default=None)
     if not merged:
         return None
-    return costs_from_medians(merged, num_stages=num_stages, latency=latency, norm=norm)
+    return costs_from_medians(merged, overheads, num_stages=num_stages, latency=latency, norm=norm)

@@ -26,16 +26,20 @@ class Recorder:
 
     Arguments:
         window: steps whose stamps are kept: one, or several where batches overlap.
+        takes_turns: whether other ranks of this process run in between: then the time between actions says nothing.
     """
 
-    def __init__(self, clock: Clock, *, window: int = 1) -> None:
+    def __init__(self, clock: Clock, *, window: int = 1, takes_turns: bool = False) -> None:
         self.clock = clock
+        self._takes_turns = takes_turns
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
         self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
         self._fused: set[Action] = set()
         self._remembered = 0  # actions of this step whose durations are in already
+        self._waited: list[tuple[int, Stamp, Stamp]] = []  # behind how many actions of this step
+        self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
@@ -44,7 +48,7 @@ class Recorder:
         self._remember()
         self._before.append((self._actions, self._waits, self._collectives, self._fused))
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
-        self._fused = set()
+        self._waited, self._fused = [], set()
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
@@ -53,6 +57,7 @@ class Recorder:
     def begin_again(self) -> None:
         """This step begins anew: what it did so far does not count."""
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
+        self._waited = []
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""
@@ -61,6 +66,7 @@ class Recorder:
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
         """These messages were waited for, and then there."""
         self._waits += [(message, start, end) for message in messages]
+        self._waited.append((len(self._actions), start, end))
 
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
         """A collective was begun on this rank, and was through."""
@@ -102,10 +108,16 @@ class Recorder:
         self._remember()
         return {key: statistics.median(durations) for key, durations in self._durations.items()}
 
+    def median_overheads(self) -> dict[int, float]:
+        """Median seconds by stage between the end of an action of it and the next one of any, without waits."""
+        self._remember()
+        return {stage: statistics.median(seconds) for stage, seconds in self._overheads.items()}
+
     def forget(self) -> None:
         """Drop the durations (the first steps are slower)."""
         self._remembered = len(self._actions)
         self._durations.clear()
+        self._overheads.clear()
         self._norms.clear()
 
     def _remember(self) -> None:
@@ -118,7 +130,19 @@ class Recorder:
                 self._durations[(action.stage,), Op.B].append(pair[1] + seconds)
             else:
                 self._durations[(action.stage,), action.op].append(seconds)
+        if not self._takes_turns:
+            self._remember_overheads()
         self._remembered = len(self._actions)
+
+    def _remember_overheads(self) -> None:
+        between = self.clock.between
+        waited: dict[int, float] = defaultdict(float)
+        for behind, start, end in self._waited:
+            waited[behind] += between(start, end)
+        for number in range(max(1, self._remembered), len(self._actions)):
+            (action, _, end), (_, start, _) = self._actions[number - 1 : number + 1]
+            if action.op is not Op.U and action not in self._fused:
+                self._overheads[action.stage].append(max(0.0, between(end, start) - waited[number]))
 
 
 def _halved(
@@ -135,7 +159,14 @@ def _halved(
             middle = None
 
 
-def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, latency: float, norm: float | None) -> Costs:
+def costs_from_medians(
+    medians: Mapping[Timed, float],
+    overheads: Mapping[int, float],
+    *,
+    num_stages: int,
+    latency: float,
+    norm: float | None,
+) -> Costs:
     """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
 
     def column(op: Op) -> list[float]:
@@ -158,6 +189,7 @@ def costs_from_medians(medians: Mapping[Timed, float], *, num_stages: int, laten
         reduce_grad=column(Op.REDUCE_GRAD),
         tied=[(s, seconds) for (s, op), seconds in medians.items() if op is Op.REDUCE_GRAD and len(s) > 1],
         update=column(Op.U),
+        overhead=[overheads.get(stage, 0.0) for stage in range(num_stages)],
         latency=latency,
         norm=norm,
         offload=column(Op.OFFLOAD),

@@ -35,6 +35,8 @@ class Costs:
         input_grad, weight_grad: I and W [s].
         index_factors: by action index, how many times those seconds F, B, I and W take at every stage. A row, and
             these, have a number for each index of a batch (each batch takes them again) or of the whole program.
+        overhead: time of a rank around each F, B, I and W of the stage, on top of theirs: sends, receives and what the
+            runtime does between two actions [s]. Messages leave behind it.
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
             begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
@@ -54,12 +56,15 @@ class Costs:
     >>> table = longer.table(num_stages=2)
     >>> table.of(Op.F, 0, 1), table.of(Op.B, 1, 1), table.varies
     (2.0, 8.0, True)
+    >>> Costs(forward=1.0, backward=3.0, overhead=0.25).table(num_stages=1).of(Op.W, 0, 0)
+    1.75
     """
 
     forward: PerAction = 1.0
     backward: PerAction | None = None
     input_grad: PerAction | None = None
     weight_grad: PerAction | None = None
+    overhead: PerStage = 0.0
     latency: PerStage = 0.0
     reduce_grad: PerStage = 0.0
     tied: Ties = ()
@@ -144,6 +149,11 @@ class Costs:
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
             by_op = {op: tuple(_together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
+        overhead = _spread("overhead", self.overhead, num_stages)
+        by_op = {
+            op: tuple(_together(row, (own,), add) for row, own in zip(rows, overhead, strict=True))
+            for op, rows in by_op.items()
+        }
         update = _spread("update", self.update, num_stages)
         return CostTable(
             rows=by_op | {Op.U: tuple((seconds,) for seconds in update)},

@@ -109,3 +109,13 @@ def test_rows_and_factors_by_action_index() -> None:
 def test_wrong_rows(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs(**given).table(num_stages=1, num_indices=2)  # type: ignore[arg-type]
+
+
+def test_the_overhead_of_an_action_comes_on_top_of_each() -> None:
+    costs = Costs(forward=[1.0, 2.0], input_grad=1.0, weight_grad=0.5, overhead=[0.25, 0.5], index_factors=[1, 2])
+    table = costs.table(num_stages=2)
+    assert [table.of(op, 1, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [4.5, 2.5, 1.5, 3.5]
+    assert table.row(Op.F, 0) == (1.25, 2.25)
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(ValueError, match="overhead=-1"):
+        Costs(overhead=-1)

@@ -1,0 +1,54 @@
+"""The seconds that a rank's recorder keeps, for stamps made up by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagewright.partition.profiler.clock import HostClock
+from stagewright.pipe.measure.recorder import Recorder
+from stagewright.schedules import Action, Message, MessageKind, Op
+
+ACT = Message(MessageKind.ACT, 0, 1, 0)
+
+
+def _step(recorder: Recorder, begin: float) -> None:
+    """0F0 takes 1, 0F1 begins 0.5 later, of which 0.3 was spent waiting; 0B0 begins 0.25 after that."""
+    recorder.begin()
+    recorder.action(Action(0, Op.F, 0), begin, begin + 1.0)
+    recorder.wait((ACT, ACT._replace(index=1)), begin + 1.1, begin + 1.4)
+    recorder.action(Action(2, Op.F, 1), begin + 1.5, begin + 2.5)
+    recorder.action(Action(0, Op.B, 0), begin + 2.75, begin + 5.0)
+
+
+def test_time_between_actions_counts_for_the_one_before_and_waits_do_not() -> None:
+    recorder = Recorder(HostClock())
+    _step(recorder, 0.0)
+    _step(recorder, 100.0)  # the time between steps is nobody's
+    assert recorder.median_overheads() == pytest.approx({0: 0.2, 2: 0.25})
+    assert recorder.medians() == pytest.approx({((0,), Op.F): 1.0, ((2,), Op.F): 1.0, ((0,), Op.B): 2.25})
+    recorder.forget()
+    assert recorder.median_overheads() == {}
+    recorder.action(Action(2, Op.B, 1), 106.0, 107.0)  # behind 0B0, which ended at 105
+    assert recorder.median_overheads() == {0: 1.0}
+
+
+def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of_it() -> None:
+    turns = Recorder(HostClock(), takes_turns=True)
+    _step(turns, 0.0)
+    assert turns.median_overheads() == {}
+    fused = Recorder(HostClock())
+    fused.begin()
+    fused.runs_as_one([Action(0, Op.I, 0)])
+    fused.action(Action(0, Op.I, 0), 0.0, 1.0)
+    fused.action(Action(0, Op.W, 0), 1.0, 1.0)
+    fused.action(Action(0, Op.F, 1), 1.5, 2.0)
+    assert fused.median_overheads() == {0: 0.5}
+
+
+def test_a_step_that_began_anew_counts_once() -> None:
+    recorder = Recorder(HostClock())
+    _step(recorder, 0.0)
+    recorder.begin_again()
+    recorder.action(Action(0, Op.F, 0), 10.0, 11.0)
+    recorder.action(Action(0, Op.B, 0), 11.1, 12.0)
+    assert recorder.median_overheads() == pytest.approx({0: 0.1})
