@@ -7,9 +7,18 @@ at once.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pipe import PipelineModule, export_checkpoint, first_position, import_checkpoint, named, read_checkpoint
+    from .pipe import (
+        ErrorFeedback,
+        PipelineModule,
+        export_checkpoint,
+        first_position,
+        import_checkpoint,
+        named,
+        read_checkpoint,
+    )
 
 __all__ = [
+    "ErrorFeedback",
     "PipelineModule",
     "__version__",
     "export_checkpoint",

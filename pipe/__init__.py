@@ -8,9 +8,11 @@ from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpo
 from .measure.steps import StepRecord
 from .module import PipelineModule
 from .stages.slices import first_position
+from .update.delay_correction import ErrorFeedback
 from .verify import Verification, VerificationError
 
 __all__ = [
+    "ErrorFeedback",
     "EvalResult",
     "NonFiniteLossError",
     "PipelineModule",

@@ -83,6 +83,7 @@ def connect(ground: Ground, placed: Placed) -> Connected:
             recorders=recorders,
             optimizer=settings.optimizer,
             scheduler=settings.lr_scheduler,
+            correction=settings.delay_correction,
             max_grad_norm=settings.max_grad_norm,
             sharding=layout.sharding,
             grad_scaler=settings.grad_scaler,
@@ -113,6 +114,8 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
             max_grad_norm=settings.max_grad_norm,
             scales_loss=settings.grad_scaler is not None,
         )
+    if settings.delay_correction is not None:
+        settings.delay_correction.refuse_flush(schedule)
     return make_flush_execution(
         schedule,
         placed.ownership,

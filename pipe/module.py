@@ -46,6 +46,7 @@ from .settings import Settings
 from .stages.compiled import read_compile
 from .stages.recompute import RecomputeLike
 from .training import Training
+from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler
 from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
@@ -84,6 +85,9 @@ class PipelineModule(RunFacts):
             `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.
         lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
+        delay_correction: "error-feedback": under an asynchronous schedule each update also gets lambda times its
+            difference to the one before, where lambda is the number of updates by which gradients of the stage are
+            late; or stagewright.ErrorFeedback(factor=, delay=). For any torch optimizer (docs/asynchronous.md).
         max_grad_norm: `train_step` clips the global gradient norm to it.
         grad_scaler: torch.amp.GradScaler of training under torch.autocast to float16. `train_step` scales losses,
             divides gradients before clipping, skips the update of all stages where a gradient of any overflowed, and
@@ -149,6 +153,7 @@ class PipelineModule(RunFacts):
         loss_weight: LossWeight | None = None,
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
+        delay_correction: ErrorFeedback | str | None = None,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -180,6 +185,7 @@ class PipelineModule(RunFacts):
             loss_fn=loss,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
+            delay_correction=read_delay_correction(delay_correction),
             max_grad_norm=max_grad_norm,
             grad_scaler=read_grad_scaler(grad_scaler),
             seed=seed,

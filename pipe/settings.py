@@ -14,6 +14,7 @@ from ..partition.profiler.optimizers import OptimizerFactory
 from .batch.model_loss import ModelLoss
 from .batch.sequence import NO_SEQUENCE, SequenceOptions
 from .measure.steps import StepRecord
+from .update.delay_correction import ErrorFeedback
 from .update.optimizers import SchedulerFactory
 
 _SUCH = "optimizer=lambda params: AdamW(params)"
@@ -34,6 +35,7 @@ class Settings:
     sequence: SequenceOptions = NO_SEQUENCE
     compile: Mapping[str, Any] | None = None
     post_validation: bool = False
+    delay_correction: ErrorFeedback | None = None
     on_step: Callable[[StepRecord], object] | None = None
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Settings:
             if value is not None and not callable(value):
                 such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
                 raise ValueError(f"{name}={value!r}: expected a callable; {such}")
-        for name in ("lr_scheduler", "max_grad_norm", "grad_scaler", "post_validation"):
+        for name in ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation"):
             value = getattr(self, name)
             if value not in (None, False) and self.optimizer is None:
                 raise ValueError(

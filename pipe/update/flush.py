@@ -112,8 +112,9 @@ class FlushUpdate(Update):
         )
         # Replicas in one process have one optimizer: the first of them steps it.
         first = {stage: rank for rank in reversed(local) for stage in schedule.placement[rank]}
+        no_delay = [0.0] * schedule.num_stages
         optimizers = [
-            parts.make_optimizers(s, ownership.stage_parameters(s), may_hold_others=True)
+            parts.make_optimizers(s, ownership.stage_parameters(s), may_hold_others=True, delays=no_delay)
             for s in sorted(first)
             if parts.optimizer is not None
         ]

@@ -38,6 +38,7 @@ from ..parallel.sharding import Sharding
 from ..stages.build import CutModel
 from ..stages.ownership import Ownership
 from ..stages.weights import WeightVersions
+from .delay_correction import ErrorFeedback
 from .gate import UpdateGate
 from .loss_scale import LossScale
 from .optimizers import SchedulerFactory, StageOptimizers, warn_of_unheld
@@ -92,6 +93,7 @@ class UpdateParts:
     Arguments:
         recorders: by local rank.
         optimizer: None: gradients are left to the user.
+        correction: of gradients that are late; None: there is none.
         sharding: what the ranks that hold a stage divide among themselves.
     """
 
@@ -101,16 +103,31 @@ class UpdateParts:
     recorders: Mapping[int, Recorder]
     optimizer: OptimizerFactory | None
     scheduler: SchedulerFactory | None
+    correction: ErrorFeedback | None
     max_grad_norm: float | None
     sharding: Sharding
     grad_scaler: GradScaler | None
     device: torch.device
 
     def make_optimizers(
-        self, stage: int, parameters: Sequence[tuple[str, nn.Parameter]], *, may_hold_others: bool
+        self,
+        stage: int,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        may_hold_others: bool,
+        delays: Sequence[float],
     ) -> StageOptimizers:
-        """The optimizers of a stage's parameters; see StageOptimizers."""
+        """The optimizers of a stage's parameters; see StageOptimizers.
+
+        Arguments:
+            delays: [S] of each stage's gradients [updates]. Of a parameter that several stages hold the largest counts
+                on all of them, so that its copies stay alike.
+        """
         assert self.optimizer is not None
+        feedback = None
+        if self.correction is not None:
+            factors = self.correction.factors(delays)
+            feedback = {name: max(factors[s] for s in self.ownership.stages[name]) for name, _ in parameters}
         made = StageOptimizers(
             stage,
             parameters,
@@ -119,6 +136,7 @@ class UpdateParts:
             where=f"stage {stage} ({self.model.names[stage]})",
             model={id(parameter) for parameter in self.model.root.parameters()},
             may_hold_others=may_hold_others,
+            feedback=feedback,
         )
         made.refuse_to_divide([name for name, _ in parameters if self.ownership.group.is_divided(name)])
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
 from ..parallel.part import Part
 from ..parallel.share import Share
+from .delay_correction import Feedback
 from .separable import separable
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -30,6 +31,7 @@ class StageOptimizers:
         scheduler: called once an optimizer.
         model: ids of all of the model's parameters.
         may_hold_others: whether an optimizer may hold a tensor beside the model's.
+        feedback: lambda of each parameter by name, where late gradients are corrected; None: they are not.
 
     Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
 
@@ -51,10 +53,12 @@ class StageOptimizers:
         where: str,
         model: Collection[int],
         may_hold_others: bool,
+        feedback: Mapping[str, float] | None = None,
     ) -> None:
         self.stage = stage
         self.names = {id(parameter): name for name, parameter in parameters}
         self._parameters = [parameter for _, parameter in parameters]
+        self._feedback = None if feedback is None else Feedback(self.names, feedback)
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
         self.parts: Mapping[str, Part] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
@@ -97,7 +101,7 @@ class StageOptimizers:
     def divide(self, parts: Mapping[str, Part]) -> None:
         """From now on hold these parts in the places of their parameters; none where a part is empty."""
         self.parts = parts
-        self.names |= {id(part.parameter): name for name, part in parts.items()}
+        self.names.update({id(part.parameter): name for name, part in parts.items()})
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 kept: list[tuple[int, nn.Parameter]] = []
@@ -161,14 +165,20 @@ class StageOptimizers:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def option_numbers(self) -> dict[int, int]:
-        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, ...)."""
+        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, lambda, ...)."""
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 number = _option_number(optimizer, group)
                 numbers.update((id(parameter), number) for parameter in group["params"])
         numbers.update((id(whole), _option_number(optimizer, group)) for optimizer, group, whole in self._away)
+        if self._feedback is not None:
+            numbers = {at: _number(f"{number} {self._feedback.factor(at)}") for at, number in numbers.items()}
         return numbers
+
+    def corrects(self, name: str) -> bool:
+        """Whether updates of a parameter are corrected, and its state has the last one."""
+        return self._feedback is not None and self._feedback.factors.get(name, 0.0) > 0
 
     def step(self, loss: float | None, *, skipped: bool = False) -> None:
         """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
@@ -184,7 +194,8 @@ class StageOptimizers:
                 self._take(name, own.grad)
         elif not skipped:
             for optimizer in self.optimizers:
-                optimizer.step()
+                with nullcontext() if self._feedback is None else self._feedback.around(optimizer):
+                    optimizer.step()
             for scheduler in self.schedulers:
                 if not required_arguments(type(scheduler).step):
                     scheduler.step()
@@ -274,7 +285,11 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
 
 def _option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+    return _number(f"{type(optimizer).__name__} {shown}")
+
+
+def _number(options: str) -> int:
+    return zlib.crc32(options.encode()) % _OPTION_NUMBERS
 
 
 def _shown_option(key: str, value: object) -> str:

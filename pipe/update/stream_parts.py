@@ -40,12 +40,15 @@ class StreamExecution:
         peaks = check(schedule).peak_versions
         taken: set[str] = set()  # parameters that another rank of this process has already
         ranks: dict[int, StreamRank] = {}
+        delays = [self.stream.delay(stage) for stage in range(schedule.num_stages)]
         for rank in parts.recorders:
             count = schedule.rule.versions_kept(peaks[rank])
             weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
             taken.update(name for one in weights.values() for name in one.names)
             optimizers = {
-                stage: parts.make_optimizers(stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False)
+                stage: parts.make_optimizers(
+                    stage, list(zip(one.names, one.own, strict=True)), may_hold_others=False, delays=delays
+                )
                 for stage, one in weights.items()
             }
             divided = NOTHING_DIVIDED

@@ -60,6 +60,14 @@ class Stream:
             steady=batch * groups + self.offsets[stage, microbatch],
         )
 
+    def delay(self, stage: int) -> float:
+        """Updates by which gradients of a stage are late in the steady state: a mean over the microbatches.
+
+        Each counts the updates between the version it was computed at and the one that its own update is made of.
+        """
+        size, group = self.schedule.num_microbatches, self.schedule.group_size
+        return sum(k // group - self.offsets[stage, k] for k in range(size)) / size
+
     def unrolled(self, num_batches: int) -> Schedule:
         """The program of `num_batches` batches, from empty to empty."""
         programs = []

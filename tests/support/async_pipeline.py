@@ -27,6 +27,10 @@ def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
         "recompute": case.recompute,
         "seed": case.seed,
     }
+    if case.feedback is not None:
+        from stagewright import ErrorFeedback
+
+        settings["delay_correction"] = ErrorFeedback(factor=case.feedback, delay=case.feedback_delay)
     if isinstance(settings["schedule"], str):
         settings["num_microbatches"] = case.num_microbatches
     if isinstance(model, nn.Sequential):

@@ -59,6 +59,8 @@ class AsyncCase:
     optimizer: str = "sgd"
     max_grad_norm: float | None = None
     decay: bool | str = False
+    feedback: float | None = None  # factor of the delay correction; None: gradients are used as late as they are
+    feedback_delay: float | None = None  # of all stages
     recompute: str = "none"
     autocast: bool = False  # float32 weights, bfloat16 around the whole loop
     as_stages: bool = False
@@ -200,6 +202,16 @@ def _pipedream_uses(case: AsyncCase, *, warmup: int) -> list[Use]:
     return found
 
 
+def delay_of(case: AsyncCase, stage: int) -> float:
+    """Updates by which the gradients of a stage are late, once the pipeline is full; a mean over microbatches."""
+    if case.feedback_delay is not None:
+        return case.feedback_delay
+    if case.schedule != "pipedream":
+        return {"2bw": 1.0, "1f1b": 0.0}[case.schedule]
+    in_flight = case.num_stages - 1 - (0 if case.vertical_sync else stage)
+    return in_flight / case.update_every
+
+
 # --- the replay ---
 
 
@@ -227,6 +239,7 @@ class _Replay:
         self.seeder = _Seeder([], seed=case.seed)
         self.versions: list[nn.Module] = []
         self.gradients: dict[str, Tensor | None] = {}
+        self.last_updates: dict[str, Tensor] = {}  # without rate and decay
         self.count = 0  # of the update group, where losses are (sum, count)
         self.outcome = AsyncOutcome()
         pieces = range(len(_pieces(self.live)))
@@ -260,8 +273,7 @@ class _Replay:
     def used(self, row: Sequence[Use]) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """(name, the parameter that the forward used, the newest one) of all stages."""
         for name, _ in self.live.named_parameters():
-            piece = int(name.split(".")[0]) if len(self.stage_of) > 1 else 0
-            use = row[self.stage_of[piece]]
+            use = row[self.stage(name)]
             used = self.versions[self.version(use)].get_parameter(name)
             yield name, used, self.versions[use.newest].get_parameter(name)
 
@@ -291,12 +303,37 @@ class _Replay:
             norm = nn.utils.clip_grad_norm_(self.live.parameters(), self.case.max_grad_norm)
             self.outcome.grad_norms.append(norm.item())
         for optimizer in self.optimizers:
-            optimizer.step()
+            self.step(optimizer)
             optimizer.zero_grad()
         for scheduler in self.schedulers:
             step_scheduler(scheduler, loss)
         self.gradients, self.count = {}, 0
         self.keep()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """W(t+1) = (1 - lr wd) W(t) - lr (d(t) + lambda (d(t) - d(t-1))); d is what the optimizer does to W(t)."""
+        if self.case.feedback is None:
+            optimizer.step()
+            return
+        names = {id(parameter): name for name, parameter in self.live.named_parameters()}
+        before = {id(p): p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+        optimizer.step()
+        for group in optimizer.param_groups:
+            rate = float(group["lr"])
+            decay = group["weight_decay"] if type(optimizer).__name__ in ("AdamW", "Muon") else 0.0
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                strength = self.case.feedback * delay_of(self.case, self.stage(name))
+                if parameter.grad is None or not rate or not strength:
+                    continue
+                d = (before[id(parameter)] * (1 - rate * decay) - parameter.detach()) / rate
+                if (last := self.last_updates.get(name)) is not None:
+                    parameter.data = torch.sub(parameter.data, d - last, alpha=strength * rate)
+                self.last_updates[name] = d
+
+    def stage(self, name: str) -> int:
+        """Stage of a parameter."""
+        return self.stage_of[int(name.split(".", maxsplit=1)[0]) if len(self.stage_of) > 1 else 0]
 
     def batch(self, t: int, table: Sequence[Sequence[Use]]) -> float:
         """Trains on batch t and returns its loss."""
@@ -332,6 +369,8 @@ class _Replay:
                 self.outcome.evals.append(self.evaluate(t))
         self.outcome.state = copied(self.live.state_dict())
         self.outcome.optimizer_state = optimizer_states(list(self.live.named_parameters()), self.optimizers)
+        for name, last in self.last_updates.items():
+            self.outcome.optimizer_state[f"{name}: delay_correction.last_update"] = last
         return self.outcome
 
     def evaluate(self, t: int) -> float:

@@ -1,0 +1,149 @@
+"""Delay correction: what is done about gradients that were computed at older weights.
+
+**Error feedback on updates.** Let d(t) be what the optimizer would apply, without rate and decay, from a gradient that
+was computed D updates ago. Instead of d the update applies A:
+
+    A(t) = d(t) + lambda (d(t) - d(t-1))          lambda = factor x D;  the first time A = d
+    W(t+1) = (1 - lr wd) W(t) - lr A(t)
+
+Why lambda = D: the d(t) that arrives is what step t - D should have applied. Were it to go on alike, the D steps since
+then would have applied it, too, so that the weights should stand at P(t) = sum of d up to t, + D d(t). What is
+still to be applied is P(t) - P(t-1) = d(t) + D (d(t) - d(t-1)). Where updates vanish nothing is added: minima stay.
+For SGD with momentum at a constant rate it is SpecTrain's prediction of weights (Chen et al., 2018) in other
+coordinates: the weights here are those that SpecTrain computes with, which are its own + D times its last update.
+
+**What d is.** It is measured, for any torch optimizer: W before the step, W' behind it, rate and decay of the group,
+
+    lr d = (1 - lr wd) W - W'                     hence  W(t+1) = W' - lambda lr (d(t) - d(t-1))
+
+wd is the decay of optimizers that are known to decouple it (`decoupled_weight_decay` of AdamW, Adam, NAdam and RAdam;
+Muon, Adafactor); any other decay, of unknown optimizers too, counts as part of d. So does what rounding does to weights
+of few bits. A group without "lr" has the rate 1. Groups with other rates, and rates that change, need nothing: d(t - 1)
+is without its rate.
+
+**Steps that are none.** A parameter without a gradient, an update that is skipped (float16), a rate of 0: there is no
+d, the weights and the last d stay as they are, and the next d is compared with the last that there was. So what
+was applied in all is always the sum of all d + lambda (the last d - the first).
+
+The last d is kept in the optimizer's own state of the parameter, under `LAST_UPDATE`, in the type of the weights: it is
+saved, cut anew, divided, counted and taken back with the rest of that state. Where lambda is 0 there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ...schedules import Schedule
+
+LAST_UPDATE = "delay_correction.last_update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """Each update adds lambda times its difference to the one before; lambda = factor * delay of the stage.
+
+    Arguments:
+        factor: of the derived strength, 1.
+        delay: [updates] on every stage; None: of each stage, as the schedule's rule has it in its steady state.
+
+    Raises ValueError for what is no number from 0 on.
+
+    >>> ErrorFeedback(factor=2.0).factors((3, 2, 1, 0))
+    (6.0, 4.0, 2.0, 0.0)
+    """
+
+    factor: float = 1.0
+    delay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "delay"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+            if not is_number and (name == "factor" or value is not None):
+                optional = ", or None for that of the schedule" if name == "delay" else ""
+                raise ValueError(f"ErrorFeedback({name}={value!r}): expected a finite number from 0 on{optional}")
+
+    def factors(self, delays: Sequence[float]) -> tuple[float, ...]:
+        """Lambda of each stage, whose gradients are late by `delays` [updates] under the schedule."""
+        return tuple(float(self.factor * (delay if self.delay is None else self.delay)) for delay in delays)
+
+    def refuse_flush(self, schedule: Schedule) -> None:
+        """ValueError under a flush schedule, unless a delay was asked for."""
+        if self.delay is None:
+            raise ValueError(
+                f"delay_correction= under the flush schedule {schedule.name!r}, whose gradients are not late: expected "
+                f"an asynchronous schedule such as '2bw', delay_correction=None, or a delay to correct as if there "
+                f"were one: stagewright.ErrorFeedback(delay=1)"
+            )
+
+
+def read_delay_correction(option: object) -> ErrorFeedback | None:
+    """The option `delay_correction=`. ValueError for anything but None, its name and an ErrorFeedback."""
+    if option is None or isinstance(option, ErrorFeedback):
+        return option
+    if option == "error-feedback":
+        return ErrorFeedback()
+    raise ValueError(
+        f"delay_correction={option!r:.60}: expected None, 'error-feedback', or stagewright.ErrorFeedback(factor=...)"
+    )
+
+
+class Feedback:
+    """Error feedback around the steps of optimizers.
+
+    Arguments:
+        names: by id of a parameter.
+        factors: lambda by name; a tensor without a name is not corrected.
+    """
+
+    def __init__(self, names: Mapping[int, str], factors: Mapping[str, float]) -> None:
+        self.factors = factors
+        self._names = names
+
+    def factor(self, parameter: int) -> float:
+        """Lambda of a parameter, given by its id."""
+        return self.factors.get(self._names.get(parameter, ""), 0.0)
+
+    @contextmanager
+    def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Correct the step that the optimizer makes within."""
+        groups = [(group, rate) for group in optimizer.param_groups if (rate := float(group.get("lr", 1.0))) != 0.0]
+        before = [self._before(optimizer, group, rate) for group, rate in groups]
+        yield
+        for (_, rate), decayed in zip(groups, before, strict=True):
+            self._correct(optimizer, decayed, rate)
+
+    @torch.no_grad()
+    def _before(
+        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: float
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """The weights that are to be corrected, decayed as the step will do it: in their own type, like torch."""
+        found = {p: p.detach().clone() for p in group["params"] if p.grad is not None and self.factor(id(p))}
+        decay = float(group.get("weight_decay") or 0.0) if _decouples_decay(optimizer, group) else 0.0
+        if decay and found:
+            torch._foreach_mul_(list(found.values()), 1.0 - rate * decay)
+        return found
+
+    @torch.no_grad()
+    def _correct(
+        self, optimizer: torch.optim.Optimizer, decayed: Mapping[torch.Tensor, torch.Tensor], rate: float
+    ) -> None:
+        for parameter, update in decayed.items():
+            update.sub_(parameter).div_(rate)
+            state = optimizer.state[parameter]
+            last = state.get(LAST_UPDATE)
+            state[LAST_UPDATE] = update
+            if last is not None:
+                parameter.sub_(last.neg_().add_(update), alpha=self.factor(id(parameter)) * rate)
+
+
+def _decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a step multiplies weights by 1 - lr * weight_decay, whatever their gradients."""
+    return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
