@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import Schedule, check, simulate
+from ...schedules import Costs, Schedule, check, simulate
 from ...schedules.synthesis.synthesize import Synthesis
 from ..help_text import plain_help
 from ..schedule_files import is_file
@@ -51,9 +51,10 @@ def run(argv: Sequence[str]) -> int:
     if options.json and options.format != "grid":
         raise ValueError(f"--json beside --format {options.format}: expected one of the two")
     found: Synthesis | None = None
+    costs = options.costs()
     if options.schedule.lower() == AUTO:
         found = options.search()
-        schedule = found.schedule
+        schedule, costs = found.schedule, found.costs
         check(schedule)
     else:
         options.check_named(options.schedule)
@@ -61,15 +62,15 @@ def run(argv: Sequence[str]) -> int:
     if options.png is not None:
         from ...viz import render_timeline
 
-        render_timeline(simulate(schedule, options.costs()), options.png)
+        render_timeline(simulate(schedule, costs), options.png)
     if options.json:
-        print(_json(schedule, options, found))
+        print(_json(schedule, costs, found))
         return 0
     match options.format:
         case "grid":
             print(schedule.grid())
             if found is not None or is_file(options.schedule):
-                print(f"\n{_simulated(schedule, options)}")
+                print(f"\n{_simulated(schedule, costs)}")
             if found is not None:
                 print(f"\n{synthesis_table(found)}")
         case "csv":
@@ -79,13 +80,11 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _simulated(schedule: Schedule, options: ScheduleOptions) -> str:
-    costs = options.costs()
+def _simulated(schedule: Schedule, costs: Costs) -> str:
     return f"checked: complete, in an order that ends\n{table(summarise(schedule, costs, simulate(schedule, costs)))}"
 
 
-def _json(schedule: Schedule, options: ScheduleOptions, found: Synthesis | None) -> str:
-    costs = options.costs()
+def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:
     answer = summarise(schedule, costs, simulate(schedule, costs))
     figures = {name: getattr(answer, name) for name in SimulationSummary.__slots__}
     search = {} if found is None else {"search": synthesis_data(found)}

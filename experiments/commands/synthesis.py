@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 from ...schedules.synthesis.search import Progress
-from ...schedules.synthesis.synthesize import Synthesis, synthesize
+from ...schedules.synthesis.synthesize import Synthesis, Tried, synthesize
 from ...schedules.wording import duration
 from ..help_text import plain_help
 from .schedule_options import LimitedOptions, one_or_several
@@ -29,8 +29,9 @@ class SynthesisOptions(LimitedOptions):
     kept_share: tuple[float, ...] | None = None
     """auto: part of an activation that stays between I and W, one number or one a stage (default: 1, all of it)."""
     placement: str | None = None
-    """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn) or v (two a rank, there and
-    back)."""
+    """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn), v (two a rank, there and
+    back), or any: the best of the three, where costs and --memory are of the model in P stages (or, where there are
+    more numbers, of so many pieces)."""
     objective: Literal["makespan", "span"] | None = None
     """auto: makespan, where updates synchronise all ranks (default); span, from start to end of one rank."""
     seconds: float | None = None
@@ -64,7 +65,7 @@ class SynthesisOptions(LimitedOptions):
                 "auto needs --ranks and --microbatches: expected `stagewright schedule auto --ranks 4 --microbatches 8`"
             )
         if self.chunks not in (None, 1) and self.placement is None:
-            raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic or v, too")
+            raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic, v or any, too")
         seconds = _SECONDS if self.seconds is None else self.seconds
         with _progress(seconds, sys.stderr) as told:
             return synthesize(
@@ -94,6 +95,9 @@ def synthesis_data(found: Synthesis) -> dict[str, Any]:
         "evaluations": found.evaluations,
         "memory_limit": found.problem.memory_limit,
         "smallest_memory": found.problem.smallest_memory,
+        "placements": [
+            {name: getattr(each, name) for name in ("placement", "lower_bound", "value")} for each in found.placements
+        ],
         "history": [
             {name: getattr(each, name) for name in ("seconds", "evaluations", "value", "gap", "source")}
             for each in found.history
@@ -107,6 +111,7 @@ def synthesis_table(found: Synthesis) -> str:
     lines = [
         f"  {found.summary()}",
         f"  least {what} under this memory limit, whatever the order: {found.lower_bound:.6g}",
+        *([] if len(found.placements) == 1 else [f"  placements: {'; '.join(map(_tried, found.placements))}"]),
         "",
         f"  {'after':>10}  {'orders':>9}  {what:>12}  {'gap':>8}  found by",
     ]
@@ -118,6 +123,11 @@ def synthesis_table(found: Synthesis) -> str:
         spent = f"{duration(each.seconds):>10}  {each.evaluations:>9,}"
         lines.append(f"  {spent}  {each.value:>12.6g}  {each.gap:>8.2%}  {each.source}")
     return "\n".join(lines)
+
+
+def _tried(each: Tried) -> str:
+    least = f"least {each.lower_bound:.6g}"
+    return f"{each.placement} {least}" if each.value is None else f"{each.placement} {each.value:.6g} ({least})"
 
 
 @contextmanager

@@ -11,10 +11,9 @@ from itertools import accumulate, combinations, pairwise
 
 from ..timing.costs import Costs
 from .bounds import least_seconds
+from .pieces import Cut, Pieces
 from .problem import MemoryLimitError, Objective, Placement, fits, place, pose
 from .synthesize import Synthesis, synthesize
-
-Cut = tuple[int, ...]  # [S + 1] the first layer of each stage, and the number of layers
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
 _BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
@@ -167,7 +166,17 @@ class _Search:
         seconds: float,
         seed: int,
     ) -> None:
-        self.layers, self.num_ranks, self.num_microbatches, self.latency = layers, num_ranks, num_microbatches, latency
+        self.layers, self.num_ranks, self.num_microbatches = layers, num_ranks, num_microbatches
+        self.pieces = Pieces(
+            costs=Costs(
+                forward=[each.forward for each in layers],
+                input_grad=[each.input_grad for each in layers],
+                weight_grad=[each.weight_grad for each in layers],
+                latency=latency,
+            ),
+            activations=tuple(each.activation for each in layers),
+            kept_share=(1.0,) * len(layers),
+        )
         self.memory_limit, self.objective, self.evaluations, self.seed = memory_limit, objective, evaluations, seed
         self.until = time.monotonic() + seconds
         limits = math.inf if memory_limit is None else memory_limit
@@ -231,40 +240,31 @@ class _Search:
 
     # --- one cut ---
 
-    def stages(self, cut: Cut) -> list[list[float]]:
-        """Seconds of F, I, W, and what is held, by stage."""
-        return [[sums[end] - sums[start] for start, end in pairwise(cut)] for sums in self.sums]
-
-    def costs(self, cut: Cut) -> tuple[Costs, list[float]]:
-        forward, input_grad, weight_grad, held = self.stages(cut)
-        costs = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=self.latency)
-        return costs, held
-
     def bound(self, name: str, cut: Cut) -> float:
-        costs, held = self.costs(cut)
+        stages = self.pieces.joined(cut)
         return least_seconds(
             pose(
                 num_ranks=self.num_ranks,
                 num_microbatches=self.num_microbatches,
-                costs=costs,
+                costs=stages.costs,
                 memory_limit=self.memory_limit,
                 placement=name,
                 objective=self.objective,
-                activations=held,
+                activations=stages.activations,
             )
         )
 
     def schedule(self, name: str, cut: Cut, evaluations: int) -> None:
         """Search for the schedule of a cut; what it found before stays where that is no worse."""
-        costs, held = self.costs(cut)
+        stages = self.pieces.joined(cut)
         found = synthesize(
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
-            costs=costs,
+            costs=stages.costs,
             memory_limit=self.memory_limit,
             placement=name,
             objective=self.objective,
-            activations=held,
+            activations=stages.activations,
             evaluations=evaluations,
             seconds=max(0.1, self.until - time.monotonic()),
             seed=self.seed,
@@ -275,7 +275,7 @@ class _Search:
 
     def excess(self, name: str, cut: Cut) -> float:
         """Memory of one microbatch beyond the limits of its ranks."""
-        held = self.stages(cut)[3]
+        held = [self.sums[3][end] - self.sums[3][start] for start, end in pairwise(cut)]
         ranks = place(name, num_ranks=self.num_ranks)
         needed = [math.fsum(held[s] for s in own) for own in ranks]
         pairs = zip(needed, self.limits, strict=True)

@@ -18,7 +18,7 @@ from .slides import OrderSearch
 from .starts import fits_memory, fuse, made_orders, named_orders, split
 from .weights import refill
 
-Stopped = Literal["optimal", "seconds", "evaluations"]
+Stopped = Literal["optimal", "seconds", "evaluations", "tried"]
 
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round
@@ -27,7 +27,7 @@ _SMALL = 500  # actions of a problem in which slides find what policies cannot
 _BEFORE = 6  # policies that come before the named schedules, where there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
-_CLOSE = 1e-12  # a value so near to the bound, in parts of it, meets it
+CLOSE = 1e-12  # a value so near to the bound, in parts of it, meets it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class Search:
 
     def _count(self) -> None:
         self.evaluations += 1
-        if self.value <= self.bound * (1 + _CLOSE):
+        if self.value <= self.bound * (1 + CLOSE):
             self.stopped = "optimal"
             raise _BudgetError
         if self.best is None:

@@ -11,10 +11,26 @@ from ..timing.links import Links
 from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
 from ..wording import duration
-from .bounds import least_seconds
-from .problem import Objective, Problem, pose
+from .asked import Asked, asked
+from .contest import Contest
+from .problem import Objective, Problem
 from .search import Progress, Search, Stopped
 from .starts import fits_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A placement that was looked at.
+
+    Arguments:
+        placement: "plain", "cyclic", "v", or "given".
+        lower_bound: what no schedule on it can beat [s].
+        value: of the best schedule that was found on it [s]; None: its bound showed that it cannot win.
+    """
+
+    placement: str
+    lower_bound: float
+    value: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +38,22 @@ class Synthesis:
     """A schedule that `synthesize` found.
 
     Arguments:
-        problem: what was to be put in order.
+        problem: what was to be put in order, on the placement of the schedule.
+        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement.
         schedule: the best order, by the name "auto".
         timeline: of that schedule, simulated.
         value: of the objective: the makespan or the span [s].
         lower_bound: what no schedule of the problem can beat [s].
         stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
-            spent: then it is the best so far.
+            spent, or "tried", when all was that is worth a try: then it is the best so far.
         history: each improvement, the first to the last.
         seconds: that the search took.
         evaluations: orders that it tried.
+        placements: that were looked at, the one with the least bound first.
     """
 
     problem: Problem
+    costs: Costs
     schedule: Schedule
     timeline: Timeline
     value: float
@@ -43,6 +62,7 @@ class Synthesis:
     history: tuple[Progress, ...]
     seconds: float
     evaluations: int
+    placements: tuple[Tried, ...]
 
     @property
     def gap(self) -> float:
@@ -71,6 +91,7 @@ class Synthesis:
             "optimal": "optimal: the lower bound is met",
             "seconds": "best so far, the time was over",
             "evaluations": "best so far, the evaluations were spent",
+            "tried": "best of all that was tried",
         }[self.stopped]
         return (
             f"{self.problem.objective} {duration(self.value)}, at most {self.gap:.2%} above the best possible; {why} "
@@ -108,7 +129,11 @@ def synthesize(
         costs: of one stage action each [s].
         memory_limit: most that a rank may hold, one number or one a rank, in the unit of `activations`; None: no limit.
         placement: "plain" (stage r on rank r), "cyclic" (`num_chunks` stages a rank, stage s on rank s mod P),
-            "v" (two stages a rank, down the ranks and back), or the stages of each rank.
+            "v" (two stages a rank, down the ranks and back), the stages of each rank, or "any": the best of the first
+            three. Then costs and activations are of the model in P equal parts, one a rank, which stand as they are
+            under "plain" and are divided into V equal stages each under the others, messages apart; or, where they have
+            more numbers, of so many pieces, neighbours of which make a stage. A placement of whose stages these make no
+            equal number is left out. The limit keeps their unit: one activation of a P-th of the model, or bytes.
         num_chunks: V, for "cyclic" (2 by default).
         objective: "makespan", when the optimizer step synchronises all ranks; "span", when steps may overlap.
         activations: what a forward of a stage takes until the end of its W (or B), one number or one a stage: 1, so
@@ -137,7 +162,7 @@ def synthesize(
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
-    problem = pose(
+    problems = asked(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         costs=costs,
@@ -149,32 +174,58 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
-    bound = least_seconds(problem)
+    if start is not None:
+        problems.sort(key=lambda each: each.problem.placement != start.placement)
+    bound = min(each.bound for each in problems)
+    contest: Contest[_Found] = Contest(bound=bound, seconds=seconds, evaluations=evaluations, on_progress=on_progress)
+    tried = []
+    for at, each in enumerate(problems):
+        value = None
+        if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound)):
+            value = _search(each, contest, None if at else start, seed=seed, left=len(problems) - at)
+        tried.append(Tried(placement=each.placement, lower_bound=each.bound, value=value))
+    found = contest.answer
+    assert found is not None
+    return Synthesis(
+        problem=found.asked.problem,
+        costs=found.asked.costs,
+        schedule=found.schedule,
+        timeline=simulate(found.schedule, found.asked.costs, found.asked.links),
+        value=contest.value,
+        lower_bound=bound,
+        stopped=contest.stopped,
+        history=tuple(contest.history),
+        seconds=contest.elapsed,
+        evaluations=contest.evaluations,
+        placements=tuple(sorted(tried, key=lambda each: each.lower_bound)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    asked: Asked
+    schedule: Schedule
+
+
+def _search(asked: Asked, contest: Contest[_Found], start: Schedule | None, *, seed: int, left: int) -> float:
+    """The best value of one problem [s], of so many that have still to be searched."""
+    seconds, evaluations = contest.share(left)
     search = Search(
-        problem,
-        bound=bound,
-        costs=costs,
+        asked.problem,
+        bound=asked.bound,
+        costs=asked.costs,
         seed=seed,
         seconds=seconds,
         evaluations=evaluations,
-        on_progress=on_progress,
+        on_progress=lambda each: contest.tell(each.value, each.source, spent=each.evaluations),
     )
     starts = []
     if start is not None:
         starts.append(search.evaluator.orders(start))
         peaks = search.evaluator.peaks(starts[0])
-        if not fits_memory(problem, peaks):
+        if not fits_memory(asked.problem, peaks):
             raise ValueError(f"start={start!r} holds up to {max(peaks):g} on a rank: expected at most memory_limit")
-    orders = search.run(starts)
-    schedule = search.evaluator.schedule(orders)
-    return Synthesis(
-        problem=problem,
-        schedule=schedule,
-        timeline=simulate(schedule, costs, links),
-        value=search.value,
-        lower_bound=bound,
-        stopped=search.stopped,
-        history=tuple(search.history),
-        seconds=search.elapsed,
-        evaluations=search.evaluations,
-    )
+    schedule = search.evaluator.schedule(search.run(starts))
+    contest.evaluations += search.evaluations
+    contest.offer(search.value, _Found(asked=asked, schedule=schedule), search.history[-1].source)
+    return search.value

@@ -53,6 +53,19 @@ def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs of the plain stage; the figures are those of the chunks that won, and the others stand beside them."""
+    argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "any", "--seconds", "1"]
+    assert main([*argv, "--forward", "2", "--input-grad", "2", "--weight-grad", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    tried = {each["placement"]: each for each in answer["search"]["placements"]}
+    assert set(tried) == {"plain", "cyclic", "v"}
+    assert answer["figures"]["makespan"] == answer["search"]["value"] == 25
+    assert tried["plain"]["lower_bound"] == 26
+    assert main(argv) == 0
+    assert "placements: " in capsys.readouterr().out
+
+
 def test_the_same_seed_and_costs_by_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
     """Unequal microbatches and a limit a rank; two runs give one answer."""
     argv = [*SMALL, "--index-factors", *"12111311", "--memory", "4", "3", "3", "2", "--json", "--seconds", "0.3"]
@@ -80,7 +93,7 @@ def test_a_budget_that_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
         (["--weight-grad", "-1", "--input-grad", "1"], "weight_grad=-1.0: expected a finite number"),
         (["--placement", "w"], "placement='w': expected one of plain, cyclic, v"),
         (["--placement", "v", "--chunks", "3"], "num_chunks=3 for placement 'v': expected 2"),
-        (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic or v"),
+        (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic, v or any"),
         (["--seconds", "0"], "seconds=0.0: expected a time budget above 0"),
         (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
         (["--index-factors", "1", "2"], "index_factors has 2 numbers: expected one for each of the 8"),
