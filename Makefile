@@ -10,9 +10,12 @@ READY := .venv/ready
 PACKAGES := schedules partition comm pipe viz experiments
 
 .DEFAULT_GOAL := help
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
-# In-process tests run on all cores, up to eight. Those that start gloo processes, which wait for each other more than
-# they compute, come after them two at a time.
+# The tests start hundreds of processes: where no bytecode may be written, each of them would compile this package again,
+# and each worker the tests.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
+# Tests that start gloo processes wait for each other more than they compute, and in-process tests never wait: together,
+# two a core, up to eight. Those of the nightly run that judge times have the machine more for themselves.
+TWO_A_CORE := -n $$((2 * $$(getconf _NPROCESSORS_ONLN))) --maxprocesses 8 --dist worksteal
 ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
 TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
@@ -29,8 +32,7 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 	$(BIN)/stagewright train $(ARGS)
 
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
-	$(PYTEST) $(ON_ALL_CORES) -m 'not gloo and not nightly' $(ARGS) $(OR_NONE)
-	$(PYTEST) $(TWO_AT_A_TIME) -m 'gloo and not nightly' $(ARGS) $(OR_NONE)
+	$(PYTEST) $(TWO_A_CORE) -m 'not nightly' $(ARGS) $(OR_NONE)
 
 extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, ortools, a driver for Chromium
 

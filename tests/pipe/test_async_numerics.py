@@ -27,6 +27,7 @@ from support.async_reference import (
     replay,
     uses,
 )
+from support.grids import one_in
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -42,8 +43,8 @@ RULES: dict[str, dict[str, Any]] = {
     "vertical-k2": {"schedule": "pipedream", "update_every": 2, "vertical_sync": True},
 }
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-THREE = ("2bw", "pipedream", "vertical-k2")
-one_of_each = pytest.mark.parametrize("rule", [RULES[name] for name in THREE], ids=THREE)
+ONE_OF_EACH = {name: RULES[name] for name in ("2bw", "pipedream", "vertical-k2")}
+one_of_each = pytest.mark.parametrize("rule", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
 
 
 def check(case: AsyncCase) -> None:
@@ -53,21 +54,17 @@ def check(case: AsyncCase) -> None:
 # --- the rules ---
 
 
-@each_rule
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "rule"), one_in(2, (1, 2, 3, 4), RULES))
 def test_every_rule_on_every_number_of_ranks(rule: dict[str, Any], num_ranks: int) -> None:
     check(AsyncCase(task="conv-norm", num_ranks=num_ranks, optimizer="momentum", sizes=UNEVEN, **rule))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@one_of_each
+@pytest.mark.parametrize(("optimizer", "rule"), one_in(2, OPTIMIZERS, ONE_OF_EACH))
 def test_every_optimizer(rule: dict[str, Any], optimizer: str) -> None:
     check(AsyncCase(task="conv-norm", num_ranks=4, optimizer=optimizer, **rule))
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "warmup"), [(2, "eager"), (3, "eager"), (4, "eager"), (3, (3, 2, 0)), (3, (6, 3, 0))], ids=str
-)
+@pytest.mark.parametrize(("num_ranks", "warmup"), [(2, "eager"), (4, "eager"), (3, (3, 2, 0)), (3, (6, 3, 0))], ids=str)
 def test_a_deeper_warmup_changes_no_number(num_ranks: int, warmup: Any) -> None:
     plain = AsyncCase(task="small-gpt", num_ranks=num_ranks, num_microbatches=6, optimizer="adamw", flushes=(4,))
     outcome = run(replace(plain, warmup=warmup))
@@ -126,13 +123,14 @@ def test_1f1b_under_autocast() -> None:
 # --- draining in the middle ---
 
 
-@one_of_each
 @pytest.mark.parametrize(
-    ("flushes", "evals"), [((3,), ()), ((), (4,)), ((0, 4), (2, 4)), (tuple(range(6)), ())], ids=str
+    ("rule", "flushes_and_evals"),
+    one_in(2, ONE_OF_EACH, [((3,), ()), ((), (4,)), ((0, 4), (2, 4)), (tuple(range(6)), ())]),
 )
 def test_flush_and_eval_step_in_the_middle(
-    rule: dict[str, Any], flushes: tuple[int, ...], evals: tuple[int, ...]
+    rule: dict[str, Any], flushes_and_evals: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
+    flushes, evals = flushes_and_evals
     case = AsyncCase(task="mlp", num_ranks=3, optimizer="momentum", flushes=flushes, evals=evals, **rule)
     check(case)
 
@@ -140,34 +138,29 @@ def test_flush_and_eval_step_in_the_middle(
 # --- models ---
 
 
-@one_of_each
-@pytest.mark.parametrize("task", ["mlp", "lstm", "masked-stages", "sequential-stages"])
+@pytest.mark.parametrize(
+    ("task", "rule"), one_in(3, ("mlp", "lstm", "masked-stages", "sequential-stages"), ONE_OF_EACH)
+)
 def test_every_model(task: str, rule: dict[str, Any]) -> None:
     check(AsyncCase(task=task, num_ranks=3, optimizer="adamw", sizes=UNEVEN, flushes=(3,), **rule))
 
 
 @pytest.mark.parametrize(
     ("task", "recompute", "rule"),
-    [
-        (task, recompute, ("2bw", "pipedream")[(i + j) % 2])
-        for i, task in enumerate(("small-gpt", "conv-norm", "lstm"))
-        for j, recompute in enumerate(("full", "layer", "selective"))
-    ],
+    one_in(3, ("small-gpt", "conv-norm", "lstm"), ("full", "layer", "selective"), ("2bw", "pipedream")),
 )
 def test_recompute(task: str, recompute: str, rule: str) -> None:
     """The backward runs the forward again: under the version of the microbatch, with its random numbers."""
     check(AsyncCase(task=task, num_ranks=3, recompute=recompute, optimizer="momentum", flushes=(4,), **RULES[rule]))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@one_of_each
+@pytest.mark.parametrize(("recompute", "rule"), one_in(2, ("none", "full"), ONE_OF_EACH))
 def test_batchnorm_and_its_running_statistics(rule: dict[str, Any], recompute: str) -> None:
     sizes = (19, 23, 16, 18, 20, 11)
     check(AsyncCase(task="batchnorm", num_ranks=3, sizes=sizes, recompute=recompute, evals=(3,), **rule))
 
 
-@one_of_each
-@pytest.mark.parametrize("bounds", [(2, 9), (10, 12)], ids=str)
+@pytest.mark.parametrize(("rule", "bounds"), one_in(2, ONE_OF_EACH, [(2, 9), (10, 12)]))
 def test_stages_of_the_users_own_cut(rule: dict[str, Any], bounds: tuple[int, ...]) -> None:
     """One by one, and as split_points; stages begin with an activation, a convolution, a LayerNorm."""
     for as_stages in (False, True):
@@ -194,12 +187,13 @@ def test_traced_models(task: str) -> None:
     check(AsyncCase(task=task, num_ranks=3, optimizer="momentum", sizes=sizes, flushes=(4,)))
 
 
-@one_of_each
 @pytest.mark.parametrize(
-    ("task", "recompute"), [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]
+    ("rule", "task_and_recompute"),
+    one_in(3, ONE_OF_EACH, [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]),
 )
-def test_autocast_around_the_whole_loop(task: str, rule: dict[str, Any], recompute: str) -> None:
+def test_autocast_around_the_whole_loop(rule: dict[str, Any], task_and_recompute: tuple[str, str]) -> None:
     """Its cache of casted weights must not outlive a version."""
+    task, recompute = task_and_recompute
     check(
         AsyncCase(task=task, num_ranks=3, autocast=True, optimizer="adamw", recompute=recompute, flushes=(4,), **rule)
     )

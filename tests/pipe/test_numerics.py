@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
-from support.matrix import MICROBATCHES, all_layouts, cover, make_case
+from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
 from support.models import make_batch, make_model, seeded_units
 from support.pipeline import clear, make_pipeline, run
 from support.reference import Seeder, accumulate, gradients, reference, reference_model
@@ -50,8 +50,14 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
     check(make_case("mlp", layout, num_microbatches), layout)
 
 
-@pytest.mark.parametrize(("case", "layout"), cover(ranks=RANKS))
+@pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS, times=3))
 def test_every_model(case: Case, layout: Layout) -> None:
+    check(case, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("case", "layout"), cover(ranks=RANKS))
+def test_every_model_under_every_schedule(case: Case, layout: Layout) -> None:
     check(case, layout)
 
 

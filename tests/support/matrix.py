@@ -48,10 +48,10 @@ def cover(*, ranks: Sequence[int]) -> list[Any]:
     return [_parameter(row["task"], row) for row in _rows(ranks, task=list(TASKS))]
 
 
-def sample(*, ranks: Sequence[int]) -> list[Any]:
-    """pytest parameters (case, layout) in which every two of schedule, P, V, M and recompute meet, each task twice."""
+def sample(*, ranks: Sequence[int], times: int = 2) -> list[Any]:
+    """pytest parameters (case, layout): every two of schedule, P, V, M and recompute meet, each task comes `times`."""
     rows = _rows(ranks)
-    tasks = 2 * list(TASKS)
+    tasks = times * list(TASKS)
     return [_parameter(task, rows[k % len(rows)]) for k, task in enumerate(tasks)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,13 +30,18 @@ def pairwise(
     everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
     candidates = [row for row in everything if allowed(row)]
     random.Random(seed).shuffle(candidates)
-    pairs = {id(row): frozenset(_pairs(row)) for row in candidates}
-    missing = set().union(*pairs.values())
+    pairs = [frozenset(_pairs(row)) for row in candidates]
+    missing = set().union(*pairs)
+    # How many pairs a row adds never grows: the first row whose count is up to date is the best.
+    waiting = [(-len(pairs[k]), cost(row), k) for k, row in enumerate(candidates)]
+    heapq.heapify(waiting)
     chosen = []
     while missing:
-        best = max(candidates, key=lambda row: (len(pairs[id(row)] & missing), -cost(row)))
-        missing -= pairs[id(best)]
-        chosen.append(best)
+        _, price, k = waiting[0]
+        now = (-len(pairs[k] & missing), price, k)
+        if heapq.heapreplace(waiting, now) == now:
+            missing -= pairs[k]
+            chosen.append(candidates[k])
     order = {id(row): k for k, row in enumerate(everything)}
     return sorted(chosen, key=lambda row: order[id(row)])
 
