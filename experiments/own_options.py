@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ..schedules.user_code import check_call, load
@@ -28,17 +28,23 @@ class OwnOptions:
     optimizer: str | None = None
     """Its optimizer(parameters) (default: AdamW)."""
 
-    def check_own(self, others: Mapping[str, object]) -> None:
+    def check_own(self, others: Mapping[str, object], *, optimizers: Sequence[str] = ()) -> None:
         """Raise ValueError for functions that are not there, and for what does not go together.
 
         Arguments:
             others: options of the example GPT by name that were given.
+            optimizers: of the example GPT, by the names that --optimizer takes.
         """
         if self.model is None:
             for name in ("data", "loss", "optimizer"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--{name} {getattr(self, name)} without --model: expected --model beside it")
+                value = getattr(self, name)
+                if value is None or (name == "optimizer" and value in optimizers):
+                    continue
+                known = f", or {' or '.join(optimizers)}" if name == "optimizer" and optimizers else ""
+                raise ValueError(f"--{name} {value} without --model: expected --model beside it{known}")
             return
+        if self.optimizer in optimizers:
+            others = {**others, "optimizer": self.optimizer}
         if self.data is None:
             raise ValueError(
                 f"--model {self.model} without --data: expected --data package.module:function, which gives batches, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from ...schedules.wording import count, duration
 from ..backends.registry import BACKENDS, Access, backend
 from ..help_text import plain_help
 from ..jobs import catalog
+from ..jobs.case import Case, Value
 from ..jobs.job import Changes, Job, jobs_of
 from ..jobs.progress import make_progress
 from ..jobs.report import write_report
@@ -26,8 +26,6 @@ from ..jobs.runner import Intent, alone, intend, is_held, run_jobs
 from ..jobs.selection import select
 from ..jobs.status import State, Status
 from ..names import check_known
-
-WITH_OPTIONS_OF_THEIR_OWN = ("convergence",)  # `stagewright experiment NAME --steps ...`, a package beside this file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,8 @@ class RunOptions:
     """From node to node, such as 1ms (default: as declared)."""
     repetitions: int | None = None
     """Repetitions of every part (default: as declared)."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE in all cases, in place of what is declared (default: as declared)."""
     only: tuple[str, ...] = ()
     """Only these parts and cases: names of parts, or KEY=VALUE (default: all)."""
     fresh: bool = False
@@ -107,7 +107,23 @@ class RunOptions:
             bandwidth=self.bandwidth,
             latency=self.latency,
             repetitions=self.repetitions,
+            values=tuple(_read_value(word) for word in self.set),
         )
+
+
+def _read_value(word: str) -> tuple[str, Value]:
+    """Key and value of a word such as updates=20; ValueError for another form."""
+    key, equals, text = word.partition("=")
+    if not (key and equals and text):
+        raise ValueError(f"--set {word}: expected KEY=VALUE, such as ranks=2")
+    try:
+        value = json.loads(text)
+    except ValueError:  # text needs no quotes
+        value = text
+    try:
+        return next(iter(Case.of({key: value}).items))
+    except ValueError as error:
+        raise ValueError(f"--set {word}: {error}") from None
 
 
 @plain_help
@@ -140,13 +156,9 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] in words:
         return words[argv[0]](argv[1:])
-    if argv[0] in WITH_OPTIONS_OF_THEIR_OWN:
-        module = importlib.import_module(f"..{argv[0]}.command", __package__)
-        status: int = module.run(argv[1:])
-        return status
     if argv[0] in catalog.names():
-        raise ValueError(f"{argv[0]} has no options of its own: type `stagewright experiment run {argv[0]}`")
-    known = dict.fromkeys([*words, *WITH_OPTIONS_OF_THEIR_OWN, *catalog.names()])
+        return _run(argv)
+    known = dict.fromkeys([*words, *catalog.names()])
     check_known("unknown experiment", argv[0], known, listed="words and experiments")
     raise AssertionError(argv[0])
 
@@ -157,8 +169,7 @@ def _help() -> str:
     width = max(map(len, names))
     lines += [f"  {name:<{width}}  {catalog.find(name).question}" for name in names]
     lines += ["", "`stagewright experiment run --help` lists the options of run; likewise of the others."]
-    own = ", ".join(f"`stagewright experiment {name} --help`" for name in WITH_OPTIONS_OF_THEIR_OWN)
-    return "\n".join([*lines, f"Options of their own have: {own}"])
+    return "\n".join([*lines, "`stagewright experiment NAME` is short for `stagewright experiment run NAME`."])
 
 
 def _list(argv: Sequence[str]) -> int:

@@ -186,7 +186,7 @@ def measure(options: ProfileOptions) -> Profile:
         tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         target=targets,
         loss_fn=loss_fn,
-        optimizer=(lambda parameters: make_optimizer(parameters, lr=1e-3)) if options.update else None,
+        optimizer=make_optimizer(lr=1e-3) if options.update else None,
         autocast=autocast,
         seconds=options.seconds,
         progress=lambda text: print(text, file=sys.stderr, flush=True),

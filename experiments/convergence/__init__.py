@@ -1,1 +1,1 @@
-"""Does it learn without a flush? `stagewright experiment convergence` trains a GPT by several methods."""
+"""Does it learn without a flush? The experiment `convergence` trains a GPT under many settings."""

@@ -1,41 +1,102 @@
-"""The picture: validation loss against steps, and against seconds."""
+"""The pictures: loss against tokens and against time; loss against the rate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
-from .curves import Curve, mean_of, of_method
+from ...viz.palette import SERIES_HUES
+from ..jobs.figure import Figure
+from .outcomes import Outcome, label, outcomes, reference, tokens_per_second
+from .setting import Setting
 
-_COLOURS = ("#555555", "#1f77b4", "#d62728", "#2ca02c", "#7fb3d9", "#ee8f8f")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def draw(curves: Sequence[Curve], path: Path) -> Path:
-    """Thin lines are seeds, thick ones their mean (dashed: with learning-rate warm-up), shaded their range."""
-    from matplotlib.figure import Figure
+def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
+    """Validation loss against tokens, and against seconds of the tokens at the measured throughput.
 
-    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
-    by_steps, by_time = figure.subplots(1, 2, sharey=True)
-    for method, colour in zip(dict.fromkeys(curve.method for curve in curves), _COLOURS, strict=False):
-        own = of_method(curves, method)
-        seconds, losses = mean_of(own)
-        for axes, mean_x in ((by_steps, own[0].steps), (by_time, seconds)):
-            for curve in own:
-                x = curve.steps if axes is by_steps else curve.seconds
-                axes.plot(x, curve.losses, color=colour, linewidth=0.6, alpha=0.5)
-            low, high = ([pick(c) for c in zip(*(o.losses for o in own), strict=True)] for pick in (min, max))
-            axes.fill_between(mean_x, low, high, color=colour, alpha=0.12, linewidth=0)
-            style = "--" if method.endswith("warmup") else "-"
-            axes.plot(mean_x, losses, style, color=colour, linewidth=2.0, label=method)
-    worst = max(curve.losses[1] for curve in curves)
-    best = min(min(curve.losses) for curve in curves)
-    by_steps.set_ylim(best - 0.05 * (worst - best), worst)
-    by_steps.set_xlabel("steps (same tokens for every method)")
-    by_time.set_xlabel("seconds of training (measured, one thread a rank)")
-    by_steps.set_ylabel("validation loss [nats a byte]")
-    by_time.legend(frameon=False)
-    for axes in (by_steps, by_time):
+    Methods with the most seeds at their best rate, each at that rate. Lines are means over the seeds, shaded: their
+    range. None where nothing was run.
+    """
+    from matplotlib.figure import Figure as Picture
+
+    found = [each for each in outcomes(figures) if each.best_curves()]
+    seeds = max((len(each.best) for each in found), default=0)
+    shown = [each for each in found if len(each.best) == seeds]
+    if not shown:
+        return None
+    timed = [(each, tokens_per_second(figures, each.method)) for each in shown]
+    has_time = any(values for _, values in timed)
+    picture = Picture(figsize=(12 if has_time else 7, 5), dpi=120, layout="constrained")
+    grid = picture.subplots(1, 2 if has_time else 1, sharey=True, squeeze=False)[0]
+    for at, (each, speeds) in enumerate(timed):
+        colour = SERIES_HUES[at % len(SERIES_HUES)]
+        tokens = Setting.of(each.method.values)
+        per_update = tokens.sequences * tokens.length
+        _curve(grid[0], each, scale=per_update / 1e3, colour=colour)
+        if speeds:
+            _curve(grid[1], each, scale=per_update / median(speeds), colour=colour)
+    best = min(min(losses) for each in shown for _, losses in each.best_curves())
+    worst = max(losses[1] for each in shown for _, losses in each.best_curves())
+    grid[0].set_ylim(best - 0.05 * (worst - best), worst)
+    grid[0].set_xlabel("thousand tokens")
+    grid[0].set_ylabel("validation loss [nats a byte]")
+    if has_time:
+        grid[1].set_xlabel("seconds on two processes: tokens / measured throughput")
+    for axes in grid:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    grid[0].legend(frameon=False, fontsize=9)
+    picture.savefig(path, metadata={"Software": None})
+    return path
+
+
+def _curve(axes: Axes, own: Outcome, *, scale: float, colour: str) -> None:
+    curves = own.best_curves()
+    x = [updates * scale for updates in curves[0][0]]
+    columns = list(zip(*(losses for _, losses in curves), strict=True))
+    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, linewidth=0)
+    name = f"{label(own.method)}, rate {own.best_rate:g}"
+    axes.plot(x, [fmean(c) for c in columns], color=colour, linewidth=1.8, label=name)
+
+
+def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
+    """Final loss against the peak rate, a line a method, mean and range of the seeds; None where nothing was run."""
+    from matplotlib.figure import Figure as Picture
+    from matplotlib.ticker import NullLocator
+
+    found = outcomes(figures)
+    if not found:
+        return None
+    optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in found))
+    best = reference(found)
+    picture = Picture(figsize=(6 * len(optimizers), 5), dpi=120, layout="constrained")
+    grid = picture.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
+    for axes, optimizer in zip(grid, optimizers, strict=True):
+        own = [each for each in found if each.method.text("optimizer") == optimizer]
+        for at, each in enumerate(own):
+            rates = sorted(each.finals)
+            values = [list(each.finals[rate].values()) for rate in rates]
+            means = [fmean(v) for v in values]
+            spread = [[m - min(v) for m, v in zip(means, values, strict=True)]]
+            spread.append([max(v) - m for m, v in zip(means, values, strict=True)])
+            colour = SERIES_HUES[at % len(SERIES_HUES)]
+            style = "-" if at < len(SERIES_HUES) else "--"
+            axes.errorbar(rates, means, yerr=spread, fmt=f"o{style}", color=colour, capsize=3, label=label(each.method))
+        if best is not None:
+            axes.axhspan(min(best.best), max(best.best), color="#888888", alpha=0.2, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({rate for each in own for rate in each.finals}))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("peak rate")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    grid[0].set_ylabel("final validation loss [nats a byte]; grey: 1f1b's best, its seeds")
+    picture.savefig(path, metadata={"Software": None})
     return path

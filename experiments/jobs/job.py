@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...partition.strict import parse_object, read_text
 from ..backends.records import Nodes
-from .case import Case
+from .case import Case, Value, shown
 from .declaration import Declaration, Part
 from .wanted import NODE_KEYS, wanted
 
@@ -67,6 +67,7 @@ class Changes:
         backend: of all parts on ranks.
         nodes, bandwidth, latency: of all their cases.
         repetitions: of all parts.
+        values: of keys of all cases, in place of declared values or beside them.
     """
 
     backend: str | None = None
@@ -74,11 +75,14 @@ class Changes:
     bandwidth: str | None = None
     latency: str | None = None
     repetitions: int | None = None
+    values: tuple[tuple[str, Value], ...] = ()
 
     def made_to(self, part: Part) -> Part:
         """The part with these changes."""
         if self.repetitions is not None:
             part = replace(part, repetitions=self.repetitions)
+        if self.values:
+            part = replace(part, cases=tuple(dict.fromkeys(case.also(**dict(self.values)) for case in part.cases)))
         if not part.on_ranks:
             return part
         values = {"nodes": self.nodes, "bandwidth": self.bandwidth, "latency": self.latency}
@@ -90,7 +94,9 @@ class Changes:
         """The changes that matter to a part, for people."""
         skipped = [] if part.on_ranks else ["backend", "nodes", "bandwidth", "latency"]
         skipped += [key for key in ("backend", "repetitions") if getattr(self, key) == getattr(part, key)]
-        return " ".join(f"{k}={v}" for k, v in asdict(self).items() if v is not None and k not in skipped)
+        given = {key: value for key, value in asdict(self).items() if key != "values" and key not in skipped}
+        said = [f"{key}={value}" for key, value in given.items() if value is not None]
+        return " ".join([*said, *(f"{key}={shown(value)}" for key, value in self.values)])
 
 
 def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Job]:

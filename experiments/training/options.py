@@ -27,7 +27,8 @@ DEFAULT_MICROBATCHES = 8
 DEFAULT_BATCH = 16
 DEFAULT_SCHEDULE = "interleaved"
 DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
-DEFAULT_LR = 2e-3
+DEFAULT_OPTIMIZER = "adamw"
+DEFAULT_LR = {"adamw": 2e-3, "muon": 4e-3}  # of the GPT, by optimizer
 AUTO = "auto"
 PLAN = "plan.json"  # beside the checkpoints, for a run that goes on
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
@@ -76,9 +77,12 @@ class TrainOptions(OwnOptions):
     """Samples of one batch (default: 16, or those of the batches that --data gives)."""
     steps: int = 341
     """Batches to train on."""
+    optimizer: str | None = None
+    """adamw; muon: Muon for the matrices of the GPT's blocks, AdamW for the rest; with --model its own
+    optimizer(parameters) (default: AdamW)."""
     lr: float | None = None
-    """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002; with --model the
-    optimizer's own)."""
+    """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002, with muon 0.004;
+    with --model the optimizer's own)."""
     clip: float = 1.0
     """Clip the global gradient norm to this; 0: do not."""
     post_validation: bool = False
@@ -176,13 +180,18 @@ class TrainOptions(OwnOptions):
     @property
     def learning_rate(self) -> float:
         """Peak rate of the GPT."""
-        return DEFAULT_LR if self.lr is None else self.lr
+        return DEFAULT_LR[self.optimizer_name] if self.lr is None else self.lr
+
+    @property
+    def optimizer_name(self) -> str:
+        """Optimizer of the GPT."""
+        return DEFAULT_OPTIMIZER if self.optimizer is None else self.optimizer
 
 
 def resolve(options: TrainOptions) -> TrainOptions:
     """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
     options.check()
-    options.check_own(given(options, _GPT))
+    options.check_own(given(options, _GPT), optimizers=tuple(DEFAULT_LR))
     world = os.environ.get("WORLD_SIZE")
     planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
     if world is not None and int(world) % options.tensor:

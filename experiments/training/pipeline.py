@@ -51,7 +51,7 @@ def make_pipe(
         **choice,
         tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         loss_fn=loss_fn,
-        optimizer=task.make_optimizer,
+        optimizer=task.optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
         max_grad_norm=options.clip or None,
         post_validation=options.post_validation,

@@ -1,26 +1,54 @@
-"""Recipe of the GPT: AdamW; and of every run: the learning rate's curve."""
+"""Recipe of the GPT: AdamW, or Muon beside it; and of every run: the learning rate's curve."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
+
+from ...partition.profiler.optimizers import NamedFactory, NamedParameters, named
 
 WARMUP = 0.1  # of the steps
 FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
+BETA2 = 0.95
+MOMENTUM = 0.95  # of Muon
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], *, lr: float, beta1: float = 0.9) -> Optimizer:
-    """AdamW; decay pulls at matrices only (biases and norms have no scale to lose)."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW([group for group in groups if group["params"]], lr=lr, betas=(beta1, 0.95))
+def make_optimizer(name: str = "adamw", *, lr: float, beta1: float = 0.9, momentum: float = MOMENTUM) -> NamedFactory:
+    """Optimizers of a stage of the GPT, for `PipelineModule(optimizer=)`.
+
+    adamw: for all parameters. muon: Muon for the matrices of the blocks, AdamW for what is left: embedding, positions,
+    head, norms and biases. Both go by one rate: torch's "match_rms_adamw" makes Muon's step as long as AdamW's, 0.2 of
+    the rate in the root mean square, whatever the matrix's shape; that holds for the fused matrix of queries, keys and
+    values, too, which is taken whole, since torch.optim.Muon knows parameters and not parts of them.
+
+    Decay pulls at matrices only (biases and norms have no scale to lose). ValueError for another name.
+    """
+    if name not in ("adamw", "muon"):
+        raise ValueError(f"optimizer {name!r}: expected adamw or muon")
+
+    def make(parameters: NamedParameters) -> list[Optimizer | None]:
+        inner, others = split(parameters) if name == "muon" else ([], [p for _, p in parameters])
+        groups = [
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+        return [muon(inner) if inner else None, AdamW(groups, lr=lr, betas=(beta1, BETA2)) if groups else None]
+
+    return named(make)
+
+
+def split(parameters: NamedParameters) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices of the blocks, others): what Muon orthogonalises, and what it does not."""
+    inner = [name.startswith("blocks.") and parameter.ndim == 2 for name, parameter in parameters]
+    matrices = [p for (_, p), is_inner in zip(parameters, inner, strict=True) if is_inner]
+    return matrices, [p for (_, p), is_inner in zip(parameters, inner, strict=True) if not is_inner]
 
 
 def learning_rate_curve(steps: int, *, warmup_part: float = WARMUP) -> Callable[[int], float]:

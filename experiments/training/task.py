@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from ...partition.profiler.optimizers import OptimizerFactory
 from ...pipe.checkpoint.snapshot import HasState
 from .. import own_task as own
 from ..own_batches import OwnBatches
@@ -46,7 +46,7 @@ class Task:
     make_model: Callable[[], nn.Module]
     loss_for: Callable[[own.Batch], own.Loss]
     loss_name: Callable[[own.Batch], str]
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    optimizer: OptimizerFactory
     batches: Callable[[], Batches]
     validation: Callable[[], Iterable[own.Batch]]
     sample_bytes: int | None
@@ -77,7 +77,7 @@ def _gpt(options: TrainOptions) -> Task:
         make_model=lambda: make_gpt(options),
         loss_for=lambda batch: loss_fn,
         loss_name=lambda batch: "cross-entropy",
-        make_optimizer=lambda parameters: make_optimizer(parameters, lr=options.learning_rate),
+        optimizer=make_optimizer(options.optimizer_name, lr=options.learning_rate),
         batches=lambda: Windows(corpus, options),
         validation=lambda: [
             own.Batch(args=batch)
@@ -97,7 +97,7 @@ def _own(options: TrainOptions) -> Task:
         make_model=lambda: own.make_model(options, seed=options.seed),
         loss_for=lambda batch: own.make_loss(options, batch),
         loss_name=lambda batch: own.describe_loss(options, batch),
-        make_optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
+        optimizer=lambda parameters: own.make_optimizer(options, parameters, lr=options.lr),
         batches=lambda: OwnBatches(options, batch_size=options.batch, seed=options.seed),
         validation=lambda: (),
         sample_bytes=None,

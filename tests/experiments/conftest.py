@@ -9,14 +9,13 @@ from support.commands import Done, launch_forked
 from stagewright.experiments import launcher
 from stagewright.experiments.bench import command as bench_command
 from stagewright.experiments.cli import main
-from stagewright.experiments.convergence import command as convergence_command
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """`command("train", "--steps", "5")`: the command line in `tmp_path`, with forked ranks."""
     monkeypatch.chdir(tmp_path)
-    for place in (launcher, bench_command, convergence_command):
+    for place in (launcher, bench_command):
         monkeypatch.setattr(place, "launch", launch_forked)
 
     def run(*words: str) -> Done:

@@ -1,76 +1,125 @@
-"""The convergence experiment: what its curves say, and a short run of it."""
+"""The convergence experiment: what its runs say, and short ones of them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
-from support.commands import Done
+import torch
+from support.pool import Pool
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.convergence.command import table
-from stagewright.experiments.convergence.curves import Curve, of_method, seconds_to, summarize, within_spread
+from stagewright.experiments.convergence.outcomes import label, outcomes, reference
+from stagewright.experiments.convergence.setting import Setting
+from stagewright.experiments.convergence.training import batch, speed
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import Figure, How
+from stagewright.experiments.training.corpus import load_corpus, loss_fn
+from stagewright.experiments.training.gpt import GPT, GPTConfig
+from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
+from stagewright.experiments.works.convergence import draw, findings, loss
+
+TINY = {"updates": 8, "evaluate_every": 4, "windows": 128, "layers": 2, "width": 16, "length": 16, "sequences": 4}
 
 
-def curve(method: str, seed: int, losses: list[float], *, pace: float = 1.0) -> Curve:
-    steps = [10 * i for i in range(len(losses))]
-    return Curve(
-        method=method,
-        seed=seed,
-        tokens_per_step=100,
-        steps=steps,
-        seconds=[pace * step for step in steps],
-        losses=losses,
-    )
+def figures(case: dict[str, object], losses: dict[float, list[float]]) -> list[Figure]:
+    """Runs of one method: by rate the final losses of seeds 0, 1, ..., each with a curve of two points."""
+    made = []
+    for rate, by_seed in losses.items():
+        for seed, value in enumerate(by_seed):
+            at = Case.of({**case, "rate": rate})
+            kind = {"unit": "nats", "how": How.MEASURED, "repetition": seed}
+            for updates, part in ((50, 2.0), (100, 1.2), (150, 1.0)):
+                one = at.also(updates=updates)
+                made.append(Figure(case=one, name="validation loss", value=part * value, **kind))  # type: ignore[arg-type]
+            made.append(Figure(case=at, name="final loss", value=value, **kind))  # type: ignore[arg-type]
+    return made
 
 
-CURVES = [
-    curve("1f1b", 0, [5.0, 3.0, 2.0]),
-    curve("1f1b", 1, [5.0, 3.0, 2.4]),
-    curve("2bw", 1, [5.0, 3.4, 2.3], pace=0.5),
-    curve("2bw", 0, [5.0, 3.4, 2.1], pace=0.5),
+FLUSH = {"schedule": "1f1b", "optimizer": "muon"}
+LATE = {"schedule": "2bw", "optimizer": "muon", "correction": "error-feedback", "factor": 2.0}
+FOUND = [
+    *figures({"schedule": "1f1b", "optimizer": "adamw"}, {0.001: [2.2], 0.002: [2.1], 0.004: [2.4]}),
+    *figures(FLUSH, {0.002: [1.9], 0.004: [1.7, 1.8, 1.6], 0.008: [1.75]}),
+    *figures(LATE, {0.002: [1.8], 0.004: [1.76, 1.78, 1.7]}),
+    *(
+        Figure(case=Case.of({**case, "rate": 0.004}), name="throughput", value=value, unit="tokens/s", how=How.MEASURED)
+        for case, value in ((FLUSH, 1000.0), ({**LATE, "factor": 1.0}, 1500.0))
+    ),
 ]
 
 
-def test_curves_of_a_method_come_by_seed() -> None:
-    assert [c.seed for c in of_method(CURVES, "2bw")] == [0, 1]
+def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
+    adamw, flush, late = outcomes(FOUND)
+    assert reference([adamw, flush, late]) is flush
+    assert (flush.best_rate, flush.best, flush.is_bracketed) == (0.004, [1.7, 1.8, 1.6], True)
+    assert (late.best_rate, late.is_bracketed) == (0.004, False)  # by the seed that both rates have
+    assert label(late.method) == "2bw, Muon, feedback x 2"
+    said = "\n".join(findings(FOUND))
+    assert "1f1b, AdamW: 2.100 nats (one seed) at rate 0.002, bracketed by 0.001, 0.002, 0.004; +0.400 to" in said
+    assert "1.700 nats (1.600 to 1.800 over 3 seeds) at rate 0.004, bracketed" in said
+    assert (
+        "not bracketed by 0.002, 0.004; +0.047 to synchronous training at its best over 3 shared seeds, within" in said
+    )
+    assert "2bw, Muon, feedback x 1: 1,500 tokens/s, 1.50 times the fastest 1f1b" in said
+    pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
+    assert [path.name for path in pictures] == ["convergence.png", "rates.png"]
+    assert all(path.stat().st_size > 10_000 for path in pictures)
 
 
-@pytest.mark.parametrize(("target", "expected"), [(5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.5, 15.0), (2.0, 20.0)])
-def test_when_a_loss_is_reached(target: float, expected: float) -> None:
-    assert seconds_to(target, [0.0, 10.0, 20.0], [5.0, 3.0, 2.0]) == expected
+def test_1f1b_in_process_is_a_plain_loop() -> None:
+    """Both optimizers of the recipe over the whole model, both groups of a rate that goes up and down."""
+    setting = Setting(schedule="1f1b", optimizer="muon", seed=3, **TINY)  # type: ignore[arg-type]
+    found = list(loss(Case.of({**TINY, "schedule": "1f1b", "optimizer": "muon", "seed": 3}), 1))
+    torch.manual_seed(3)
+    model, corpus = GPT(GPTConfig(length=16, layers=2, width=16)), load_corpus()
+    optimizers = [one for one in make_optimizer("muon", lr=setting.rate)(list(model.named_parameters())) if one]
+    assert [type(one).__name__ for one in optimizers] == ["Muon", "AdamW"]
+    rates = [torch.optim.lr_scheduler.LambdaLR(one, learning_rate_curve(8)) for one in optimizers]
+    for step in range(8):
+        tokens, targets = corpus.batch(seed=3, step=step, batch_size=4, length=16)
+        for part in range(2):
+            (loss_fn(model(tokens[2 * part :][:2]), targets[2 * part :][:2]) / 2).backward()  # type: ignore[no-untyped-call]
+        for one in [*optimizers, *rates]:
+            one.step()
+        model.zero_grad()
+    model.eval()
+    windows = corpus.validation_batches(num_batches=4, batch_size=32, length=16)
+    with torch.no_grad():
+        expected = [float(loss_fn(model(x), y)) for x, y in windows]
+    assert [(f.name, f.case.get("updates"), f.repetition) for f in found] == [
+        ("validation loss", 4, 3),
+        ("validation loss", 8, 3),
+        ("final loss", 8, 3),
+    ]
+    assert found[1].value == pytest.approx(expected[0], abs=1e-5)
+    assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
 
 
-def test_a_loss_that_is_never_reached() -> None:
-    with pytest.raises(ValueError, match="the loss never reaches 1"):
-        seconds_to(1.0, [0.0, 10.0], [5.0, 3.0])
+def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:
+    flush, stream = Setting(schedule="1f1b"), Setting(schedule="pipedream", ranks=4)
+    corpus = load_corpus()
+    whole = batch(stream, corpus, 1)
+    assert len(whole.tokens) == 160
+    for at, part in enumerate(whole.tokens.split(16)):
+        assert torch.equal(part, batch(flush, corpus, 10 + at).tokens)
+    assert stream.make_schedule().weight_rule == "stashing"
 
 
-def test_a_method_is_judged_at_a_loss_that_both_reach() -> None:
-    one, two = summarize(CURVES, reference="1f1b")
-    assert (one.method, one.seeds, one.final, one.low, one.high) == ("1f1b", 2, pytest.approx(2.2), 2.0, 2.4)
-    assert (two.common_loss, two.seconds_to_common, two.reference_seconds) == pytest.approx((2.2, 10.0, 20.0))
-    assert (one.tokens_per_second, two.tokens_per_second) == (100.0, 200.0)
-    assert within_spread([one, two], "2bw", "1f1b")
-    text = table([one, two])
-    assert "2.00 x" in text
-    assert "2bw ends within the seed spread of 1f1b" in text
-    worse = summarize([*CURVES[:2], curve("2bw", 0, [5.0, 4.0, 2.5])], reference="1f1b")
-    assert "2bw ends outside" in table(worse)
-    assert worse[1].common_loss == 2.5
-    assert worse[1].reference_seconds == pytest.approx(10 + 10 * 0.5 / 0.8)
+@pytest.mark.gloo
+def test_throughput_on_two_processes(gloo: Pool) -> None:
+    for schedule in ("1f1b", "pipedream"):
+        sizes = {**TINY, "updates": 10, "evaluate_every": 10}
+        setting = Setting(schedule=schedule, optimizer="muon", **sizes)  # type: ignore[arg-type]
+        assert gloo.run(speed, ranks=2, args=(setting,), kwargs={"updates": 4, "warm": 1})[0] > 0
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["convergance"], "unknown experiment 'convergance'; did you mean convergence"),
-        (["convergence", "--methods", "3bw"], "--methods 3bw: expected some of single, 1f1b, 2bw"),
-        (["convergence", "--methods", "2bw"], "--methods 2bw: expected 1f1b among them"),
-        (["convergence", "--seeds", "0"], "--seeds 0: expected at least 1"),
-        (["convergence", "--batch", "1"], "--batch 1 for --microbatches 2"),
+        (["convergence", "--only", "optimizer=lion"], "--only: no case with optimizer 'lion'"),
     ],
 )
 def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,21 +127,20 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
+        ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, muon"),
+        ({"schedule": "pipedream", "updates": 25}, "updates=25, evaluate_every=50: expected multiples of 10"),
+        ({"schedule": "2bw", "lr": 1.0}, "lr: expected some of schedule"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(loss(Case.of(values), 1))
+
+
 def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment"]) == 0
     assert "convergence" in capsys.readouterr().out
-
-
-@pytest.mark.gloo
-def test_a_short_run(command: Callable[..., Done], tmp_path: Path) -> None:
-    words = "--steps 4 --seeds 1 --evaluate-every 2 --methods single 1f1b 2bw --layers 2 --width 16 --length 16"
-    out = tmp_path / "c"
-    done = command("experiment", "convergence", *words.split(), "--windows", "16", "--out", str(out), "--json")
-    assert done.status == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer == json.loads((out / "results.json").read_text())
-    single, flush, stream = (Curve(**c) for c in answer["curves"])
-    assert single.steps == [0, 2, 4]
-    assert single.losses == pytest.approx(flush.losses, abs=1e-5)  # one process and 1f1b do the same
-    assert stream.losses[0] == pytest.approx(flush.losses[0], abs=1e-5)
-    assert (out / "convergence.png").stat().st_size > 10_000

@@ -191,7 +191,8 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
     ("argv", "message"),
     [
         (["run", "ptdp"], "unknown experiment 'ptdp'; did you mean ptd-p"),
-        (["ptd-p"], "ptd-p has no options of its own: type `stagewright experiment run ptd-p`"),
+        (["ptd-p", "--set", "layers"], "--set layers: expected KEY=VALUE, such as ranks=2"),
+        (["ptd-p", "--set", "Layers=2"], "--set Layers=2: 'Layers': expected a key of lower-case letters"),
         (["run", "ptd-p", "--backend", "slrum"], "--backend: unknown back end 'slrum'; did you mean slurm"),
         (["run", "ptd-p", "--nodes", "0"], "--nodes 0: expected at least 1"),
         (["run", "2bw", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),

@@ -1,0 +1,137 @@
+"""What runs of the experiment say: the best rate of each method, its seeds, its curve. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from ..jobs.case import Case
+from ..jobs.figure import Figure
+from .setting import FEEDBACK, FLUSH, NONE
+
+CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
+_NOT_OF_THE_METHOD = ("rate", "seed", "updates", "evaluate_every", "windows")
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+_CORRECTIONS = {FEEDBACK: "feedback"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All runs of one method.
+
+    Arguments:
+        method: the case without its rate and seed.
+        finals: final losses [nats] by rate, then by seed.
+        curves: validation losses by rate, then by seed, then by the number of updates.
+    """
+
+    method: Case
+    finals: Mapping[float, Mapping[int, float]]
+    curves: Mapping[float, Mapping[int, Mapping[int, float]]]
+
+    @property
+    def best_rate(self) -> float:
+        """Rate with the least final loss, compared by the seeds that all rates have."""
+        shared = set.intersection(*(set(by_seed) for by_seed in self.finals.values()))
+        if not shared:
+            raise ValueError(f"{self.method}: no seed was run at every rate: expected one")
+        return min(self.finals, key=lambda rate: fmean(self.finals[rate][seed] for seed in shared))
+
+    @property
+    def is_bracketed(self) -> bool:
+        """Whether a lower and a higher rate than the best were run."""
+        best = self.best_rate
+        return min(self.finals) < best < max(self.finals)
+
+    @property
+    def best(self) -> list[float]:
+        """Final losses at the best rate, by seed."""
+        found = self.finals[self.best_rate]
+        return [found[seed] for seed in sorted(found)]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the best."""
+        return fmean(self.best)
+
+    def best_curves(self) -> list[tuple[list[int], list[float]]]:
+        """(updates, losses) of each seed at the best rate."""
+        found = self.curves.get(self.best_rate, {})
+        return [(list(found[seed]), list(found[seed].values())) for seed in sorted(found)]
+
+
+def outcomes(figures: Iterable[Figure]) -> list[Outcome]:
+    """An outcome a method, in the order in which they first come."""
+    finals: dict[Case, dict[float, dict[int, float]]] = {}
+    curves: dict[Case, dict[float, dict[int, dict[int, float]]]] = {}
+    for figure in figures:
+        if figure.name not in (FINAL, CURVE):
+            continue
+        method, rate, seed = method_of(figure.case), figure.case.number("rate"), figure.repetition
+        if figure.name == FINAL:
+            finals.setdefault(method, {}).setdefault(rate, {})[seed] = figure.value
+        else:
+            by_updates = curves.setdefault(method, {}).setdefault(rate, {}).setdefault(seed, {})
+            by_updates[figure.case.count("updates")] = figure.value
+    return [Outcome(method=each, finals=finals[each], curves=curves.get(each, {})) for each in finals]
+
+
+def reference(found: Sequence[Outcome], *, seeds: int = 1) -> Outcome | None:
+    """Synchronous training at its best, with whatever optimizer and correction, of those run with so many seeds."""
+    flush = [each for each in found if each.method.text("schedule") == FLUSH and len(each.best) >= seeds]
+    return min(flush, key=lambda each: each.mean, default=None)
+
+
+def method_of(case: Case) -> Case:
+    """The case without what is varied within a method."""
+    return Case(tuple((key, value) for key, value in case.items if key not in _NOT_OF_THE_METHOD))
+
+
+def label(method: Case) -> str:
+    """A method for people.
+
+    >>> label(Case.of({"schedule": "pipedream", "ranks": 4, "optimizer": "muon", "correction": "error-feedback"}))
+    'pipedream, P = 4, Muon, feedback x 1'
+    """
+    words = [method.text("schedule")]
+    if method.count("ranks", 2) != 2:
+        words.append(f"P = {method.count('ranks')}")
+    words.append(_OPTIMIZERS[method.text("optimizer")])
+    correction = str(method.get("correction", NONE))
+    if correction != NONE:
+        words.append(f"{_CORRECTIONS.get(correction, correction)} x {method.number('factor', 1.0):g}")
+    known = ("schedule", "ranks", "optimizer", "correction", "factor")
+    words += [f"{key} {value}" for key, value in method.items if key not in known]
+    return ", ".join(words)
+
+
+def tokens_per_second(figures: Iterable[Figure], method: Case) -> list[float]:
+    """Measured throughputs of a method; empty where it was not timed."""
+    kinds = ("schedule", "ranks", "optimizer", "correction")
+    wanted = {key: method.get(key, _DEFAULTS[key]) for key in kinds}
+    return [
+        figure.value
+        for figure in figures
+        if figure.name == SPEED and {key: figure.case.get(key, _DEFAULTS[key]) for key in kinds} == wanted
+    ]
+
+
+_DEFAULTS = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
+
+
+def sentence(own: Outcome, best_flush: Outcome) -> str:
+    """How a method ends, beside synchronous training at its best."""
+    low, high = min(own.best), max(own.best)
+    spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"
+    rates = [f"{rate:g}" for rate in sorted(own.finals)]
+    bracket = "bracketed" if own.is_bracketed else "not bracketed"
+    said = (
+        f"{label(own.method)}: {own.mean:.3f} nats{spread} at rate {own.best_rate:g}, {bracket} by {', '.join(rates)}"
+    )
+    if own is best_flush:
+        return f"{said}: synchronous training at its best."
+    shared = sorted(set(own.finals[own.best_rate]) & set(best_flush.finals[best_flush.best_rate]))
+    gap = fmean(own.finals[own.best_rate][seed] - best_flush.finals[best_flush.best_rate][seed] for seed in shared)
+    within = ", within its seed spread" if own.mean <= max(best_flush.best) else ""
+    return f"{said}; {gap:+.3f} to synchronous training at its best over {len(shared)} shared seeds{within}."
