@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..jobs.case import Case
+from ..jobs.case import Case, Value
 from ..jobs.figure import Figure
 from .setting import FEEDBACK, FLUSH, NONE
 
@@ -117,7 +117,7 @@ def tokens_per_second(figures: Iterable[Figure], method: Case) -> list[float]:
     ]
 
 
-_DEFAULTS = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
+_DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
 
 
 def sentence(own: Outcome, best_flush: Outcome) -> str:

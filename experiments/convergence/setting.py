@@ -9,8 +9,8 @@ from ...schedules import Schedule, build
 
 SCHEDULES = ("1f1b", "2bw", "pipedream", "paci")
 OPTIMIZERS = ("adamw", "muon")
-NONE, FEEDBACK, PREDICTION = "none", "error-feedback", "weight-prediction"
-CORRECTIONS = (NONE, FEEDBACK, PREDICTION)
+NONE, FEEDBACK = "none", "error-feedback"
+CORRECTIONS = (NONE, FEEDBACK)
 FLUSH = "1f1b"  # the reference
 
 

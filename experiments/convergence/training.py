@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...pipe import PipelineModule
+from ...pipe import ErrorFeedback, PipelineModule
 from ..training.corpus import Corpus, TokenBatch, load_corpus, loss_fn
 from ..training.gpt import GPT, GPTConfig
 from ..training.recipe import MOMENTUM, learning_rate_curve, make_optimizer
-from .setting import FEEDBACK, FLUSH, NONE, Setting
+from .setting import FLUSH, NONE, Setting
 
 _VALIDATED = 32  # sequences at once
 _CURVE_SHARE = 4  # one in so many of the validation batches along the way
@@ -86,11 +86,8 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
 def _correction(setting: Setting) -> dict[str, Any]:
     if setting.correction == NONE:
         return {}
-    from ... import ErrorFeedback, WeightPrediction
-
     delay = 1.0 if setting.schedule == FLUSH else None
-    made = ErrorFeedback if setting.correction == FEEDBACK else WeightPrediction
-    return {"delay_correction": made(factor=setting.factor, delay=delay)}
+    return {"delay_correction": ErrorFeedback(factor=setting.factor, delay=delay)}
 
 
 def batch(setting: Setting, corpus: Corpus, step: int) -> TokenBatch:
