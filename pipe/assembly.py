@@ -66,9 +66,10 @@ def assemble(
     guard: Guard,
     verify: bool,
 ) -> Pipeline:
-    """The pipeline for arguments like these of a batch. Collective over the processes.
+    """The pipeline for batches whose microbatches are like this one. Collective over the processes.
 
     Arguments:
+        arguments: of a microbatch.
         model, stages: one of them.
         verify: whether to keep a copy of the model for `Verifier`.
         guard: is told how to let go of other ranks.

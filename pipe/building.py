@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm import Guard, World
 from .assembly import Pipeline, assemble
-from .batch.given import Given, check_arguments
+from .batch.given import Given, check_batch
 from .layout import Layout
 from .run.engine import check_runnable
 from .settings import Settings
@@ -61,7 +61,7 @@ class Building:
         self._guard.stands_at(layout.place)
         if example is not None:
             replica, num_replicas = layout.place.replica
-            check_arguments(example.arguments, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
+            check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
 
     def plan_first(self, *, num_ranks: int, num_microbatches: int | None) -> None:
@@ -117,10 +117,13 @@ class Building:
 
     def _assemble(self, layout: Layout, given: Given) -> Pipeline:
         run_on = self._settings.device
-        check_arguments(given.arguments, 1)  # training asks for more
+        own = layout.schedule.num_microbatches // layout.place.replica[1]
+        check_batch(given, own if given.microbatches else 1)  # training asks for more
         with self._guard.together():
             self.pipeline = assemble(
-                given.arguments.map(lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)),
+                given.cut(own)[0].arguments.map(
+                    lambda x: torch.zeros_like(x, device=run_on) if x.is_meta else x.to(run_on)
+                ),
                 model=self._model,
                 stages=self._stages,
                 layout=layout,

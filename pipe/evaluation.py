@@ -14,7 +14,7 @@ from ..partition.graph.modes import evaluating
 from ..schedules import Schedule
 from .batch.agreement import check_same_batch
 from .batch.batches import join_outputs
-from .batch.given import Given, check_arguments
+from .batch.given import Given, check_batch
 from .batch.model_loss import ModelLoss
 from .batch.reader import BatchReader
 from .batch.results import EvalResult
@@ -127,9 +127,8 @@ class Evaluation:
         self, given: Given, *, has_loss: bool
     ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
         """The loss, the output and its tensors."""
-        check_arguments(given.arguments, 1)
         num_microbatches = self._microbatches_for(given)
-        like = given.on(self._device).arguments.cut(num_microbatches // self._num_replicas)[0]
+        like = given.on(self._device).cut(num_microbatches // self._num_replicas)[0].arguments
         forwards = self._forwards_for(num_microbatches, has_loss=has_loss, like=like)
         batch = forwards.reader.read(given, step=self._training.num_steps)
         with self._guard.together():
@@ -161,7 +160,9 @@ class Evaluation:
 
     def _microbatches_for(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
-        fitting = min(given.arguments.num_samples, self._num_microbatches // self._num_replicas)
+        most = self._num_microbatches // self._num_replicas
+        check_batch(given, most if given.microbatches else 1)
+        fitting = min(given.num_samples, most)
         if self._num_replicas > 1:
             with self._guard.together():
                 fitting = min(self._collectives.gather(fitting, what="agreeing on the microbatches of an evaluation"))

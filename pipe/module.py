@@ -301,6 +301,10 @@ class PipelineModule(RunFacts):
         of forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; what is no tensor stays the
         same for every batch. Ranks of one pipeline pass the same batch.
 
+        A batch may come in microbatches: `train_step(microbatches=[(x0, y0), (x1, y1), ...])`, M of them, each what
+        would be a batch of its own, as a tuple or as a dict of keywords. Their tensors may differ in size in any
+        dimension, as sequences that are padded microbatch by microbatch do.
+
         Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
         and PeerLost with who waited for what.
         """

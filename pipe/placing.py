@@ -104,11 +104,14 @@ def prepare(
 ) -> Ground:
     """Seeds, a copy to compare with, and groups of processes. Collective over the processes.
 
+    Arguments:
+        arguments: of a microbatch.
+
     Raises ValueError for a model that another pipeline has divided.
     """
     schedule, place = layout.schedule, layout.place
-    example = arguments.cut(schedule.num_microbatches // place.replica[1])[0]
-    whole, slices = Given(arguments=example), []
+    whole, slices = Given(arguments=arguments), []
+    example = arguments
     if schedule.num_slices > 1:
         slices = settings.sequence.cut(whole, schedule.num_slices)
         example = slices[0].given.arguments

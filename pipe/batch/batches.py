@@ -86,9 +86,10 @@ class NonFiniteLossError(FloatingPointError):
 def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
     """M outputs -> that of the whole batch, joined along its dimension of the batch.
 
-    Without one: the values, [M], of an output without dimensions, and of any other the list of all M.
+    Without one: the values, [M], of an output without dimensions, and of any other the list of all M; likewise where
+    microbatches differ elsewhere, too.
     """
-    if dimension is not None:
+    if dimension is not None and len({(*x.shape[:dimension], *x.shape[dimension + 1 :]) for x in parts}) == 1:
         return torch.cat(list(parts), dim=dimension)
     return list(parts) if parts[0].dim() else torch.stack(list(parts))
 

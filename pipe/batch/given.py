@@ -4,13 +4,15 @@ train_step(x, y)                 f(x)                 target y: the last positio
 train_step(x, mask=m, target=y)  f(x, mask=m)         target y: by keyword
 train_step(batch)                f(**batch)           a dict whose keys are parameters of f
 train_step(x, labels=y)          f(x, labels=y)       no target: f returns its own loss
+
+train_step(microbatches=[(x0, y0), (x1, y1)])         a batch that is cut already: each of them is one of the above
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,20 +27,45 @@ from ...partition.graph.forms import Arguments, Form, cut_tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """One batch, whole.
+    """One batch: whole, or microbatch by microbatch.
 
     Arguments:
-        arguments: of the model.
+        arguments: of the model; of a batch in microbatches those of the first.
         target: of the loss: tensors in tuples, lists and dicts; None where there is none.
         target_dim: of the batch in it; None: all microbatches share it.
+        microbatches: of a batch that is cut already, whose sizes may differ in any dimension; none of any other.
     """
 
     arguments: Arguments
     target: object = None
     target_dim: int | None = 0
+    microbatches: tuple[Given, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Given, ...]:
+        """The microbatches, or the batch itself where it is whole."""
+        return self.microbatches or (self,)
+
+    @property
+    def num_samples(self) -> int:
+        """N of the batch."""
+        return sum(part.arguments.num_samples for part in self.parts)
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors among all arguments."""
+        return tuple(x for part in self.parts for x in part.arguments.tensors)
+
+    @property
+    def targets(self) -> object:
+        """The target, or those of all microbatches."""
+        return tuple(part.target for part in self.microbatches) if self.microbatches else self.target
 
     def on(self, device: torch.device) -> Given:
         """The same with its tensors moved, but for those that are shapes alone."""
+        if self.microbatches:
+            moved = tuple(part.on(device) for part in self.microbatches)
+            return replace(moved[0], microbatches=moved)
 
         def move(x: torch.Tensor) -> torch.Tensor:
             return x if x.is_meta else x.to(device)
@@ -47,7 +74,13 @@ class Given:
         return replace(self, arguments=self.arguments.map(move), target=target)
 
     def cut(self, num_parts: int) -> list[Given]:
-        """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all."""
+        """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all.
+
+        Those of a batch that is cut already are as they are.
+        """
+        if self.microbatches:
+            assert len(self.microbatches) == num_parts, "checked when the batch came"
+            return list(self.microbatches)
         num_samples = self.arguments.num_samples
         leaves, spec = pytree.tree_flatten(self.target)
         columns: list[Sequence[object]] = []
@@ -74,6 +107,7 @@ class Given:
         ]
 
 
+MICROBATCHES = "microbatches"  # the keyword of a batch that is cut already
 _LIKE = 0.75  # how much a wrong name resembles the right one, to be told
 _SURELY = 0.85  # ... to be refused though forward(..., **kwargs) would take it
 
@@ -97,6 +131,12 @@ class CallReader:
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs and the target; ValueError for what the model cannot take."""
+        listed = self._listed(args, kwargs)
+        if listed is None:
+            return self._batch(args, kwargs)
+        return _in_microbatches([self._one(k, each, self._batch) for k, each in enumerate(listed)])
+
+    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         if not self._has_target:
             return self.inputs(args, kwargs)
         args, kwargs = self._spread(args, kwargs) if len(args) == 1 and not kwargs else (tuple(args), dict(kwargs))
@@ -111,11 +151,50 @@ class CallReader:
             )
         else:
             target = None
-        given = self.inputs(args, kwargs)
+        given = self._inputs(args, kwargs)
         return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs alone; ValueError for what the model cannot take."""
+        listed = self._listed(args, kwargs)
+        if listed is None:
+            return self._inputs(args, kwargs)
+        return _in_microbatches([self._one(k, each, self._inputs) for k, each in enumerate(listed)])
+
+    def _listed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and set(args[0]) == {MICROBATCHES}:
+            args, kwargs = [], args[0]
+        if MICROBATCHES not in kwargs or MICROBATCHES in self._names:
+            return None
+        if args or len(kwargs) > 1:
+            others = [f"{len(args)} by position"] * bool(args) + [name for name in kwargs if name != MICROBATCHES]
+            raise ValueError(
+                f"microbatches= beside {', '.join(others)}: expected it alone; train_step(microbatches=[(x0, y0), ...])"
+            )
+        listed = kwargs[MICROBATCHES]
+        if not isinstance(listed, list | tuple) or not listed:
+            raise ValueError(
+                f"microbatches={listed!r:.60}: expected a list of microbatches, each a tuple of what train_step takes, "
+                f"or a dict of keywords; train_step(microbatches=[(x0, y0), (x1, y1)])"
+            )
+        return listed
+
+    def _one(self, number: int, given: Any, read: Callable[[Sequence[Any], Mapping[str, Any]], Given]) -> Given:
+        """One microbatch of a list; ValueError with its number."""
+        if isinstance(given, torch.Tensor):
+            given = (given,)
+        if not isinstance(given, list | tuple | Mapping):
+            raise ValueError(
+                f"microbatch {number} is {type(given).__name__}: expected a tuple of what train_step takes, or a dict "
+                f"of keywords"
+            )
+        try:
+            return read((), given) if isinstance(given, Mapping) else read(given, {})
+        except ValueError as error:
+            raise ValueError(f"microbatch {number}: {error}") from None
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         if len(args) == 1 and not kwargs:
             args, kwargs = self._spread(args, kwargs)
         args, kwargs = self._bound(tuple(args), kwargs)
@@ -194,9 +273,31 @@ class CallReader:
         )
 
 
+def _in_microbatches(parts: Sequence[Given]) -> Given:
+    return replace(parts[0], microbatches=tuple(parts))
+
+
 def signature_of(model: nn.Module | None) -> inspect.Signature | None:
     """Signature of a model's forward; None for a chain, whose first module takes what is given."""
     return None if model is None or is_sequential(model) else inspect.signature(model.forward)
+
+
+def check_batch(given: Given, num_microbatches: int) -> int:
+    """N of a batch; ValueError for one that makes no such number of microbatches, see `check_arguments`."""
+    if not given.microbatches:
+        return check_arguments(given.arguments, num_microbatches)
+    if len(given.microbatches) != num_microbatches:
+        raise ValueError(
+            f"a batch of {len(given.microbatches)} microbatches for a schedule of {num_microbatches}: expected "
+            f"{num_microbatches} in every batch, or PipelineModule(..., num_microbatches={len(given.microbatches)})"
+        )
+    num_samples = 0
+    for number, part in enumerate(given.microbatches):
+        try:
+            num_samples += check_arguments(part.arguments, 1)
+        except ValueError as error:
+            raise ValueError(f"microbatch {number}: {error}") from None
+    return num_samples
 
 
 def check_arguments(arguments: Arguments, num_microbatches: int) -> int:

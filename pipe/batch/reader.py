@@ -15,7 +15,7 @@ from ..stages.shapes import Inferred, InferredStages, Signature
 from ..stages.slices import Span
 from .batches import Batch, weigh
 from .checksum import UNKNOWN, checksum, is_shape_alone
-from .given import Given, check_arguments, check_like_example
+from .given import Given, check_batch, check_like_example
 from .model_loss import ModelLoss
 from .sequence import NO_SEQUENCE, SequenceOptions, Slice
 
@@ -90,13 +90,14 @@ class BatchReader:
         """The batch; ValueError for one that does not fit the pipeline."""
         with self._together():
             own, device = self._own, self._device
-            arguments = given.arguments
-            check_arguments(arguments, len(own))
-            check_like_example(arguments, self._example, has_target=self._has_loss and self._model_loss is None)
-            self._refuse_shapes_alone(given)
+            check_batch(given, len(own))
+            has_target = self._has_loss and self._model_loss is None
+            for part in given.parts:
+                check_like_example(part.arguments, self._example, has_target=has_target)
+                self._refuse_shapes_alone(part)
             sums = (UNKNOWN, UNKNOWN)
             if self._compares:
-                sums = checksum(arguments.tensors), checksum(given.target)
+                sums = checksum(given.inputs), checksum(given.targets)
             parts = given.on(device).cut(len(own))
             spans: list[Span] = []
             lengths = [1] * len(parts)
@@ -104,11 +105,10 @@ class BatchReader:
                 parts, spans = self._slice(parts)
                 lengths = [span.end - span.start for span in spans]
             microbatches = [part.arguments for part in parts]
-            # They differ in their number of samples (and tokens) alone: one look at the stages for each of these.
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
-            by_size = dict(zip(sizes, microbatches, strict=True))
-            stages_of = {size: self._inference.of(Signature.of(each)) for size, each in by_size.items()}
-            inferred = [stages_of[size] for size in sizes]
+            signatures = [Signature.of(each) for each in microbatches]
+            stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
+            inferred = [stages_of[each] for each in signatures]
             self._refuse_float16(inferred)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads.target:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from ...comm import Collectives, Guard, MeshPlace
+from ...partition.graph.forms import Tensors
 from ...partition.graph.untouched import untouched
 from ...schedules import Schedule
 from ..batch.batches import read_loss
@@ -113,7 +114,7 @@ class Verifier:
             )
         self._refuse_dropout_of_slices()
         started = time.perf_counter()
-        if self._plain is not None and is_shape_alone((given.arguments.tensors, given.target)):
+        if self._plain is not None and is_shape_alone((given.inputs, given.targets)):
             with self._guard.together():
                 raise ValueError(
                     "verify: the process of the last stage runs the plain module, and was passed meta tensors: "
@@ -344,12 +345,17 @@ class Verifier:
         speaks = self._schedule.num_stages - 1 in {
             stage for rank in self._place.local_ranks for stage in self._schedule.placement[rank]
         }
-        own = (mine, given.arguments.tensors, given.target) if speaks else None
+        own = (mine, [(part.arguments.tensors, part.target) for part in given.parts]) if speaks else None
         spoken = self._collectives.gather(own, what="gathering batches for verify")
-        by_replica = {
-            replica: replace(given, arguments=replace(given.arguments, tensors=tensors), target=target)
-            for replica, tensors, target in (one for one in spoken if one is not None)
-        }
+
+        def of(passed: Sequence[tuple[Tensors, object]]) -> Given:
+            parts = [
+                replace(part, arguments=replace(part.arguments, tensors=tensors), target=target)
+                for part, (tensors, target) in zip(given.parts, passed, strict=True)
+            ]
+            return replace(parts[0], microbatches=tuple(parts) if given.microbatches else ())
+
+        by_replica = {replica: of(passed) for replica, passed in (one for one in spoken if one is not None)}
         return [by_replica[replica] for replica in range(count)]
 
     @contextmanager
