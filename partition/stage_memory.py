@@ -97,14 +97,13 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """A rank as its memory sees it: position p of P, replicas D, tensor ranks T, memory of its device [bytes].
+    """A rank as its memory sees it: its V stages, replicas D, tensor ranks T, memory of its device [bytes].
 
     Arguments:
         ring: over the replicas; None: what they send each other takes no time.
     """
 
-    position: int
-    pipeline: int
+    stages: tuple[int, ...]
     replicas: int
     tensor: int
     limit: float
@@ -143,20 +142,21 @@ def stage_parts(
 
 
 def stage_bytes(
-    sums: StageSums, memories: Sequence[RankMemory], *, replicas: Sequence[int], tensor: int
+    sums: StageSums, memories: Sequence[RankMemory], *, positions: Sequence[int], replicas: Sequence[int], tensor: int
 ) -> tuple[StageBytes, ...]:
     """[S] bytes of each stage on one of its devices, as its rank treats it.
 
     Arguments:
+        positions: [S] rank of each stage.
         memories, replicas: [P] by stage of the first chunk.
         tensor: T; each of T ranks sends its share of a message.
     """
     found, pipeline = [], len(memories)
     for stage, weights in enumerate(sums.weights.tolist()):
-        chunk, memory = stage // pipeline, memories[stage % pipeline]
+        chunk, memory = stage // pipeline, memories[positions[stage]]
         treatment, held = memory.treatment, memory.held
         row, shards = sums.under(treatment.recompute[chunk]), treatment.shards[chunk]
-        has_replicas = replicas[stage % pipeline] > 1
+        has_replicas = replicas[positions[stage]] > 1
         found.append(
             StageBytes(
                 weights=weights,
@@ -211,7 +211,7 @@ class _Rank:
 
     def __init__(self, sums: StageSums, in_flight: InFlight, place: RankPlace, rules: MemoryRules) -> None:
         self.sums, self.in_flight, self.place, self.rules = sums, in_flight, place, rules
-        self.own = slice(place.position, None, place.pipeline)
+        self.own = list(place.stages)
         self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
         self.num_chunks = len(self.weights)
         self.most = in_flight.held.max(axis=0)
@@ -300,9 +300,8 @@ class _Rank:
     def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> Held:
         """Bytes at the rank's peak, messages apart."""
         rows = {name: self.sums.under(name) for name in set(recompute)}
-        stages = range(self.place.position, len(self.sums.weights), self.place.pipeline)
-        kept = np.array([rows[name].kept[s] for name, s in zip(recompute, stages, strict=True)])
-        again = np.array([rows[name].again[s] for name, s in zip(recompute, stages, strict=True)])
+        kept = np.array([rows[name].kept[s] for name, s in zip(recompute, self.own, strict=True)])
+        again = np.array([rows[name].again[s] for name, s in zip(recompute, self.own, strict=True)])
         peak = self.in_flight.peak(kept, again, self.weights)
         gradients, activations = peak.graded * self.weights, peak.held * kept + peak.anew * again
         workspace = self.sums.workspace[self.own] + self.before + self.behind

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .builders.placements import PLACEMENTS, rank_of_stages
 from .ir import Schedule
 from .weight_rules import RULES, WeightRule
 
@@ -48,7 +49,8 @@ class Family:
         weight_rules: names of the rules that it may follow, the default first.
         num_chunks: stages a rank, V, where it is no option.
         lends: whether activations of a rank wait on another one.
-        in_turn: whether stage s stands on rank s mod P alone, as plans have it: stages do not go back and forth.
+        placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (`builders.placements`);
+            "two-way" where a rank shares its stages with another.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
         weight_copies: ranks that hold each stage, without replicas.
@@ -65,7 +67,7 @@ class Family:
     weight_rules: tuple[str, ...] = ("flush",)
     num_chunks: int = 1
     lends: bool = False
-    in_turn: bool = True
+    placement: str = "cyclic"
     splits_backward: bool = False
     full_after: int | None = None
     weight_copies: int = 1
@@ -85,9 +87,13 @@ class Family:
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans may be made for it: its stages stand in turn, a microbatch passes them whole, and no rank holds
-        what is another's, which plans do not count."""
-        return self.in_turn and not self.takes_slices and not self.lends
+        """Whether plans may be made for it: each stage stands on one rank, a microbatch passes it whole, and no rank
+        holds what is another's, which plans do not count."""
+        return self.placement in PLACEMENTS and not self.takes_slices and not self.lends
+
+    def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+        """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""
+        return rank_of_stages(self.placement, num_ranks=num_ranks, num_chunks=num_chunks)
 
     @property
     def takes_replicas(self) -> bool:

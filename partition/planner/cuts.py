@@ -68,7 +68,7 @@ class _EvenCosts:
 
     def whatever(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
-        speed = self.place.speeds[stage % self.c.pipeline]
+        speed = self.place.speeds[self.c.positions[stage]]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
         key = (inward, outward, speed)
         if key not in self._plain:
@@ -80,7 +80,7 @@ class _EvenCosts:
 
     def within(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
-        p, chunk = stage % self.c.pipeline, stage // self.c.pipeline
+        p, chunk = self.c.positions[stage], stage // self.c.pipeline
         flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
         plain = self.whatever(stage)
         if not math.isfinite(limit) and "none" in self.rules.recompute:

@@ -111,7 +111,7 @@ class Evaluator:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
             flights: by stage of the first chunk, in place of what the schedule says.
         """
-        model, place = self.model(c), self.placements.of(c)
+        model, place, positions = self.model(c), self.placements.of(c), c.positions
         sums, rules, counts = model.stages(ends), self._rules_of(model), c.counts
         if flights is None:
             flights = self.in_flight(c, exact=exact)
@@ -119,11 +119,11 @@ class Evaluator:
             self._memories_of, self._memories = (c, flights), {}
         memories = []
         for p in range(c.pipeline):
-            own = (p, *((ends[s], ends[s + 1]) for s in range(p, c.num_stages, c.pipeline)))
+            stages = tuple(s for s, at in enumerate(positions) if at == p)
+            own = (p, *((ends[s], ends[s + 1]) for s in stages))
             if own not in self._memories:
                 rank = RankPlace(
-                    position=p,
-                    pipeline=c.pipeline,
+                    stages=stages,
                     replicas=counts[p],
                     tensor=c.tensor,
                     limit=place.limits[p],
@@ -234,8 +234,8 @@ def _per_replica(c: Configuration) -> int:
 
 
 def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequence[RankMemory]) -> StageSeconds:
-    group = np.arange(c.num_stages) % c.pipeline
-    treatments = [(memories[p].treatment, v) for v in range(c.num_chunks) for p in range(c.pipeline)]
+    group = np.array(c.positions)
+    treatments = [(memories[p].treatment, s // c.pipeline) for s, p in enumerate(c.positions)]
     return stage_seconds(
         sums,
         speeds=np.asarray(place.speeds)[group],
@@ -273,12 +273,13 @@ def _network(evaluated: Evaluated) -> Links:
     starts = range(c.pipeline + 1) if c.is_equal else [0, *accumulate(c.counts)]
     ranks = [range(a, b) for a, b in pairwise(starts)]
     rings = [(p, p + c.pipeline) for p in range(c.pipeline)] if c.is_equal else ranks
-    return links_of(traffic_of(evaluated), ranks, rings=rings, num_microbatches=_per_replica(c))
+    m = _per_replica(c)
+    return links_of(traffic_of(evaluated), ranks, positions=c.positions, rings=rings, num_microbatches=m)
 
 
-def _by_rank(c: Configuration, figures: Floats) -> Floats:
+def by_rank(c: Configuration, figures: Floats) -> Floats:
     """[P] sums over the chunks."""
-    return np.asarray(figures.reshape(c.num_chunks, c.pipeline).sum(axis=0), dtype=np.float64)
+    return np.asarray(np.bincount(c.positions, weights=figures, minlength=c.pipeline), dtype=np.float64)
 
 
 def _share(c: Configuration) -> Floats:
@@ -296,17 +297,17 @@ def _updates(c: Configuration) -> Floats:
 
 def _work(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of a rank's compute lane."""
-    return _by_rank(c, s.work) * _share(c)
+    return by_rank(c, s.work) * _share(c)
 
 
 def _links(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of its links: all that its busiest replica sends, and its sums of gradients."""
-    return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.around) * _updates(c)
+    return by_rank(c, s.sending) * _share(c) + by_rank(c, s.around) * _updates(c)
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
-    share, updates = (np.tile(each, c.num_chunks) for each in (_share(c), _updates(c)))
+    share, updates = (each[list(c.positions)] for each in (_share(c), _updates(c)))
     return pace(work=s.work * share, links=s.sending * share + s.around * updates)
 
 
@@ -319,8 +320,8 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     """
     work, links = _work(c, s) * c.batch, float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
-        return max(float((work + _by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
-    update = _by_rank(c, s.around + s.step)
+        return max(float((work + by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
+    update = by_rank(c, s.around + s.step)
     front = c.pipeline - 1
     head, tail = (
         np.concatenate([[0.0], np.cumsum(work + s.message[:front])]) for work in (s.forward[:front], s.backward[:front])

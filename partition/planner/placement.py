@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..topology import NO_TRANSFER, Topology, TransferTime
 from .space import Configuration
@@ -36,16 +37,18 @@ class Placements:
     def of(self, configuration: Configuration) -> Placement:
         """O(devices) the first time."""
         c = configuration
-        key = (c.pipeline, c.data, c.tensor, c.num_chunks > 1, c.num_chunks, c.ranks)
+        key = (c.pipeline, c.data, c.tensor, c.positions, c.ranks)
         if key not in self._known:
             self._known[key] = self._find(c)
         return self._known[key]
 
     def _find(self, c: Configuration) -> Placement:
-        topology, ranks, width = self.topology, c.stage_ranks, c.pipeline
-        hops = [topology.between(ranks[p], ranks[(p + 1) % width], tensor=c.tensor) for p in range(width - 1)]
-        around = [topology.between(ranks[-1], ranks[0], tensor=c.tensor)] if c.num_chunks > 1 and width > 1 else []
-        between = ((hops + around) * c.num_chunks)[: c.num_stages - 1]
+        topology, ranks = self.topology, c.stage_ranks
+        ways = dict.fromkeys(pairwise(c.positions), NO_TRANSFER)  # a rank sends itself nothing
+        for a, b in ways:
+            if a != b:
+                ways[a, b] = topology.between(ranks[a], ranks[b], tensor=c.tensor)
+        between = [ways[pair] for pair in pairwise(c.positions)]
         return Placement(
             inward=(NO_TRANSFER, *between),
             outward=(*between, NO_TRANSFER),

@@ -67,10 +67,11 @@ def plan(
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
         schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "pipedream")
-            change the training. Those that split the backward are simulated with halves of the profile's backward, so
-            they are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
+            change the training. Stages may stand on the ranks in turn, or back and forth as under "zb-v", not on two
+            ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
+            are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
-        chunk_sizes: V to choose from, 2 or more, under schedules with several stages a rank.
+        chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer" and "selective" (see
             `PlanStage`); what costs the least seconds and fits is taken. None: all that the profiles have figures for.
         optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, it is
@@ -107,7 +108,7 @@ def plan(
         if not family(name).is_planned:
             known = ", ".join(each.name for each in FAMILIES.values() if each.is_planned)
             raise ValueError(
-                f"schedules: {name!r}: plans are for stages that stand on the ranks in turn, and for whole sequences: "
+                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences: "
                 f"expected some of {known}"
             )
     allowed = RECOMPUTE if recompute is None else _choices("recompute", recompute, RECOMPUTE)
@@ -131,16 +132,18 @@ def plan(
         known = allowed if model.profile.knows_selective else tuple(each for each in allowed if each != "selective")
         return MemoryRules(optimizer_ratio=model.optimizer_ratio, recompute=known, sharding=sharding)
 
+    sizes_of_chunks = _chunks(chunk_sizes)
     space = SearchSpace(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
-        schedules=[(name, family(name).takes_chunks) for name in names],
+        schedules=[
+            (name, sizes_of_chunks if (own := family(name)).takes_chunks else (own.num_chunks,)) for name in names
+        ],
         microbatch_sizes=sizes,
         tensor_sizes=ways,
         pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
         data_sizes=_counts("data_sizes", data_sizes),
         max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
-        chunk_sizes=_chunks(chunk_sizes),
     )
     if recompute is not None and "selective" in allowed:
         _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])

@@ -68,10 +68,10 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
     paces, traffic = stage_paces(c, seconds), traffic_of(e)
-    held = stage_bytes(e.sums, e.memories, replicas=c.counts, tensor=c.tensor)
+    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor)
     stages = []
     for s in range(c.num_stages):
-        p, v = s % c.pipeline, s // c.pipeline
+        p, v = c.positions[s], s // c.pipeline
         memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
         stages.append(
             PlanStage(
@@ -114,7 +114,7 @@ def _runner_up(found: Found) -> RunnerUp:
     sizes = e.model.cuts.members.sum(axis=1)
     return RunnerUp(
         label=label(e),
-        replicas=e.configuration.counts * e.configuration.num_chunks,
+        replicas=tuple(e.configuration.counts[p] for p in e.configuration.positions),
         num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
         predicted_step_time=e.bottleneck,
         simulated_step_time=None if found.simulated is None else found.seconds,

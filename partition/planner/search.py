@@ -21,7 +21,7 @@ from ...schedules.registry import family
 from ..solver.chunks import level_ranks, neighbours
 from ..stage_memory import MemoryRules
 from .cuts import candidate_ends, few_ways
-from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError
+from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError, by_rank
 from .model import Model
 from .result import Found
 from .space import Configuration
@@ -159,18 +159,20 @@ class Search:
         Each rank has its work and its updates. Under a flush with one stage a rank, rank r may have 1 - 1/m of the work
         of the rank in front, since it waits that much longer: T = W / (1 - (1 - 1/m)^P) for W a microbatch, m
         microbatches a replica. With chunks the cuts that are tried (even ones) fill the pipeline in about (P - 1)/V
-        times W/P; half of that is counted, and nothing where every cut is tried.
+        times W/P; half of that is counted, and nothing where every cut is tried. Neither holds where the backward is
+        split: weight gradients are work for those who wait.
         """
         model = self.evaluator.model(c)
         m = c.batch // c.data
         work = model.seconds / self.evaluator.topology.fastest
         if family(c.schedule).rule.is_asynchronous:
             return work * m / c.pipeline
-        fill = 0.0 if few_ways(model, c.num_stages) else _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
-        if c.num_chunks == 1:
-            fill = 0.0
+        is_split = family(c.schedule).splits_backward
+        fill = 0.0
+        if c.num_chunks > 1 and not is_split and not few_ways(model, c.num_stages):
+            fill = _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
         each = (work * (m + fill) + self._updates(c, model)) / c.pipeline
-        return each if c.num_chunks > 1 else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
+        return each if c.num_chunks > 1 or is_split else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
 
     def _updates(self, c: Configuration, model: Model) -> float:
         """Seconds of all ranks of a replica together: gradients summed over the best placed D ranks, and the steps."""
@@ -241,7 +243,7 @@ class Search:
             return fitting
         cuts = self.evaluator.model(c).cuts
         known = [each.ends for each in fitting]
-        more = [level_ranks(cuts, ends, c.pipeline) for ends in known[:2]]
+        more = [level_ranks(cuts, ends, c.positions) for ends in known[:2]]
         return sorted(
             fitting + self._fitting(c, [ends for ends in dict.fromkeys(more) if ends not in known]),
             key=lambda each: (each.bound, each.ends),
@@ -334,7 +336,7 @@ def _if_level(e: Evaluated) -> float:
     c = e.configuration
     if c.num_chunks == 1:
         return e.bound
-    work = e.seconds.work.reshape(c.num_chunks, c.pipeline).sum(axis=0)
+    work = by_rank(c, e.seconds.work)
     return e.bound - float(work.max() - work.mean()) * c.batch / c.data
 
 

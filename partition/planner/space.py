@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...schedules.registry import family
+
 ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
 
 
@@ -37,6 +39,11 @@ class Configuration:
     def num_stages(self) -> int:
         """S = P V."""
         return self.pipeline * self.num_chunks
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """[S] which of the P places each stage has; stage s is chunk s // P there."""
+        return family(self.schedule).rank_of_stages(num_ranks=self.pipeline, num_chunks=self.num_chunks)
 
     @property
     def num_devices(self) -> int:
@@ -105,23 +112,21 @@ class SearchSpace:
     Arguments:
         num_devices: of the cluster.
         global_batch: samples of a batch.
-        schedules: canonical names, with whether each takes chunks.
+        schedules: canonical names, with the numbers of chunks V to try for each.
         microbatch_sizes, tensor_sizes: to try.
         pipeline_sizes, data_sizes: to try; None: all that fit.
         max_stages: S at most, by tensor size: the longest chain of nodes.
-        chunk_sizes: V to try, where the schedule takes chunks.
         all_layouts: those as well that leave more than an eighth of more than ALL_SIZES devices idle.
     """
 
     num_devices: int
     global_batch: int
-    schedules: Sequence[tuple[str, bool]]
+    schedules: Sequence[tuple[str, Sequence[int]]]
     microbatch_sizes: Sequence[int]
     tensor_sizes: Sequence[int]
     pipeline_sizes: Sequence[int] | None = None
     data_sizes: Sequence[int] | None = None
     max_stages: int
-    chunk_sizes: Sequence[int]
     all_layouts: bool = False
 
     def configurations(self) -> Iterator[Configuration]:
@@ -146,10 +151,10 @@ class SearchSpace:
                     yield data, pipeline
 
     def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:
-        for schedule, takes_chunks in self.schedules:
-            if takes_chunks and pipeline == 1:
-                continue  # chunks of one rank follow each other: the same work, more of it under way
-            for num_chunks in self.chunk_sizes if takes_chunks else (1,):
+        for schedule, chunk_sizes in self.schedules:
+            for num_chunks in chunk_sizes:
+                if num_chunks > 1 and pipeline == 1:
+                    continue  # chunks of one rank follow each other: the same work, more of it under way
                 if num_chunks * pipeline > self.max_stages:
                     continue
                 yield Configuration(

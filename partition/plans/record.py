@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from ...schedules.registry import family
 from ...schedules.timing.memory import StageBytes
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
@@ -117,7 +119,7 @@ class PlanRecord:
     """Stages in order, on ranks 0..num_devices-1; where a plan needs fewer, the rest stay idle.
 
     Arguments:
-        stages: [S]; with V chunks a rank, stage s + P stands on the ranks of stage s.
+        stages: [S]; the first P stand on the places 0 to P - 1, those of later chunks as the schedule has it.
         num_chunks: V.
         cost_model: "default" or "pipedream".
         schedule: that memory was counted for; None under PipeDream's model.
@@ -166,11 +168,11 @@ class PlanRecord:
             )
         _refuse_twice("node", [node for stage in self.stages for node in stage.nodes])
         width = len(self.stages) // self.num_chunks
-        for number, stage in enumerate(self.stages):
-            if stage.ranks != self.stages[number % width].ranks:
+        for number, (stage, place) in enumerate(zip(self.stages, self.positions, strict=True)):
+            if stage.ranks != self.stages[place].ranks:
                 raise ValueError(
-                    f"stage {number} on ranks {stage.ranks} and stage {number % width}, of another chunk, on "
-                    f"{self.stages[number % width].ranks}: expected the same ranks"
+                    f"stage {number} on ranks {stage.ranks} and stage {place}, of another chunk, on "
+                    f"{self.stages[place].ranks}: expected the same ranks"
                 )
         ranks = [rank for stage in self.stages[:width] for rank in stage.ranks]
         _refuse_twice("rank", ranks)
@@ -178,19 +180,34 @@ class PlanRecord:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
 
-        self._check_traffic(width)
+        self._check_traffic()
 
-    def _check_traffic(self, width: int) -> None:
+    def _check_traffic(self) -> None:
         known = [stage.traffic for stage in self.stages if stage.traffic is not None]
         if known and len(known) < len(self.stages):
             raise ValueError(f"traffic of {len(known)} of {len(self.stages)} stages: expected that of all, or of none")
         ways = [(each.latency, each.seconds_per_byte) for each in known[:-1]]
-        for number, way in enumerate(ways):
-            if way != ways[number % width]:
+        first: dict[tuple[int, int], int] = {}
+        for number, (way, pair) in enumerate(zip(ways, pairwise(self.positions), strict=False)):
+            other = first.setdefault(pair, number)
+            if way != ways[other]:
                 raise ValueError(
-                    f"stage {number} with traffic of latency, seconds_per_byte {way} and stage {number % width}, of "
-                    f"another chunk on the same ranks, {ways[number % width]}: expected the same"
+                    f"stage {number} with traffic of latency, seconds_per_byte {way} and stage {other}, of "
+                    f"another chunk on the same ranks, {ways[other]}: expected the same"
                 )
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """[S] place of each stage: the stage of the first chunk that stands on the same ranks.
+
+        ValueError for a schedule that no plans are made for.
+        """
+        if self.num_chunks == 1:
+            return tuple(range(len(self.stages)))
+        own = family(self.schedule or "interleaved")
+        if not own.is_planned:
+            raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
+        return own.rank_of_stages(num_ranks=len(self.stages) // self.num_chunks, num_chunks=self.num_chunks)
 
     @property
     def tensor(self) -> int:

@@ -45,13 +45,13 @@ def reorder(
     split = replace(plan, stages=stages)
     before = simulated(split).timeline.batch_seconds
     own = one_pipeline(split, num_microbatches=M)
-    traffic = split.traffic
+    traffic, ranks = split.traffic, [(p,) for p in range(width)]
     found = synthesize(
         placement=own.placement,
         num_microbatches=own.num_microbatches,
         costs=_costs(split),
         memory_limit=[float(peak) for peak in check(own).peak_activations],
-        links=links_of(traffic, [(p,) for p in range(width)], rings=[(p,) for p in range(width)]) if traffic else None,
+        links=links_of(traffic, ranks, positions=split.positions, rings=ranks) if traffic else None,
         start=own if _is_plain(own) else None,
         seconds=seconds,
         evaluations=evaluations,

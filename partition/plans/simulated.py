@@ -50,5 +50,5 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
     if schedule.rule.updates_may_wait and any(each.sum_seconds for each in traffic):
         schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
     ranks = schedule.owners[: len(plan.stages) // plan.num_chunks]
-    links = links_of(traffic, ranks, rings=ranks)
+    links = links_of(traffic, ranks, positions=plan.positions, rings=ranks)
     return SimulatedPlan(simulate(schedule, costs, links), costs, links)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from ...schedules.timing.links import Links, Sum, Way
 
@@ -42,21 +43,27 @@ def links_of(
     stages: Sequence[StageTraffic],
     ranks: Sequence[Sequence[int]],
     *,
+    positions: Sequence[int],
     rings: Sequence[Sequence[int]],
     num_microbatches: int | None = None,
 ) -> Links:
     """Network of ranks with one card each, on which their messages and sums of gradients queue.
 
     Arguments:
-        stages: [S]; with V chunks, those of later chunks have the ways of the first.
-        ranks: [P] replicas of each stage of the first chunk; microbatch k runs on number k % replicas.
+        stages: [S]; of two between the same places either says the way.
+        ranks: [P] replicas of each place; microbatch k runs on number k % replicas.
+        positions: [S] place of each stage. Between two of the same there is no message.
         rings: [P] members of the sums of a stage, in the order in which they stand around it.
         num_microbatches: of all `ranks`; None: ways for any number.
     """
-    pipeline = len(ranks)
     ways: dict[tuple[int, int], Way] = {}
-    for s, stage in enumerate(stages[: min(pipeline, len(stages) - 1)]):
-        here, there = ranks[s], ranks[(s + 1) % pipeline]
+    hops: dict[tuple[int, int], StageTraffic] = {}
+    for pair, stage in zip(pairwise(positions), stages[:-1], strict=True):
+        hops.setdefault(pair, stage)
+    for (a, b), stage in hops.items():
+        if a == b:
+            continue
+        here, there = ranks[a], ranks[b]
         different = math.lcm(len(here), len(there))  # microbatches; behind them the pairs come again
         if num_microbatches is not None:
             different = min(different, num_microbatches)
@@ -68,7 +75,7 @@ def links_of(
     sums = []
     for s, stage in enumerate(stages):
         if stage.sum_seconds > 0:
-            members = rings[s % pipeline]
+            members = rings[positions[s]]
             around = tuple(zip(members, (*members[1:], members[0]), strict=True))
             ways |= {(src, dst): Way(sending=src, receiving=dst) for src, dst in around if (src, dst) not in ways}
             sums.append(Sum(stage=s, seconds=stage.sum_seconds, gather=stage.gather_seconds, ways=around))

@@ -104,22 +104,25 @@ def _moves(cuts: Cuts, ends: tuple[int, ...], *, reach: int) -> Iterator[tuple[t
             yield (*ends[:at], int(other), *ends[at + 1 :]), at
 
 
-def level_ranks(cuts: Cuts, ends: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def level_ranks(cuts: Cuts, ends: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
     """Cuts moved by a node at a time until the work of the P ranks, V stages each, is as level as that makes it.
 
     Level: the sum of squares of the ranks' work. O(S) a move, of which there are at most MAX_MOVES.
+
+    Arguments:
+        positions: [S] rank of each stage.
     """
     ends = tuple(ends)
     seconds = cuts.seconds
     for _ in range(MAX_MOVES):
         work = np.diff(seconds[list(ends)])
-        load = [float(work[p::num_ranks].sum()) for p in range(num_ranks)]
+        load = np.bincount(positions, weights=work)
         best, least = ends, -1e-12 * float(seconds[-1]) ** 2
         for moved, at in _moves(cuts, ends, reach=1):
-            a, b = (at - 1) % num_ranks, at % num_ranks
+            a, b = positions[at - 1], positions[at]
             more = float(seconds[moved[at]] - seconds[ends[at]])
-            change = 2 * more * (load[a] - load[b] + more)  # of the sum of squares
-            if change < least:
+            change = 2 * more * float(load[a] - load[b] + more)  # of the sum of squares
+            if a != b and change < least:
                 best, least = moved, change
         if best == ends:
             break

@@ -61,7 +61,7 @@ def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
 CHIMERA = Family(
     name="chimera",
     build=chimera,
-    in_turn=False,
+    placement="two-way",
     weight_copies=2,
     full_after=1,
     batch_seconds=_batch_seconds,

@@ -165,7 +165,7 @@ def _batch_seconds(equal: EqualStages) -> float | None:
 DUALPIPE = Family(
     name="dualpipe",
     build=dualpipe,
-    in_turn=False,
+    placement="two-way",
     weight_copies=2,
     splits_backward=True,
     full_after=2,

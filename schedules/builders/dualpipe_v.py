@@ -49,7 +49,7 @@ def _batch_seconds(equal: EqualStages) -> float | None:
 DUALPIPE_V = Family(
     name="dualpipe-v",
     build=dualpipe_v,
-    in_turn=False,
+    placement="snake",
     aliases=("dualpipev", "scheduledualpipev"),
     num_chunks=2,
     splits_backward=True,

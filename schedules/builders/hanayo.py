@@ -49,7 +49,7 @@ def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
 HANAYO = Family(
     name="hanayo",
     build=hanayo,
-    in_turn=False,
+    placement="snake",
     options=("num_chunks",),
     batch_seconds=_batch_seconds,
     peak_activations=_peak_activations,

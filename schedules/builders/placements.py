@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -26,3 +28,19 @@ def snake_placement(*, num_ranks: int, num_chunks: int) -> Placement:
         tuple(chunk * num_ranks + (num_ranks - 1 - rank if chunk % 2 else rank) for chunk in range(num_chunks))
         for rank in range(num_ranks)
     )
+
+
+# How stages of one owner each may stand, by the name that a family gives.
+PLACEMENTS = {"cyclic": cyclic_placement, "snake": snake_placement}
+
+
+@lru_cache(maxsize=1024)
+def rank_of_stages(name: str, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """[S] rank of each stage under one of PLACEMENTS. Under each of them stage s is chunk s // P of its rank.
+
+    >>> rank_of_stages("snake", num_ranks=3, num_chunks=2)
+    (0, 1, 2, 2, 1, 0)
+    """
+    placement = PLACEMENTS[name](num_ranks=num_ranks, num_chunks=num_chunks)
+    rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
+    return tuple(rank_of[stage] for stage in range(num_ranks * num_chunks))

@@ -50,7 +50,7 @@ def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
 V_HALF = Family(
     name="v-half",
     build=v_half,
-    in_turn=False,
+    placement="snake",
     options=("costs",),
     num_chunks=2,
     splits_backward=True,

@@ -50,7 +50,7 @@ def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
 V_MIN = Family(
     name="v-min",
     build=v_min,
-    in_turn=False,
+    placement="snake",
     options=("costs",),
     num_chunks=2,
     splits_backward=True,

@@ -133,7 +133,7 @@ def _peak_activations(equal: EqualStages) -> tuple[int, ...] | None:
 ZB_V = Family(
     name="zb-v",
     build=zb_v,
-    in_turn=False,
+    placement="snake",
     options=("costs", "kept", "memory_limit"),
     aliases=("zbv", "zbvzerobubble", "zbv-zero-bubble", "schedulezbvzerobubble"),
     num_chunks=2,

@@ -96,14 +96,16 @@ def test_one_stage_a_rank_is_predicted_to_the_byte(schedule: str, recompute: str
             assert said.total <= curve.peak + 4 * widest
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "hanayo", "zb-v"])
 def test_several_stages_a_rank_are_never_more_than_predicted(schedule: str) -> None:
     """A plan adds the largest workspace of the rank's stages to its fullest moment; it may run at another one."""
     found = planned(schedule, chunk_sizes=(2,), global_batch=16)
     for rank, curve in enumerate(curves_of(found)[1]):
         said = found.memory[rank]
         most = max(total({part: v[n] for part, v in curve.parts.items()}) for n in range(len(curve.times)))
-        spaces = [found.stage_bytes[stage].workspace for stage in (rank, rank + 4)]
+        spaces = [
+            each.workspace for each, at in zip(found.stage_bytes, found.stages, strict=True) if at.ranks == (rank,)
+        ]
         assert most <= without_messages(said) <= most + max(spaces)
         assert curve.peak <= said.total
 

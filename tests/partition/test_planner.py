@@ -10,7 +10,7 @@ import pytest
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.in_flight import count_in_flight
 from stagewright.partition.planner.space import Configuration
-from stagewright.schedules import Costs, build, check, simulate
+from stagewright.schedules import Costs, Op, build, check, simulate
 
 
 def chain(size: int, **figures: float) -> Profile:
@@ -126,10 +126,10 @@ def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
         ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
         (
-            {"schedules": "zb-v"},
-            r"'zb-v': plans are for stages that stand on the ranks in turn, .* some of gpipe, 1f1b",
+            {"schedules": "dualpipe"},
+            r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe, 1f1b",
         ),
-        ({"schedules": ("1f1b", "hanayo")}, r"'hanayo': plans are for"),
+        ({"schedules": ("1f1b", "chimera")}, r"'chimera': plans are for"),
         ({"schedules": ("seq1f1b",)}, r"'seq1f1b': plans are for .* and for whole sequences"),
         ({"schedules": ()}, r"schedules=\(\): expected at least one name"),
         ({"microbatch_sizes": (2,)}, "no profile of 2 samples: expected some of 1"),
@@ -209,6 +209,40 @@ def test_every_schedule_in_turn_is_planned(name: str, stages: int, seconds: floa
     found = plan(chain(4), FOUR, global_batch=8, schedules=("1f1b", name), **sizes)
     assert found.simulated_step_time == pytest.approx(seconds)
     assert found.schedule == (name if seconds != 33 else "1f1b")
+
+
+def test_a_bound_does_not_hide_a_split_backward() -> None:
+    """Nothing but the best is asked for: 1F1B's warm-up is no bound of ZB-H2's."""
+    figures = [(1, 3, 0), (2, 1, 1), (0.5, 1, 0), (2, 3, 0), (1, 3, 0), (1, 3, 0), (2, 1, 1)]
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=f, backward_seconds=b, parameter_bytes=w)
+        for i, (f, b, w) in enumerate(figures)
+    ]
+    schedules = ("1f1b", "interleaved", "zb-h2")
+    found = plan(
+        Profile(nodes=nodes), Cluster.parse("4:net=10B/s"), global_batch=6, schedules=schedules, num_runners_up=0
+    )
+    assert (found.schedule, found.simulated_step_time) == ("zb-h2", pytest.approx(40.6))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min", "hanayo", "dualpipe-v"])
+def test_memory_of_a_v(schedule: str) -> None:
+    """Rank 0 has the first stage and the last: the embedding, the head, and what both hold at its worst moment."""
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=w, stash_bytes=10.0 + i)
+        for i, w in enumerate((5, 1, 1, 1, 1, 7))
+    ]
+    options = {"pipeline_sizes": (3,), "data_sizes": (1,), "optimizer_bytes": 2.0, "chunk_sizes": (2,)}
+    found = plan(Profile(nodes=nodes), Cluster.parse("3:l=1GB/s"), global_batch=6, schedules=schedule, **options)
+    assert [stage.ranks for stage in found.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
+    assert [found.memory[rank].parameters for rank in range(3)] == [12, 2, 2]
+    assert [found.memory[rank].optimizer for rank in range(3)] == [24, 4, 4]
+    for rank, program in enumerate(build(schedule, num_ranks=3, num_microbatches=6).programs):
+        now = most = 0.0
+        for stage, op, _ in program:  # whole backwards end in B, others in W
+            now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0) * nodes[stage].stash_bytes
+            most = max(most, now)
+        assert found.memory[rank].activations == most
 
 
 def test_one_schedule_as_text() -> None:

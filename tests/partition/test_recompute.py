@@ -169,7 +169,7 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]
 
 def fitted(case: tuple[StageSums, InFlight, float], recompute: tuple[str, ...]) -> RankMemory:
     sums, flight, limit = case
-    place = RankPlace(position=0, pipeline=1, replicas=1, tensor=1, limit=limit)
+    place = RankPlace(stages=tuple(range(len(sums.stash))), replicas=1, tensor=1, limit=limit)
     return MemoryRules(optimizer_ratio=2.0, recompute=recompute).fit(sums, flight, place)
 
 

@@ -64,9 +64,10 @@ def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, 
     assert simulate(whole.timeline.schedule, whole.costs).batch_seconds < whole.timeline.batch_seconds
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "hanayo", "zb-v", "v-min", "dualpipe-v"])
 @pytest.mark.parametrize("data", [1, 2])
 def test_chunks_and_the_way_back_to_the_first_rank(schedule: str, data: int) -> None:
+    """In turn, or back and forth."""
     found = planned(
         Cluster.parse("3x2:inner=50B/s,outer=5B/s@0.25s"),
         12,

@@ -58,6 +58,7 @@ def plan_of(*stages: PlanStage, num_devices: int, **fields: Any) -> Plan:
     return Plan(stages=stages, num_devices=num_devices, predicted_step_time=3, bound=3, **(settings | fields))
 
 
+V_PLACES = [((2, 3), "none"), ((0, 1), "full"), ((0, 1), "none"), ((2, 3), "layer")]
 PLANS = {
     "3-1": ("chain", plan_of(stage("0 1 2", 0, 1, 2), stage("3", 3), num_devices=4)),
     "1-3": ("chain", plan_of(stage("0", 0), stage("1 2 3", 1, 2, 3), num_devices=4, num_microbatches=2)),
@@ -76,6 +77,16 @@ PLANS = {
             num_chunks=2,
             schedule="interleaved",
             num_microbatches=4,
+        ),
+    ),
+    "a V over replicas": (
+        "chain",
+        plan_of(
+            *[stage(f"{i}", *ranks, recompute=how) for i, (ranks, how) in enumerate(V_PLACES)],
+            num_devices=4,
+            num_chunks=2,
+            schedule="zb-v",
+            num_microbatches=8,
         ),
     ),
     "recompute": ("chain", plan_of(stage("0 1", 0, recompute="full"), stage("2 3", 1), num_devices=2)),
