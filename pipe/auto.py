@@ -124,6 +124,8 @@ class AutoLayout:
         self._collectives.gather(None, what="profiling together")  # all begin at once
         texts = self._together(measure, what="profiling the model")
         profile = median_profile([Profile.from_json(text) for text in texts]).typical()
+        if profile.optimizer_ratio is not None and settings.delay_correction is not None:
+            profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
         return replace(profile, microbatch_size=size)
 
     def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:

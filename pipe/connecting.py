@@ -115,7 +115,7 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
             scales_loss=settings.grad_scaler is not None,
         )
     if settings.delay_correction is not None:
-        settings.delay_correction.refuse_flush(schedule)
+        settings.delay_correction.refuse_flush(schedule.name)
     return make_flush_execution(
         schedule,
         placed.ownership,

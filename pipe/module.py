@@ -217,6 +217,8 @@ class PipelineModule(RunFacts):
         self._building = Building(
             model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify
         )
+        if make_layout is None and self._settings.delay_correction is not None:
+            self._settings.delay_correction.refuse_flush("auto")
         if make_layout is not None:
             self._building.start(make_layout(self.world), example)
         else:

@@ -224,6 +224,8 @@ class _Fitting:
                 f"it has older weight versions of the rule {rule!r} with {groups} updates a step, and this run has "
                 f"{schedule.weight_rule!r} with {schedule.groups_per_batch}: every stage begins with the newest weights"
             )
+        if self._optimizers is not None and manifest.step:
+            self.lost += self._optimizers.lost([one.optimizers for one in self._stages])
         seed = self.checkpoint.value("seed")
         if seed != self._contents.seed:
             self.lost.append(

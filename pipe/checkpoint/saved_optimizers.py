@@ -18,6 +18,7 @@ import torch
 
 from ..parallel.share import Share
 from ..stages.ownership import Ownership
+from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
 from .optimizers import options_of_group, state_share
 from .reader import Checkpoint
@@ -173,6 +174,23 @@ class SavedOptimizers:
                 ]
                 scheduler.load_state_dict(_regrouped(saved["state"], own, by_group))
 
+    def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
+        """Delay correction that these optimizers cannot go on with, or have not: for people."""
+        held = [(one, name) for one in stages for name in dict.fromkeys(one.names.values())]
+        kept = {name for name, entries in self._tensors.items() if LAST_UPDATE in entries}
+        missing = sorted({name for one, name in held if one.corrects(name) and name in self._groups} - kept)
+        dropped = sorted({name for one, name in held if not one.corrects(name)} & kept)
+        told = []
+        if missing:
+            told.append(
+                f"it has no last update of {_shown(missing)} for delay_correction=: the first one here is not corrected"
+            )
+        if dropped:
+            told.append(
+                f"it has the last update of {_shown(dropped)} for delay_correction=, and nothing is corrected there now"
+            )
+        return told
+
     def joined(self, names: Sequence[str]) -> list[PlainOptimizer]:
         """Optimizers as one process has them: those of all stages of one class are one, groups of equal options, too.
 
@@ -225,6 +243,8 @@ class SavedOptimizers:
     ) -> dict[str, Any]:
         found = {entry: self._checkpoint.value(key) for entry, key in self._values.get(name, {}).items()}
         for entry, key in self._tensors.get(name, {}).items():
+            if entry == LAST_UPDATE and not stage.corrects(name):
+                continue
             value = self._checkpoint.read(key, self._share(stage, name, key, ownership))
             at_host = entry == "step" and not (group.get("capturable") or group.get("fused"))  # as torch has it
             found[entry] = value.to("cpu" if at_host else parameter.device, copy=True)
@@ -271,6 +291,10 @@ class SavedOptimizers:
                 f"checkpoint {self._where} has {key}={one.get(key)} for {name!r} and {key}={two.get(key)} for "
                 f"{other!r}, which stand in one parameter group now: expected the groups of the run that saved it"
             )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"{', '.join(map(repr, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

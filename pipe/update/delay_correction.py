@@ -40,8 +40,6 @@ from typing import Any
 
 import torch
 
-from ...schedules import Schedule
-
 LAST_UPDATE = "delay_correction.last_update"
 
 
@@ -74,11 +72,11 @@ class ErrorFeedback:
         """Lambda of each stage, whose gradients are late by `delays` [updates] under the schedule."""
         return tuple(float(self.factor * (delay if self.delay is None else self.delay)) for delay in delays)
 
-    def refuse_flush(self, schedule: Schedule) -> None:
+    def refuse_flush(self, schedule: str) -> None:
         """ValueError under a flush schedule, unless a delay was asked for."""
         if self.delay is None:
             raise ValueError(
-                f"delay_correction= under the flush schedule {schedule.name!r}, whose gradients are not late: expected "
+                f"delay_correction= under the flush schedule {schedule!r}, whose gradients are not late: expected "
                 f"an asynchronous schedule such as '2bw', delay_correction=None, or a delay to correct as if there "
                 f"were one: stagewright.ErrorFeedback(delay=1)"
             )
@@ -90,6 +88,11 @@ def read_delay_correction(option: object) -> ErrorFeedback | None:
         return option
     if option == "error-feedback":
         return ErrorFeedback()
+    if option == "weight-prediction":
+        raise ValueError(
+            "delay_correction='weight-prediction' is not there. Expected 'error-feedback': for SGD with momentum at a "
+            "constant rate both are one trajectory, seen at the weights that gradients are computed with"
+        )
     raise ValueError(
         f"delay_correction={option!r:.60}: expected None, 'error-feedback', or stagewright.ErrorFeedback(factor=...)"
     )
@@ -107,9 +110,9 @@ class Feedback:
         self.factors = factors
         self._names = names
 
-    def factor(self, parameter: int) -> float:
-        """Lambda of a parameter, given by its id."""
-        return self.factors.get(self._names.get(parameter, ""), 0.0)
+    def factor(self, parameter: torch.Tensor) -> float:
+        """Lambda of a parameter."""
+        return self.factors.get(self._names.get(id(parameter), ""), 0.0)
 
     @contextmanager
     def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -125,7 +128,7 @@ class Feedback:
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: float
     ) -> dict[torch.Tensor, torch.Tensor]:
         """The weights that are to be corrected, decayed as the step will do it: in their own type, like torch."""
-        found = {p: p.detach().clone() for p in group["params"] if p.grad is not None and self.factor(id(p))}
+        found = {p: p.detach().clone() for p in group["params"] if p.grad is not None and self.factor(p)}
         decay = float(group.get("weight_decay") or 0.0) if _decouples_decay(optimizer, group) else 0.0
         if decay and found:
             torch._foreach_mul_(list(found.values()), 1.0 - rate * decay)
@@ -141,7 +144,7 @@ class Feedback:
             last = state.get(LAST_UPDATE)
             state[LAST_UPDATE] = update
             if last is not None:
-                parameter.sub_(last.neg_().add_(update), alpha=self.factor(id(parameter)) * rate)
+                parameter.sub_(last.neg_().add_(update), alpha=self.factor(parameter) * rate)
 
 
 def _decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

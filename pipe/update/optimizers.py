@@ -165,15 +165,13 @@ class StageOptimizers:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def option_numbers(self) -> dict[int, int]:
-        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, lambda, ...)."""
+        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, ...)."""
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 number = _option_number(optimizer, group)
                 numbers.update((id(parameter), number) for parameter in group["params"])
         numbers.update((id(whole), _option_number(optimizer, group)) for optimizer, group, whole in self._away)
-        if self._feedback is not None:
-            numbers = {at: _number(f"{number} {self._feedback.factor(at)}") for at, number in numbers.items()}
         return numbers
 
     def corrects(self, name: str) -> bool:
@@ -285,11 +283,7 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
 
 def _option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return _number(f"{type(optimizer).__name__} {shown}")
-
-
-def _number(options: str) -> int:
-    return zlib.crc32(options.encode()) % _OPTION_NUMBERS
+    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
 
 
 def _shown_option(key: str, value: object) -> str:

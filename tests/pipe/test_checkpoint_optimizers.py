@@ -15,12 +15,20 @@ from torch.optim import lr_scheduler as lr
 
 import stagewright
 from stagewright.pipe import PipelineModule
+from stagewright.pipe.update.delay_correction import LAST_UPDATE
 
 Named = list[tuple[str, nn.Parameter]]
 
 
 def make(
-    schedule: str, ranks: int, optimizer: Any, scheduler: Any = None, *, chunks: int | None = None, data: int = 1
+    schedule: str,
+    ranks: int,
+    optimizer: Any,
+    scheduler: Any = None,
+    *,
+    chunks: int | None = None,
+    data: int = 1,
+    **options: Any,
 ) -> PipelineModule:
     torch.manual_seed(3)
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
@@ -35,6 +43,7 @@ def make(
         lr_scheduler=scheduler,
         example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
         timeout=30.0,
+        **options,
     )
 
 
@@ -110,14 +119,29 @@ def test_groups_and_their_schedules_go_on_on_any_cut(scheduler: Callable[[Optimi
         assert train(again, range(7, 9)) == train(other, range(7, 9))
 
 
-def test_groups_of_a_stream_go_on(tmp_path: Path) -> None:
-    pipe = make("2bw", 3, groups, SCHEDULES["plateau"])
+@pytest.mark.parametrize("correction", [None, "error-feedback"])
+def test_groups_of_a_stream_go_on(correction: str | None, tmp_path: Path) -> None:
+    pipe = make("2bw", 3, groups, SCHEDULES["plateau"], delay_correction=correction)
     train(pipe, range(3))
     pipe.save(tmp_path)
     expected = train(pipe, range(3, 6))
-    other = make("2bw", 2, groups, SCHEDULES["plateau"])
+    other = make("2bw", 2, groups, SCHEDULES["plateau"], delay_correction=correction)
     other.load(tmp_path)
     assert train(other, range(3, 6)) == expected
+
+
+def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
+    plain, corrected = make("2bw", 2, groups), make("2bw", 2, groups, delay_correction="error-feedback")
+    train(plain, range(3))
+    plain.save(tmp_path)
+    with pytest.warns(UserWarning, match="no last update of '0.bias', '0.weight', '2.bias' and 9 more"):
+        corrected.load(tmp_path)
+    assert not any(LAST_UPDATE in state for one in corrected.optimizers for state in one.state.values())
+    train(corrected, range(3, 5))
+    corrected.save(tmp_path)
+    with pytest.warns(UserWarning, match="has the last update of .* nothing is corrected there now"):
+        plain.load(tmp_path)
+    assert not any(LAST_UPDATE in state for one in plain.optimizers for state in one.state.values())
 
 
 def _save_and_go_on(folder: str) -> list[float | None]:

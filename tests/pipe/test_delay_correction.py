@@ -10,13 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.async_pipeline import run
-from support.async_reference import UNEVEN, AsyncCase, agree
+from support.async_pipeline import make_pipeline, run
+from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
+from support.cases import same
+from support.pool import Pool
+from support.reference import copied
 from torch import Tensor, nn
 
 from stagewright import ErrorFeedback
+from stagewright.pipe import PipelineModule
 from stagewright.pipe.update.delay_correction import LAST_UPDATE
 from stagewright.pipe.update.optimizers import StageOptimizers
 from stagewright.schedules import build
@@ -137,3 +142,201 @@ def test_an_update_is_that_of_weights_which_are_always_zero(name: str) -> None:
     (optimizer,) = held.optimizers
     assert LAST_UPDATE in optimizer.state[mine[0]]
     assert LAST_UPDATE not in optimizer.state[mine[1]]
+
+
+def _averaged(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9, dampening=0.9)
+
+
+def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """With gradients of 0.05 h w: Muon's momentum, where the buffer takes 0.05 of a gradient and 0.95 of itself."""
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.95, nesterov=True)
+
+
+def _radius(kind: Any, late: int, strength: float, curvature: float) -> float:
+    """Largest root of (z - 1) (z - b) z^(late + 1) + h (1 - b) N(z) ((1 + lambda) z - lambda) = 0.
+
+    Of W(t+1) - W(t) = -A(t) and the gradient h W(t - late); N of the momentum b: z where it is averaged alone, and
+    (1 + b) z - b for Nesterov's.
+    """
+    b, z = (0.9 if kind is _averaged else 0.95), np.poly1d([1.0, 0.0])
+    of_momentum = z if kind is _averaged else (1 + b) * z - b
+    polynomial = (z - 1) * (z - b) * z ** (late + 1) + curvature * (1 - b) * of_momentum * (
+        (1 + strength) * z - strength
+    )
+    return float(max(abs(polynomial.roots)))
+
+
+# Largest stable rate x curvature, as docs/asynchronous.md has it.
+LIMITS = [
+    (_averaged, 0, 0, 38.0),
+    (_averaged, 1, 0, 1.0),
+    (_averaged, 1, 1, 2.70),
+    (_averaged, 1, 2, 2.87),
+    (_nesterov, 0, 0, 26.9),
+    (_nesterov, 1, 0, 3.75),
+    (_nesterov, 1, 1, 6.78),
+    (_nesterov, 1, 2, 4.64),
+]
+
+
+@pytest.mark.parametrize(("kind", "late", "strength", "limit"), LIMITS)
+def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: float, limit: float) -> None:
+    """Of the rule's polynomial, and by running it: one weight for each curvature."""
+    curvatures = torch.tensor([0.97 * limit, 1.03 * limit], dtype=torch.float64)
+    low, high = (_radius(kind, late, strength, curvature) for curvature in curvatures.tolist())
+    assert low < 1 < high
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    held = _held(kind, [weight], {"0": float(strength)})
+    seen = [weight.detach().clone()] * (late + 1)
+    scale = 1.0 if kind is _averaged else 0.05
+    sizes = []
+    for _ in range(300):
+        _step([weight], held, [scale * curvatures * seen[-1 - late]], 1.0)
+        seen = [*seen[-late:], weight.detach().clone()] if late else [weight.detach().clone()]
+        sizes.append(weight.detach().abs().clone())
+    settled, grown = (torch.stack(sizes[-40:]).amax(0) / torch.stack(sizes[120:160]).amax(0)).tolist()
+    assert settled < 1 < grown
+
+
+def test_it_is_spectrains_prediction_in_other_coordinates() -> None:
+    """V(t) = W(t) + lr D d(t - 1) are plain momentum's weights, and W(t) = V(t) + D (V(t) - V(t - 1)) what predicts."""
+    rate, late, matrix = 0.02, 2, torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    curvature = matrix @ matrix.T
+    weight, plain = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
+    held = _held(_averaged, [weight], {"0": float(late)})
+    optimizer = _averaged([plain])
+    seen, masters = [weight.detach().clone()], []
+    for t in range(40):
+        gradient = curvature @ seen[max(t - late, 0)]
+        _step([weight], held, [gradient], rate)
+        seen.append(weight.detach().clone())
+        if t == 0:  # the first update is as it is: from there on it is the other's trajectory
+            plain.data.copy_(weight.detach() + rate * late * _last(held, weight))
+        _step([plain], [optimizer], [gradient], rate if t else 0.0)
+        masters.append(plain.detach().clone())
+        if t:
+            torch.testing.assert_close(seen[-1], masters[-1] + late * (masters[-1] - masters[-2]), rtol=0, atol=1e-13)
+
+
+def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
+    return held.optimizers[0].state[parameter][LAST_UPDATE]
+
+
+@pytest.mark.parametrize(
+    ("option", "schedule", "story"),
+    [
+        ("error-feedback", "1f1b", "flush schedule '1f1b', whose gradients are not late.*ErrorFeedback\\(delay=1\\)"),
+        ("error feedback", "2bw", "expected None, 'error-feedback', or stagewright.ErrorFeedback"),
+        ("weight-prediction", "2bw", "Expected 'error-feedback'"),
+        ("error-feedback", "auto", "'auto', whose gradients are not late"),
+    ],
+)
+def test_what_is_refused(option: str, schedule: str, story: str) -> None:
+    with pytest.raises(ValueError, match=story):
+        PipelineModule(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)),
+            schedule=schedule,
+            num_microbatches=2,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.AdamW,
+            mesh={"pipe": 2},
+            delay_correction=option,
+            example_inputs=(torch.zeros(2, 2),),
+        )
+    for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}):
+        with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number from 0 on"):
+            ErrorFeedback(**options)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0])
+def test_bytes_of_the_buffer_are_counted(factor: float) -> None:
+    def bytes_of(**options: Any) -> list[float]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        pipe = PipelineModule(
+            model,
+            schedule="pipedream",
+            num_microbatches=2,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            mesh={"pipe": 2},
+            **options,
+        )
+        for _ in range(2):
+            pipe.train_step(torch.ones(4, 8), torch.ones(4, 8))
+        pipe.flush()
+        return [
+            sum(p.nbytes for p in one.values()) for optimizer in pipe.optimizers for one in optimizer.state.values()
+        ]
+
+    assert bytes_of() == []
+    corrected = bytes_of(delay_correction=ErrorFeedback(factor=factor))
+    assert corrected == ([8 * 8 * 4, 8 * 4] if factor else []), "stage 0 alone: the last one's gradients are not late"
+
+
+def test_a_skipped_step_leaves_weights_and_the_last_update_alone() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    held = _held(_averaged, [weight], {"0": 1.0})
+    for gradient in (torch.ones(3), torch.arange(3.0)):
+        _step([weight], held, [gradient.double()], 0.1)
+    before, last = weight.detach().clone(), _last(held, weight).clone()
+    weight.grad = torch.full((3,), float("inf"), dtype=torch.float64)
+    held.step(None, skipped=True)
+    assert torch.equal(weight, before)
+    assert torch.equal(_last(held, weight), last)
+
+
+def test_an_update_that_is_taken_back_takes_back_its_buffer() -> None:
+    case = replace(RULE, schedule="1f1b", num_ranks=2, feedback_delay=1.0, optimizer="momentum", flushes=())
+    norms = sorted(replay(replace(case, max_grad_norm=1e6)).grad_norms)
+    case = replace(case, max_grad_norm=norms[2])  # some batches are clipped
+    pipe = make_pipeline(case, make_model(case), post_validation=True)
+    for t, size in enumerate(case.sizes):
+        inputs, target = make_batch(case, t, size)
+        pipe.train_step(*inputs, target)
+    pipe.flush()
+    same("state", copied(pipe.full_state_dict()), replay(case).state, 1e-12)
+    for name, parameter in pipe.named_parameters():
+        (last,) = [one.state[parameter][LAST_UPDATE] for one in pipe.optimizers if parameter in one.state]
+        expected = replay(case).optimizer_state[f"{name}: {LAST_UPDATE}"]
+        torch.testing.assert_close(last, expected, rtol=0, atol=1e-11)
+
+
+def _over_processes(case: AsyncCase) -> tuple[AsyncOutcome, dict[str, Tensor]]:
+    outcome = run(case)
+    pipe = make_pipeline(case, make_model(case), data_parallel="zero1")
+    for t, size in enumerate(case.sizes):
+        inputs, target = make_batch(case, t, size)
+        pipe.train_step(*inputs, target)
+    state = copied(pipe.full_state_dict())
+    pipe.close()
+    return outcome, state
+
+
+@pytest.mark.gloo
+def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool) -> None:
+    """Copies stay alike, and an optimizer of parts of the weights has parts of the buffer."""
+    case = AsyncCase(
+        task="small-tied", num_ranks=3, replicas=(2, 1), optimizer="momentum", sizes=UNEVEN[:4], feedback=1.0
+    )
+    found = gloo.run(_over_processes, ranks=3, args=(case,))
+    agree([outcome for outcome, _ in found], case)
+    for _, state in found:
+        same("state", state, replay(case).state, 1e-12)
+
+
+def _differing() -> str:
+    case = AsyncCase(task="mlp")
+    correction = "error-feedback" if torch.distributed.get_rank() else None
+    try:
+        make_pipeline(case, make_model(case), delay_correction=correction)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.gloo
+def test_ranks_that_would_correct_differently_are_refused(gloo: Pool) -> None:
+    for story in gloo.run(_differing, ranks=2):
+        assert "delay_correction=None" in story
+        assert "delay_correction=ErrorFeedback(factor=1.0, delay=None)" in story
