@@ -20,20 +20,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .weight_ops import INSTEAD, Compute
+from .weight_ops import INSTEAD, Compute, Instead
 
 
-@dataclass(frozen=True, slots=True)
-class _Owed:
+class _Owed(NamedTuple):
     """Gradients that one operation has put aside.
 
     Arguments:
@@ -43,12 +41,14 @@ class _Owed:
     weights: Sequence[torch.Tensor]
     compute: Compute
     tensors: Sequence[torch.Tensor]
-    versions: Sequence[int]
+    versions: list[int]
 
     def gradients(self) -> Sequence[torch.Tensor]:
         """One a weight. Raises RuntimeError, as autograd does, for a tensor that was changed in place."""
-        for tensor, version in zip(self.tensors, self.versions, strict=True):
-            if tensor._version != version:
+        if [tensor._version for tensor in self.tensors] != self.versions:
+            for tensor, version in zip(self.tensors, self.versions, strict=True):
+                if tensor._version == version:
+                    continue
                 shapes = " and ".join(str(tuple(weight.shape)) for weight in self.weights)
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -67,7 +67,8 @@ class WeightGradients:
 
     def put(self, weights: Sequence[torch.Tensor], compute: Compute, *tensors: torch.Tensor) -> None:
         """`compute(*tensors)` is a part of the gradient of each of the weights."""
-        kept = [tensor.detach() for tensor in tensors]  # without the graph, but of the same version
+        # Without the graph, but of the same version.
+        kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
         self._owed.append(_Owed(weights, compute, kept, [tensor._version for tensor in kept]))
 
     @property
@@ -84,13 +85,20 @@ class WeightGradients:
 
     def add(self) -> None:
         """W: add them to `.grad` of the weights, as autograd does: the parts of one backward first; once."""
-        owed, self._owed = self._owed[::-1], []
-        left = Counter(id(weight) for each in owed for weight in each.weights)
+        owed, self._owed = self._owed, []
+        parts = [id(weight) for each in owed for weight in each.weights]
+        left = Counter(parts)
+        has_sums = len(left) < len(parts)
+        if has_sums:
+            owed.reverse()  # parts add up in the order of the backward; else what was put last is in the cache still
         sums: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             while owed:
                 each = owed.pop()  # what it held is free when it is done
                 for weight, gradient in zip(each.weights, each.gradients(), strict=True):
+                    if not has_sums:
+                        _accumulate(weight, gradient)
+                        continue
                     key = id(weight)
                     sums[key] = sums[key] + gradient if key in sums else gradient
                     left[key] -= 1
@@ -129,19 +137,21 @@ class SplitBackward:
             self._aside = before
             self._casts.clear()
 
-    def put(self, weight: torch.Tensor | None, node: Any) -> WeightGradients | None:
+    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> WeightGradients | None:
         """Where to put the gradient of a weight aside, if it is to be put aside now.
 
         Arguments:
-            node: of the graph, that adds it up.
+            ctx: of the operation that takes it, as tensor input `number`.
         """
         aside = self._aside
         if aside is None or weight is None or not weight.is_leaf or torch.is_grad_enabled():
             return None
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             return None
+        if _makes_all():
+            return aside
         try:
-            return aside if torch._C._will_engine_execute_node(node) else None
+            return aside if torch._C._will_engine_execute_node(ctx.next_functions[number][0]) else None
         except RuntimeError:  # torch.autograd.grad asks for it
             return None
 
@@ -175,20 +185,23 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        instead = INSTEAD.get(func)
-        if instead is not None:
-            if torch.is_grad_enabled() and _are_plain(types) and not _is_transformed() and instead.fits(args, kwargs):
-                result = instead.call(self._split, *args, **kwargs)
-                if result is not None:
-                    return result
-        elif func in _STRAIGHT:
+        known = _KNOWN.get(func)
+        if known is None:
+            return func(*args, **kwargs)
+        if not isinstance(known, Instead):
             with self:
-                return _STRAIGHT[func](*args, **kwargs)
+                return known(*args, **kwargs)
+        if torch.is_grad_enabled() and _are_plain(types) and not _is_transformed() and known.fits(args, kwargs):
+            result = known.call(self._split, *args, **kwargs)
+            if result is not None:
+                return result
         return func(*args, **kwargs)
 
 
 def _are_plain(types: Collection[type]) -> bool:
     """Whether no tensor has a rule of its own for what torch's functions do with it."""
+    if not types:
+        return True
     rule = torch._C._disabled_torch_function_impl  # that of parameters and DTensors: none
     return all(each is torch.Tensor or getattr(each, "__torch_function__", None) is rule for each in types)
 
@@ -222,6 +235,14 @@ _STRAIGHT = {
         F.multi_head_attention_forward,
     )
 }
+
+
+_KNOWN: dict[Any, Instead | Callable[..., Any]] = {**INSTEAD, **_STRAIGHT}
+
+
+def _makes_all() -> bool:
+    """Whether the backward that runs makes all gradients there are: false within that of torch.autograd.grad."""
+    return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
 
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:

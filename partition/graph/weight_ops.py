@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 Compute = Callable[..., Sequence[torch.Tensor]]
 
 _aten = torch.ops.aten
+_unsafe_view = _aten._unsafe_view.default
 
 
 class _Aside(Protocol):
@@ -29,12 +29,11 @@ class _Aside(Protocol):
 class Split(Protocol):
     """The backward that is split: see `split_backward.SplitBackward`."""
 
-    def put(self, weight: torch.Tensor | None, node: Any) -> _Aside | None: ...
+    def put(self, weight: torch.Tensor | None, ctx: Any, number: int) -> _Aside | None: ...
     def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor: ...
 
 
-@dataclass(slots=True)
-class _Operands:
+class _Operands(NamedTuple):
     """Operands of one call: casts of the weight and bias, where autocast wants them."""
 
     x: torch.Tensor
@@ -53,8 +52,8 @@ def _is_weight(tensor: object) -> bool:
 
 
 def _operands(split: Split, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Operands | None:
-    """As autocast casts them; None where their types do not fit."""
-    if torch.is_autocast_enabled(x.device.type):
+    """As autocast casts them; None where their types do not fit, or x is left over from a torch.func transform."""
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         found = _Operands(
             split.cast(x, dtype, tracked=True),
@@ -63,8 +62,18 @@ def _operands(split: Split, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
         )
     else:
         found = _Operands(x, weight, bias)
-    types = {each.dtype for each in (found.x, found.weight, found.bias) if each is not None}
-    return found if len(types) == 1 and x.layout == torch.strided and not x.is_nested else None
+    dtype = found.x.dtype
+    if found.weight.dtype != dtype or (found.bias is not None and found.bias.dtype != dtype):
+        return None
+    fits = x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return found if fits else None
+
+
+def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` of ordinary tensors: what it does for torch.func, where ours are not called, takes as long
+    again as the rest."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 # Products: y = x @ mat2 (+ bias), where mat2 is the weight, or the transposed weight of a linear.
@@ -76,94 +85,108 @@ class _Product(torch.autograd.Function):
         ctx: Any, split: Split, call: Callable[..., torch.Tensor], is_transposed: bool, given: _Operands, *inputs: Any
     ) -> torch.Tensor:
         x, ctx.weight, ctx.bias = inputs
+        _, used, bias = given
         ctx.split, ctx.is_transposed = split, is_transposed
-        ctx.save_for_backward(x, given.weight if x.requires_grad else None)
-        ctx.form = given.weight.shape, given.weight.stride()
-        y = call(x, given.weight, given.bias)
+        ctx.is_by_columns = _is_row_major(used) if is_transposed else _is_column_major(used)
+        ctx.save_for_backward(x, used if x.requires_grad else None)
+        y = call(x, used, bias)
         # A view that a function returns may not be changed in place, as by nn.ReLU(inplace=True).
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return _unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = _saved(ctx)
+        x, used = ctx.saved_tensors  # a forward may run again here, which the mode has to see: not what follows
         with torch._C.DisableTorchFunction():
-            return None, None, None, None, *_of_product(ctx, grad, x, weight)
+            return None, None, None, None, *_of_product(ctx, grad, x, _recorded(ctx, used))
 
 
-def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: Any) -> Sequence[torch.Tensor | None]:
-    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[4:]
-    shape, strides = ctx.form
-    if ctx.is_transposed:
-        shape, strides, weight = shape[::-1], strides[::-1], None if weight is None else weight.t()
-    flat = x
-    if len(shape) == 2:
-        grad = grad if grad.dim() == 2 else grad.reshape(-1, shape[1])
-        flat = x if x.dim() == 2 else x.reshape(-1, shape[0])
-    of_x = _left(grad, weight, flat).reshape(x.shape) if wants_x else None
-    right = partial(_right, shape=shape, strides=strides, is_transposed=ctx.is_transposed)
-    if not wants_bias:
-        return of_x, _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None, None
-    bias = partial(_sum_to, shape=ctx.bias.shape)
-    nodes = ctx.next_functions
-    aside = ctx.split.put(ctx.weight, nodes[1][0]) if wants_weight else None
-    if aside is not None and ctx.split.put(ctx.bias, nodes[2][0]) is not None:
-        aside.put((ctx.weight, ctx.bias), lambda grad, flat: (*right(grad, flat), *bias(grad)), grad, flat)
-        return of_x, None, None
-    of_weight = _later(ctx, 1, ctx.weight, right, grad, flat) if wants_weight else None
-    return of_x, of_weight, _later(ctx, 2, ctx.bias, bias, grad)
+_product_of = _apply_of(_Product)
 
 
-def _saved(ctx: Any) -> tuple[torch.Tensor, Any]:
-    """x and the weight that was computed with. Where this backward is recorded, so is a cast of the weight.
+def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, used: Any) -> Sequence[torch.Tensor | None]:
+    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside.
 
-    A forward may run again here, which the mode has to see; it sees nothing of what the backward then computes.
+    Arguments:
+        used: the weight, or the cast of it, that was computed with.
     """
-    x, weight = ctx.saved_tensors
-    if weight is not None and weight.dtype != ctx.weight.dtype and torch.is_grad_enabled():
-        weight = ctx.weight.to(weight.dtype)
-    return x, weight
+    *_, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+    weight, bias, is_transposed = ctx.weight, ctx.bias, ctx.is_transposed
+    flat = x
+    if weight.dim() == 2:
+        grad = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    of_x = None
+    if wants_x:
+        of_x = _left(grad, used, flat, is_transposed)
+        of_x = of_x if flat is x else of_x.reshape(x.shape)
+    right = partial(_right, is_transposed, ctx.is_by_columns)
+    later = ctx.split.put(weight, ctx, 1) if wants_weight else None
+    if later is not None and wants_bias and ctx.split.put(bias, ctx, 2) is not None:
+        shape = bias.shape
+        later.put((weight, bias), lambda grad, mat1: (*right(grad, mat1), grad.sum_to_size(shape)), grad, flat)
+        return of_x, None, None
+    of_weight = None
+    if later is not None:
+        later.put((weight,), right, grad, flat)
+    elif wants_weight:
+        (of_weight,) = right(grad, flat)
+    return of_x, of_weight, _later(ctx, 2, bias, partial(_sum_to, bias.shape), grad) if wants_bias else None
+
+
+def _recorded(ctx: Any, used: Any) -> Any:
+    """The weight that was computed with; where this backward is recorded, so is a cast of it."""
+    if used is not None and torch.is_grad_enabled() and used.dtype != ctx.weight.dtype:
+        return ctx.weight.to(used.dtype)
+    return used
 
 
 def _later(
     ctx: Any, number: int, weight: torch.Tensor, compute: Compute, *tensors: torch.Tensor
 ) -> torch.Tensor | None:
     """The gradient of the tensor with this number among the inputs; None: it is put aside."""
-    aside = ctx.split.put(weight, ctx.next_functions[number][0])
+    aside = ctx.split.put(weight, ctx, number)
     if aside is None:
         return compute(*tensors)[0]
     aside.put((weight,), compute, *tensors)
     return None
 
 
-def _left(grad: torch.Tensor, mat2: torch.Tensor, mat1: torch.Tensor) -> torch.Tensor:
+def _left(grad: torch.Tensor, weight: torch.Tensor, mat1: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     """The gradient of mat1 in mat1 @ mat2, computed in mat1's layout, as torch does."""
     if mat1.dim() == 3:
-        return grad.bmm(mat2.transpose(1, 2).conj())
-    if _is_column_major(mat1.shape, mat1.stride()):
-        return mat2.conj().mm(grad.t()).t()
-    return grad.mm(mat2.t().conj())
+        return grad.bmm(weight.transpose(1, 2).conj())
+    if _is_column_major(mat1):
+        return (weight.t() if is_transposed else weight).conj().mm(grad.t()).t()
+    return grad.mm((weight if is_transposed else weight.t()).conj())
 
 
 def _right(
-    grad: torch.Tensor, mat1: torch.Tensor, *, shape: Sequence[int], strides: Sequence[int], is_transposed: bool
-) -> Sequence[torch.Tensor]:
+    is_transposed: bool, is_by_columns: bool, grad: torch.Tensor, mat1: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """The gradient of mat2, or of a weight that is mat2 transposed, computed in mat2's layout."""
     if mat1.dim() == 3:
         return (mat1.transpose(1, 2).conj().bmm(grad),)
-    if _is_column_major(shape, strides):
+    if is_by_columns:
         found = grad.t().mm(mat1.conj())
         return (found if is_transposed else found.t(),)
     found = mat1.t().conj().mm(grad)
     return (found.t() if is_transposed else found,)
 
 
-def _is_column_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return strides[0] == 1 and strides[1] == shape[0]
+def _is_column_major(matrix: torch.Tensor) -> bool:
+    if matrix.is_contiguous() and matrix.numel() > 1:  # asked first, since it takes a tenth of the time
+        return False
+    strides = matrix.stride()
+    return strides[0] == 1 and strides[1] == matrix.shape[0]
 
 
-def _sum_to(grad: torch.Tensor, *, shape: Sequence[int]) -> Sequence[torch.Tensor]:
-    return (grad.sum_to_size(*shape),)
+def _is_row_major(matrix: torch.Tensor) -> bool:
+    strides = matrix.stride()
+    return strides[1] == 1 and strides[0] == matrix.shape[1]
+
+
+def _sum_to(shape: Sequence[int], grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (grad.sum_to_size(shape),)
 
 
 def _product(
@@ -172,7 +195,7 @@ def _product(
     given = _operands(split, x, weight, bias)
     if given is None:
         return None
-    return _Product.apply(split, call, is_transposed, given, given.x, weight, bias)  # type: ignore[no-untyped-call]
+    return _product_of(split, call, is_transposed, given, given.x, weight, bias)
 
 
 def _linear(split: Split, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -296,17 +319,17 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = _saved(ctx)
+        x, used = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
-            return None, None, None, *_of_inputs(ctx, grad, x, weight)
+            return None, None, None, *_of_inputs(ctx, grad, x, _recorded(ctx, used))
 
 
 def _of_inputs(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
     """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
     wants_x, *wants = ctx.needs_input_grad[3:]
-    both = [(ctx.weight, ctx.next_functions[1][0])]
-    both += [] if ctx.bias is None else [(ctx.bias, ctx.next_functions[2][0])]
-    asides = [ctx.split.put(*each) if wanted else None for each, wanted in zip(both, wants, strict=False)]
+    both = [ctx.weight] if ctx.bias is None else [ctx.weight, ctx.bias]
+    pairs = zip(both, wants, strict=False)
+    asides = [ctx.split.put(each, ctx, i) if wanted else None for i, (each, wanted) in enumerate(pairs, start=1)]
     later = [aside is not None for aside in asides] + [False] * (2 - len(asides))
     sizes = None if ctx.bias is None else list(ctx.bias.shape)
     now = wants_x, wants[0] and not later[0], wants[1] and not later[1]
