@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,11 @@ from support.pool import Pool
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
 # crawl, and a sum over another number of threads is another sum.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays loaded: Python's search for cycles need not look through it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
+from support.grids import nightly, one_in
 from support.pool import Pool
 
 pytestmark = pytest.mark.gloo
@@ -18,7 +19,6 @@ RULES: dict[str, dict[str, Any]] = {
     "pipedream-k2": {"schedule": "pipedream", "update_every": 2},
     "vertical": {"schedule": "pipedream", "vertical_sync": True},
 }
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
 def check(gloo: Pool, case: AsyncCase) -> None:
@@ -26,13 +26,23 @@ def check(gloo: Pool, case: AsyncCase) -> None:
     agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
-@pytest.mark.parametrize("rule", [RULES["2bw"], RULES["pipedream"]], ids=["2bw", "pipedream"])
-@pytest.mark.parametrize(("num_ranks", "optimizer"), [(2, "sgd"), (3, "momentum"), (4, "adamw")])
-def test_every_rule(gloo: Pool, num_ranks: int, optimizer: str, rule: dict[str, Any]) -> None:
-    check(gloo, AsyncCase(task="conv-norm", num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN, **rule))
+@pytest.mark.parametrize(
+    ("ranks_and_optimizer", "schedule"),
+    one_in(2, [(2, "sgd"), (3, "momentum"), (4, "adamw")], ("pipedream", "2bw")),
+)
+def test_every_rule(gloo: Pool, ranks_and_optimizer: tuple[int, str], schedule: str) -> None:
+    num_ranks, optimizer = ranks_and_optimizer
+    check(
+        gloo,
+        AsyncCase(task="conv-norm", schedule=schedule, num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN),
+    )
 
 
-@each_rule
+@pytest.mark.parametrize(
+    "rule",
+    [nightly(RULES["2bw"]), nightly(RULES["pipedream"]), RULES["pipedream-k2"], RULES["vertical"]],
+    ids=RULES.keys(),
+)
 def test_fused_optimizer_schedule_of_learning_rates_flush_and_eval_step(gloo: Pool, rule: dict[str, Any]) -> None:
     check(
         gloo,
@@ -40,7 +50,9 @@ def test_fused_optimizer_schedule_of_learning_rates_flush_and_eval_step(gloo: Po
     )
 
 
-@pytest.mark.parametrize(("task", "schedule"), [("lstm", "2bw"), ("lstm", "pipedream"), ("masked-stages", "pipedream")])
+@pytest.mark.parametrize(
+    ("task", "schedule"), [("lstm", "2bw"), nightly("lstm", "pipedream"), ("masked-stages", "pipedream")]
+)
 def test_models(gloo: Pool, task: str, schedule: str) -> None:
     """The LSTM with recompute: it needs the version again in the backward."""
     recompute = "none" if task == "masked-stages" else "full"
@@ -58,24 +70,25 @@ def test_models(gloo: Pool, task: str, schedule: str) -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", nightly("pipedream")])
 def test_batchnorm_and_its_running_statistics(gloo: Pool, schedule: str) -> None:
     sizes = (19, 23, 16, 18, 20, 11)
     check(gloo, AsyncCase(task="batchnorm", schedule=schedule, sizes=sizes, recompute="full", evals=(3,)))
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", [nightly("2bw"), "pipedream"])
 def test_autocast_around_the_whole_loop(gloo: Pool, schedule: str) -> None:
     check(gloo, AsyncCase(task="small-gpt", schedule=schedule, num_ranks=3, autocast=True, optimizer="adamw"))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [nightly(2), 3])
 def test_tied_weights_of_the_first_and_last_stage(gloo: Pool, num_ranks: int) -> None:
     check(gloo, AsyncCase(task="small-tied", num_ranks=num_ranks, optimizer="momentum", sizes=UNEVEN, flushes=(4,)))
 
 
 @pytest.mark.parametrize(
-    ("task", "num_ranks", "optimizer"), [("conv-norm", 2, "sgd"), ("conv-norm", 4, "adamw"), ("small-tied", 4, "sgd")]
+    ("task", "num_ranks", "optimizer"),
+    [("conv-norm", 2, "sgd"), nightly("conv-norm", 4, "adamw"), ("small-tied", 4, "sgd")],
 )
 def test_max_grad_norm(gloo: Pool, task: str, num_ranks: int, optimizer: str) -> None:
     case = AsyncCase(task=task, num_ranks=num_ranks, optimizer=optimizer, max_grad_norm=0.05, sizes=UNEVEN, evals=(3,))
@@ -87,7 +100,7 @@ def test_losses_given_as_sum_and_count(gloo: Pool) -> None:
     check(gloo, AsyncCase(task="small-masked", num_ranks=3, sizes=UNEVEN, evals=(4,)))
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("replicas", [nightly((2, 1)), (1, 2), (2, 1, 1)], ids=str)
 def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
     check(
         gloo,
@@ -103,7 +116,7 @@ def test_replicas(gloo: Pool, replicas: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [nightly(2), 4])
 def test_eager_warmup(gloo: Pool, num_ranks: int) -> None:
     check(
         gloo,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -214,7 +215,7 @@ class CountedBlock(Block):
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
-        *(("interleaved", word) for word in ("none", "full", "layer", "selective")),
+        *(nightly("interleaved", word) for word in ("none", "full", "layer", "selective")),
         ("interleaved", ["full", "none", "layer", "selective", "none", "full"]),
         ("2bw", "full"),
         ("2bw", ["layer", "selective", "none"]),

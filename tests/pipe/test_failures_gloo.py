@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.grids import nightly
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
@@ -424,7 +425,7 @@ with report_to_launcher():
 """
 
 
-@pytest.mark.parametrize("loop", ["if True:", "with pipe:"])
+@pytest.mark.parametrize("loop", [nightly("if True:"), "with pipe:"])
 def test_an_error_between_the_calls_is_the_cause_on_the_others(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     result = launch([sys.executable, "-c", BETWEEN.replace("LOOP", loop)], num_ranks=2, timeout=40.0)
@@ -546,7 +547,7 @@ def bytes_by_microbatches(schedule: str) -> list[int]:
     return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs"])
+@pytest.mark.parametrize("schedule", [nightly("1f1b"), "gpipe", "interleaved", nightly("looped-bfs")])
 def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
     losses = 16  # [bytes] of a microbatch, in the one message of losses at the end
     for few, more, most in gloo.run(bytes_by_microbatches, ranks=2, args=(schedule,)):

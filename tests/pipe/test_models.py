@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly, one_in
 from support.pool import Pool
 from support.zoo import TORCHVISION, TRANSFORMERS, Batch, Case
 from torch import nn
@@ -92,7 +93,7 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
     pytest.importorskip("transformers")
     case = TRANSFORMERS[name]
@@ -114,8 +115,7 @@ def by_microbatch(model: nn.Module, batch: Batch) -> float:
     return total
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("name", "ranks"), one_in(2, TORCHVISION.keys(), (2, 3)))
 def test_images(name: str, ranks: int) -> None:
     case = TORCHVISION[name]
     expected, model = case.make(), case.make()
@@ -136,7 +136,7 @@ def train_on_images(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", TORCHVISION)
+@pytest.mark.parametrize("name", [name if name == "unet" else nightly(name) for name in TORCHVISION])
 def test_images_over_processes(gloo: Pool, name: str) -> None:
     case = TORCHVISION[name]
     expected = case.make()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree, replay
+from support.grids import one_in
 from support.pool import Pool
 from support.small import X, Y, layers, make, sgd, stream
 from torch import nn
@@ -27,7 +28,6 @@ RULES: dict[str, dict[str, Any]] = {
     "pipedream": {"schedule": "pipedream"},
     "pipedream-k2": {"schedule": "pipedream", "update_every": 2},
 }
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
 def check(**options: Any) -> None:
@@ -39,22 +39,26 @@ def check(**options: Any) -> None:
 # --- groups by name, several optimizers ---
 
 
-@each_rule
-@pytest.mark.parametrize(("optimizer", "task"), [("rates-by-name", "conv-norm"), ("muon", "mlp")])
-def test_groups_and_several_optimizers(rule: dict[str, Any], optimizer: str, task: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "optimizer_and_task"), one_in(2, RULES, [("rates-by-name", "conv-norm"), ("muon", "mlp")])
+)
+def test_groups_and_several_optimizers(rule: dict[str, Any], optimizer_and_task: tuple[str, str]) -> None:
+    optimizer, task = optimizer_and_task
     check(task=task, optimizer=optimizer, decay=True, flushes=(2,), **rule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"replicas": (2, 1), "num_ranks": 3, "decay": True},
-        {"task": "small-tied"},
-        {"max_grad_norm": 0.05},
-        {"task": "mlp", "num_ranks": 4, "bounds": (1, 3, 6)},  # a stage with nothing to train
-    ],
-    ids=["replicas", "tied", "clipped", "no-parameters"],
+    ("options", "schedule"),
+    one_in(
+        2,
+        {
+            "replicas": {"replicas": (2, 1), "num_ranks": 3, "decay": True},
+            "tied": {"task": "small-tied"},
+            "clipped": {"max_grad_norm": 0.05},
+            "no-parameters": {"task": "mlp", "num_ranks": 4, "bounds": (1, 3, 6)},  # in one of the stages
+        },
+        ("2bw", "1f1b"),
+    ),
 )
 def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
     check(schedule=schedule, optimizer="rates-by-name", **options)
@@ -72,13 +76,17 @@ def test_groups_with_replicas_over_processes(gloo: Pool, schedule: str) -> None:
 # --- schedules ---
 
 
-@each_rule
 @pytest.mark.parametrize(
-    ("decay", "optimizer"),
-    [("plateau", "momentum"), ("one-cycle", "adamw"), ("cyclic", "momentum"), ("sequential", "rates-by-name")],
+    ("rule", "decay_and_optimizer"),
+    one_in(
+        2,
+        RULES,
+        [("plateau", "momentum"), ("one-cycle", "adamw"), ("cyclic", "momentum"), ("sequential", "rates-by-name")],
+    ),
 )
-def test_schedules(rule: dict[str, Any], decay: str, optimizer: str) -> None:
+def test_schedules(rule: dict[str, Any], decay_and_optimizer: tuple[str, str]) -> None:
     """Those of one cycle change momentum and betas, too; a plateau takes the batch's loss."""
+    decay, optimizer = decay_and_optimizer
     check(task="mlp", optimizer=optimizer, decay=decay, **rule)
 
 

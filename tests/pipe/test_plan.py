@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import nightly
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -145,8 +146,12 @@ def test_in_one_process(name: str) -> None:
     assert_same(run(name), run_alone(name))
 
 
+# In one process all of them run every day.
+FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)
     for found in gloo.run(run, ranks=PLANS[name][1].num_devices, args=(name,)):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import one_in
 from support.layers import Block, D, T
 from support.models import TiedGPT, make_batch, token_loss
 from support.pool import Pool
@@ -29,7 +30,6 @@ X, Y = (torch.randn(8, T, D, generator=torch.Generator().manual_seed(s), dtype=t
 M = 4
 WORDS = ("none", "full", "layer", "selective")
 
-each_word = pytest.mark.parametrize("recompute", WORDS)
 again = pytest.mark.parametrize("recompute", ["layer", "selective"])
 
 
@@ -180,8 +180,7 @@ CHAINS: dict[str, Callable[[], Any]] = {
 }
 
 
-@each_word
-@pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS.keys())
+@pytest.mark.parametrize(("make", "recompute"), one_in(2, CHAINS, WORDS))
 def test_equals_one_process(make: Callable[[], Any], recompute: str) -> None:
     equals_one_process(make, recompute)
 
@@ -228,11 +227,18 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    ["layer", "selective", {"*": "full", "*.attend": "selective"}, {"*.attend": "full", "*.project_dropout": "full"}],
-    ids=str,
+    ("schedule", "recompute"),
+    one_in(
+        2,
+        ("interleaved", "2bw", "pipedream"),
+        [
+            "layer",
+            "selective",
+            {"*": "full", "*.attend": "selective"},
+            {"*.attend": "full", "*.project_dropout": "full"},
+        ],
+    ),
 )
-@pytest.mark.parametrize("schedule", ["interleaved", "2bw", "pipedream"])
 def test_random_numbers_and_weight_versions(schedule: str, recompute: Any) -> None:
     """The second run draws what the first one drew, and computes with its version; against plain: the matrices."""
     one, other = (trained(each, schedule=schedule) for each in ("none", recompute))
@@ -530,8 +536,7 @@ EVERYWHERE: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("recompute", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(("schedule", "recompute"), one_in(2, ("1f1b", "2bw"), EVERYWHERE))
 def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
     """Dropout, tied weights, a position buffer, and (2bw) weight versions."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.grids import one_in
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -172,18 +173,25 @@ EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 @pytest.mark.parametrize(
-    ("optimizer", "sizes", "options"),
-    [
-        ("adamw", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}),
-        ("two", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 3}),
-        ("adamw", EQUAL, {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
-        ("adamw", EQUAL, {"schedule": "zb-h1", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
-    ],
-    ids=["1x2", "2x2", "interleaved", "split"],
+    ("kind", "case"),
+    one_in(
+        2,
+        ("zero1", "fsdp"),
+        {
+            "1x2": ("adamw", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2}),
+            "2x2": ("two", UNEVEN, {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 3}),
+            "interleaved": (
+                "adamw",
+                EQUAL,
+                {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1},
+            ),
+            "split": ("adamw", EQUAL, {"schedule": "zb-h1", "mesh": {"pipe": 2, "data": 2}, "max_grad_norm": 0.1}),
+        },
+    ),
 )
-def test_flush(gloo: Pool, kind: str, optimizer: str, sizes: list[list[int]], options: dict[str, Any]) -> None:
+def test_flush(gloo: Pool, kind: str, case: tuple[str, list[list[int]], dict[str, Any]]) -> None:
+    optimizer, sizes, options = case
     ranks = options["mesh"]["pipe"] * 2
     answers = gloo.run(trained, ranks=ranks, args=(2, optimizer, sizes, {**options, "data_parallel": kind}))
     wanted = alone(2, optimizer, sizes, options.get("max_grad_norm"))

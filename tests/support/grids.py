@@ -1,4 +1,4 @@
-"""A grid thinned out: what `make test` runs of it, and what it leaves to `make nightly`."""
+"""Grids thinned out: what `make test` runs of them, and what they leave to `make nightly`."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def one_in(count: int, *axes: Axis) -> list[Any]:
         values = [axis[name] for axis, name in zip(named, names, strict=True)]
         found.append(pytest.param(*values, id="-".join(names), marks=() if is_daily else pytest.mark.nightly))
     return found
+
+
+def nightly(*values: Any) -> Any:
+    """The pytest parameters of a case that `make test` leaves out, since one beside it shows the same."""
+    return pytest.param(*values, marks=pytest.mark.nightly)

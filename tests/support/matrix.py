@@ -49,7 +49,9 @@ def cover(*, ranks: Sequence[int]) -> list[Any]:
 
 
 def sample(*, ranks: Sequence[int], times: int = 2) -> list[Any]:
-    """pytest parameters (case, layout): every two of schedule, P, V, M and recompute meet, each task comes `times`."""
+    """pytest parameters (case, layout): each task `times`, on layouts that together are those in which every
+    two of schedule, P, V, M and recompute meet, as many of them as there are tasks.
+    """
     rows = _rows(ranks)
     tasks = times * list(TASKS)
     return [_parameter(task, rows[k % len(rows)]) for k, task in enumerate(tasks)]
