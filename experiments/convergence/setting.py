@@ -25,6 +25,7 @@ class Setting:
         correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
             it were one: the control.
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
+        ends: AdamW's rate over Muon's.
         warmup: share of the steps in which the rate rises.
         updates: of the weights, each after `sequences` of `length` bytes.
         windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
@@ -39,6 +40,7 @@ class Setting:
     factor: float = 1.0
     rate: float = 2e-3
     momentum: float = 0.0
+    ends: float = 1.0
     warmup: float = 0.1
     seed: int = 0
     updates: int = 500

@@ -69,7 +69,10 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
     torch.manual_seed(setting.seed)
     schedule = setting.make_schedule()
     momentum = setting.momentum
-    by_optimizer = {"adamw": {"beta1": momentum or 0.9}, "muon": {"momentum": momentum or MOMENTUM}}
+    by_optimizer = {
+        "adamw": {"beta1": momentum or 0.9},
+        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends},
+    }
     rates = learning_rate_curve(setting.updates, warmup_part=setting.warmup)
     return PipelineModule(
         GPT(GPTConfig(length=setting.length, layers=setting.layers, width=setting.width)),

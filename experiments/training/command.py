@@ -17,7 +17,7 @@ from dataclasses import asdict
 import tyro
 
 from ..launcher import launch_command
-from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve
+from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve, with_recipe
 from .run_folder import RunFolder
 
 
@@ -27,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     what = make_schedule(options) if options.plan is None else read_plan(options)
     if options.plan == AUTO and options.resume:
         what = plan_before(options)
+    options = with_recipe(options, what)
     if options.dry_run:
         if "WORLD_SIZE" in os.environ:
             raise ValueError("--dry-run needs one process only: type `stagewright train --dry-run` without torchrun")

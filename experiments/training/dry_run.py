@@ -20,7 +20,8 @@ from .options import TrainOptions
 from .pipeline import make_pipe
 from .task import Task, make_task
 
-BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
+BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages; Muon has one of them
+BYTES_OF_FEEDBACK = 4  # the last update of each parameter
 BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
 GRID_COLUMNS = 160
 
@@ -43,7 +44,7 @@ class DryRun:
         stages: the cut.
         bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
         peak_activations: per rank, in stage activations.
-        state_bytes: per rank; parameters (all versions) with their gradients and optimizer state.
+        state_bytes: per rank; parameters (all versions) with their gradients and optimizer state, at most.
         activation_bytes: per rank, of the microbatches in flight; None where they were not counted.
         costs: origin of the costs, for people.
     """
@@ -80,6 +81,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     costs = Costs(forward=weights, backward=[2 * weight for weight in weights])
     timeline = simulate(schedule, costs)
     peaks = timeline.peak_activations
+    kept_a_parameter = BYTES_A_PARAMETER + (BYTES_OF_FEEDBACK if options.delay_correction == "error-feedback" else 0)
     held = [sum(s.parameters for s in stages if rank in s.ranks) for rank in range(schedule.num_ranks)]
     return DryRun(
         schedule=schedule.name,
@@ -93,7 +95,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
         lower_bound_ratio=timeline.makespan / lower_bound(schedule, costs),
         peak_activations=peaks,
         state_bytes=tuple(
-            (BYTES_A_PARAMETER + (versions - 1) * BYTES_A_VERSION) * parameters
+            (kept_a_parameter + (versions - 1) * BYTES_A_VERSION) * parameters
             for parameters, versions in zip(held, timeline.peak_versions, strict=True)
         ),
         activation_bytes=None if kept is None else tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
@@ -181,12 +183,12 @@ def _text(answer: DryRun, schedule: Schedule) -> str:
         f"predicted bubble   {answer.bubble:.1%} of the makespan, {answer.span_bubble:.1%} of the longest "
         f"span; makespan {answer.lower_bound_ratio:.3f} x the lower bound",
         f"                   costs {answer.costs}",
-        "predicted memory   rank   parameters, gradients, AdamW   activations in flight",
+        "predicted memory   rank   parameters, gradients, optimizer   activations in flight",
     ]
     for rank, (state, peak) in enumerate(zip(answer.state_bytes, answer.peak_activations, strict=True)):
         activations = answer.activation_bytes
         held = "not counted" if activations is None else size(activations[rank])
-        lines.append(f"                   {rank:>4}   {size(state):>29}   {held} ({count(peak, 'stage')})")
+        lines.append(f"                   {rank:>4}   {size(state):>33}   {held} ({count(peak, 'stage')})")
     return "\n".join(lines)
 
 

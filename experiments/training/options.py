@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -27,8 +28,11 @@ DEFAULT_MICROBATCHES = 8
 DEFAULT_BATCH = 16
 DEFAULT_SCHEDULE = "interleaved"
 DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
-DEFAULT_OPTIMIZER = "adamw"
-DEFAULT_LR = {"adamw": 2e-3, "muon": 4e-3}  # of the GPT, by optimizer
+# Of the GPT, from docs/convergence.md: optimizer and correction, and the rate by optimizer.
+Correction = Literal["none", "error-feedback"]
+FRESH_GRADIENTS: tuple[str, Correction] = ("adamw", "none")
+LATE_GRADIENTS: tuple[str, Correction] = ("muon", "error-feedback")
+DEFAULT_LR = {"adamw": 2e-3, "muon": 4e-3}
 AUTO = "auto"
 PLAN = "plan.json"  # beside the checkpoints, for a run that goes on
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
@@ -79,10 +83,15 @@ class TrainOptions(OwnOptions):
     """Batches to train on."""
     optimizer: str | None = None
     """adamw; muon: Muon for the matrices of the GPT's blocks, AdamW for the rest; with --model its own
-    optimizer(parameters) (default: AdamW)."""
+    optimizer(parameters) (default: muon for the GPT under a schedule without a flush, else AdamW)."""
     lr: float | None = None
     """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002, with muon 0.004;
     with --model the optimizer's own)."""
+    delay_correction: Correction | None = None
+    """For gradients that are late: add to each update --delay-factor x delay times its difference to the one before
+    (default: error-feedback for the GPT under a schedule without a flush)."""
+    delay_factor: float = 1.0
+    """Factor of --delay-correction; 1 is the derived one."""
     clip: float = 1.0
     """Clip the global gradient norm to this; 0: do not."""
     post_validation: bool = False
@@ -129,6 +138,8 @@ class TrainOptions(OwnOptions):
                 typed = option.replace("_", "-")
                 raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
         self._check_beside()
+        if not (math.isfinite(self.delay_factor) and self.delay_factor >= 0):
+            raise ValueError(f"--delay-factor {self.delay_factor}: expected a number from 0 on")
         if not self.clip >= 0:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
@@ -184,8 +195,8 @@ class TrainOptions(OwnOptions):
 
     @property
     def optimizer_name(self) -> str:
-        """Optimizer of the GPT."""
-        return DEFAULT_OPTIMIZER if self.optimizer is None else self.optimizer
+        """Optimizer of the GPT, once `with_recipe` has filled it in; before, that of a schedule with a flush."""
+        return FRESH_GRADIENTS[0] if self.optimizer is None else self.optimizer
 
 
 def resolve(options: TrainOptions) -> TrainOptions:
@@ -218,6 +229,31 @@ def resolve(options: TrainOptions) -> TrainOptions:
     return replace(options, ranks=ranks, name=name)
 
 
+def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOptions:
+    """Fill in optimizer and correction of what is not given, as suits the schedule; None: one that is still planned.
+
+    ValueError for a correction where nothing is late.
+    """
+    schedule = what.build_schedule(num_microbatches=_missing(what)) if isinstance(what, Plan) else what
+    is_late = schedule is not None and schedule.is_asynchronous
+    if not is_late and options.delay_correction not in (None, "none"):
+        raise ValueError(
+            f"--delay-correction {options.delay_correction} under {schedule.name if schedule else AUTO}, where no "
+            f"gradient is late: leave it away, or type a schedule without a flush, such as --schedule 2bw"
+        )
+    optimizer, correction = LATE_GRADIENTS if is_late and options.model is None else FRESH_GRADIENTS
+    return replace(
+        options,
+        optimizer=options.optimizer or (optimizer if options.model is None else None),
+        delay_correction=options.delay_correction or correction,
+    )
+
+
+def _missing(plan: Plan) -> int | None:
+    """Microbatches for a plan that does not say them."""
+    return DEFAULT_MICROBATCHES if plan.num_microbatches is None else None
+
+
 def _newest_run() -> str:
     """Name of the run to go on with where none is given."""
     if "WORLD_SIZE" in os.environ:  # by then another run may be the newest
@@ -241,7 +277,7 @@ def read_plan(options: TrainOptions) -> Plan | None:
             f"{options.ranks}"
         )
     try:
-        schedule = plan.build_schedule(num_microbatches=DEFAULT_MICROBATCHES if plan.num_microbatches is None else None)
+        schedule = plan.build_schedule(num_microbatches=_missing(plan))
     except ValueError as error:  # such as a schedule that nobody knows
         raise ValueError(f"{options.plan}: {error}") from None
     _check_batch(options, schedule)

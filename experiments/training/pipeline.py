@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...partition.plans.plan import Plan
-from ...pipe import PipelineModule, StepRecord
+from ...pipe import ErrorFeedback, PipelineModule, StepRecord
 from ...schedules import Schedule
 from ...schedules.wording import count
 from ..host import physical_bytes
@@ -53,6 +53,7 @@ def make_pipe(
         loss_fn=loss_fn,
         optimizer=task.optimizer,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
+        delay_correction=_correction(options),
         max_grad_norm=options.clip or None,
         post_validation=options.post_validation,
         example_inputs=batch.parted(loss_fn)[0],
@@ -61,6 +62,11 @@ def make_pipe(
         timeout=options.timeout,
         on_step=on_step,
     )
+
+
+def _correction(options: TrainOptions) -> ErrorFeedback | None:
+    is_none = options.delay_correction in (None, "none")
+    return None if is_none else ErrorFeedback(factor=options.delay_factor)
 
 
 def may_verify(model: nn.Module) -> bool:

@@ -16,9 +16,12 @@ FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
 BETA2 = 0.95
 MOMENTUM = 0.95  # of Muon
+ENDS = 1.0  # AdamW's rate over Muon's, beside it
 
 
-def make_optimizer(name: str = "adamw", *, lr: float, beta1: float = 0.9, momentum: float = MOMENTUM) -> NamedFactory:
+def make_optimizer(
+    name: str = "adamw", *, lr: float, beta1: float = 0.9, momentum: float = MOMENTUM, ends: float = ENDS
+) -> NamedFactory:
     """Optimizers of a stage of the GPT, for `PipelineModule(optimizer=)`.
 
     adamw: for all parameters. muon: Muon for the matrices of the blocks, AdamW for what is left: embedding, positions,
@@ -31,6 +34,8 @@ def make_optimizer(name: str = "adamw", *, lr: float, beta1: float = 0.9, moment
     if name not in ("adamw", "muon"):
         raise ValueError(f"optimizer {name!r}: expected adamw or muon")
 
+    rate = ends * lr if name == "muon" else lr
+
     def make(parameters: NamedParameters) -> list[Optimizer | None]:
         inner, others = split(parameters) if name == "muon" else ([], [p for _, p in parameters])
         groups = [
@@ -39,7 +44,7 @@ def make_optimizer(name: str = "adamw", *, lr: float, beta1: float = 0.9, moment
         ]
         groups = [group for group in groups if group["params"]]
         muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-        return [muon(inner) if inner else None, AdamW(groups, lr=lr, betas=(beta1, BETA2)) if groups else None]
+        return [muon(inner) if inner else None, AdamW(groups, lr=rate, betas=(beta1, BETA2)) if groups else None]
 
     return named(make)
 

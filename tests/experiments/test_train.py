@@ -15,11 +15,13 @@ from support.commands import Done
 from stagewright.experiments.cli import main
 from stagewright.experiments.training.dry_run import kept_bytes, predict, stage_input_bytes
 from stagewright.experiments.training.gpt import GPT, GPTConfig
-from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve
+from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve, with_recipe
+from stagewright.experiments.training.pipeline import make_pipe
 from stagewright.experiments.training.progress import describe, make_progress
 from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
 from stagewright.experiments.training.run_folder import Metrics
 from stagewright.experiments.training.task import make_gpt, make_task, printable
+from stagewright.pipe.update.delay_correction import LAST_UPDATE
 from stagewright.schedules import build
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
@@ -73,6 +75,68 @@ def test_decay_pulls_at_matrices_only() -> None:
     assert {p.ndim for p in groups[1]["params"]} == {1}
     assert groups[1]["weight_decay"] == 0.0
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_muon_takes_the_matrices_of_the_blocks() -> None:
+    """Steps of both are as long: 0.2 of the rate for a matrix of any shape."""
+    model = GPT(GPTConfig(layers=1, width=16, heads=2, length=8))
+    muon, adamw = make_optimizer("muon", lr=0.01)(list(model.named_parameters()))
+    inner = {id(p) for group in muon.param_groups for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if id(p) in inner]
+    assert names == [f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.out", "up", "down")]
+    held = [p for group in adamw.param_groups for p in group["params"]]
+    assert len(held) + len(names) == len(list(model.parameters()))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for group in muon.param_groups:
+        group["weight_decay"] = 0.0
+    muon.step()
+    for name in names:
+        step = (model.get_parameter(name).detach() - before[name]).square().mean().sqrt()
+        assert step.item() == pytest.approx(0.2 * 0.01, rel=0.2)  # Newton-Schulz is rough on purpose
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters() if name not in names)
+    with pytest.raises(ValueError, match="optimizer 'lion': expected adamw or muon"):
+        make_optimizer("lion", lr=0.1)
+
+
+def test_the_recipe_follows_the_schedule() -> None:
+    def recipe(**options: object) -> tuple[str | None, str | None]:
+        given = TrainOptions(ranks=2, **options)  # type: ignore[arg-type]
+        found = with_recipe(given, make_schedule(given))
+        return found.optimizer, found.delay_correction
+
+    assert recipe(schedule="1f1b") == ("adamw", "none")
+    assert recipe(schedule="2bw") == ("muon", "error-feedback")
+    assert recipe(schedule="2bw", optimizer="adamw", delay_correction="none") == ("adamw", "none")
+    assert recipe(schedule="2bw", model="mine:model", data="mine:data") == (None, "none")
+    with pytest.raises(ValueError, match="--delay-correction error-feedback under 1f1b, where no gradient is late"):
+        recipe(schedule="1f1b", delay_correction="error-feedback")
+    with pytest.raises(ValueError, match=r"--optimizer lion without --model: expected --model beside it, or adamw or"):
+        resolve(TrainOptions(optimizer="lion"))
+    with pytest.raises(ValueError, match=r"--optimizer muon beside --model: leave it away"):
+        resolve(TrainOptions(optimizer="muon", model="math:cos", data="math:sin"))
+    with pytest.raises(ValueError, match=r"--delay-factor -1.0: expected a number from 0 on"):
+        resolve(TrainOptions(delay_factor=-1.0))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_pipeline_of_a_run_has_the_recipe(schedule: str) -> None:
+    options = TrainOptions(
+        layers=1, width=16, heads=2, length=8, batch=2, microbatches=2, ranks=1, schedule=schedule, verify=False
+    )
+    what = make_schedule(options)
+    options = with_recipe(options, what)
+    task = make_task(options)
+    batches = task.batches()
+    first = next(batches)
+    with make_pipe(options, what, task, task.make_model(), first) as pipe:
+        pipe.train_step(*first.args)
+        pipe.flush()
+        made = [type(one).__name__ for one in pipe.optimizers]
+        kept = [LAST_UPDATE in state for one in pipe.optimizers for state in one.state.values()]
+    assert made == (["AdamW"] if schedule == "1f1b" else ["Muon", "AdamW"])
+    assert set(kept) == {schedule == "2bw"}
 
 
 def test_the_model_comes_from_the_seed_alone() -> None:
