@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..timing.costs import Costs
 from ..timing.links import Links
 from .bounds import least_seconds
 from .pieces import Pieces, pieces_of
-from .problem import PLACEMENTS, MemoryLimitError, Objective, Problem, place, pose
+from .problem import PLACEMENTS, MemoryLimitError, Objective, Problem, fits, place, pose
 
 ANY = "any"
 
@@ -21,13 +22,15 @@ class Asked:
     Arguments:
         placement: its name, or "given".
         costs, links: of the stages of this placement.
-        bound: what none of its schedules can beat [s].
+        fits_whole: whether some schedule meets the memory limit, if nothing leaves its rank.
+        bound: what none of its schedules can beat [s]; where activations may leave, whatever the memory.
     """
 
     placement: str
     problem: Problem
     costs: Costs
     links: Links | None
+    fits_whole: bool
     bound: float
 
 
@@ -43,13 +46,21 @@ def asked(
     activations: float | Sequence[float | Sequence[float]],
     kept_share: float | Sequence[float],
     links: Links | None,
+    may_leave: bool = False,
 ) -> list[Asked]:
     """The problems behind the arguments of `synthesize`, the one with the least bound first.
+
+    Arguments:
+        may_leave: whether activations may leave their rank, so that a limit binds less.
 
     Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
     """
 
     def posed(name: str, made_of: Pieces | None, chunks: int | None) -> Asked:
+        own_links = links
+        if made_of is not None and links is not None and isinstance(links.lent_bytes, int | float):
+            part = len(pieces.activations) / len(made_of.activations)
+            own_links = replace(links, lent_bytes=links.lent_bytes * part)
         own_costs = costs if made_of is None else made_of.costs
         problem = pose(
             num_ranks=num_ranks,
@@ -61,9 +72,18 @@ def asked(
             objective=objective,
             activations=activations if made_of is None else made_of.activations,
             kept_share=kept_share if made_of is None else made_of.kept_share,
-            links=links,
+            links=own_links,
+            needs_room=not may_leave,
         )
-        return Asked(placement=name, problem=problem, costs=own_costs, links=links, bound=least_seconds(problem))
+        fits_whole = True
+        if may_leave:
+            _check_one_stage(problem)
+            limits = problem.memory_limit or (math.inf,) * problem.num_ranks
+            fits_whole = all(map(fits, problem.smallest_memory, limits))
+        bound = least_seconds(replace(problem, memory_limit=None) if may_leave else problem)
+        return Asked(
+            placement=name, problem=problem, costs=own_costs, links=own_links, fits_whole=fits_whole, bound=bound
+        )
 
     if placement != ANY:
         return [posed(placement if isinstance(placement, str) else "given", None, num_chunks)]
@@ -90,6 +110,18 @@ def asked(
             f"or a multiple of that"
         )
     return sorted(found, key=lambda each: each.bound)
+
+
+def _check_one_stage(problem: Problem) -> None:
+    """Raises MemoryLimitError where a rank cannot hold what a backward needs."""
+    limits = problem.memory_limit or (math.inf,) * problem.num_ranks
+    for rank, (limit, own) in enumerate(zip(limits, problem.placement, strict=True)):
+        if not fits(needed := max(max(problem.held[s]) for s in own), limit):
+            least = max(map(max, problem.held))
+            raise MemoryLimitError(
+                f"memory_limit={limit:g} on rank {rank}: no schedule can meet it, since one stage's activations of one "
+                f"microbatch take {needed:g} there; expected at least {least:g}"
+            )
 
 
 def _check_links(links: Links) -> None:

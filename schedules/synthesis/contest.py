@@ -66,6 +66,11 @@ class Contest(Generic[Answer]):
         evaluations = None if self.most is None else max(1, (self.most - self.evaluations) // searches)
         return max(0.0, (self.seconds - self.elapsed) / searches), evaluations
 
+    def more(self, *, seconds: float, evaluations: int | None) -> None:
+        """Let searches go on until so many seconds, with so many evaluations from now on."""
+        self.seconds = seconds
+        self.most = None if evaluations is None else self.evaluations + evaluations
+
     def tell(self, value: float, source: str, *, spent: int) -> None:
         """A search has found a value that may be an improvement, after so many evaluations of its own."""
         if self.history and value >= self.history[-1].value:

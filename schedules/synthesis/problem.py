@@ -202,6 +202,7 @@ def pose(
     activations: float | Sequence[float | Sequence[float]] = 1.0,
     kept_share: float | Sequence[float] = 1.0,
     links: Links | None = None,
+    needs_room: bool = True,
 ) -> Problem:
     """The problem behind the arguments of `synthesize`.
 
@@ -216,6 +217,7 @@ def pose(
         kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
         links: their latency and transfer seconds come on top of the latency in `costs`; messages that queue for a link
             are not looked at.
+        needs_room: whether a limit that no order meets by itself is an error.
 
     Raises ValueError for whatever does not fit.
     """
@@ -251,7 +253,8 @@ def pose(
         norm=table.norm,
         objective=objective,
     )
-    problem.check_memory()
+    if needs_room:
+        problem.check_memory()
     return problem
 
 

@@ -104,6 +104,11 @@ class Search:
     # --- parts of a search ---
 
     @property
+    def elites(self) -> tuple[Orders, ...]:
+        """Orders of the least values, the best first, with each B as I and W."""
+        return tuple(orders for _, _, orders in self._elites)
+
+    @property
     def policies(self) -> tuple[Policy, ...]:
         """The best ones, the very best first."""
         return tuple(policy for _, _, policy in self._policies)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..families import Family
-from ..ir import chain
+from ..ir import Op, Schedule, chain
 from ..registry import FAMILIES
 from ..timing.costs import Costs
 from .evaluate import Evaluator, Orders
@@ -22,6 +23,8 @@ def named_orders(evaluator: Evaluator) -> Iterator[tuple[str, Orders]]:
     """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W."""
     for family in FAMILIES.values():
         yield from _fitting(evaluator, family, {})
+        if "group_size" in family.options and evaluator.problem.num_ranks % 2 == 0:  # its half-memory form
+            yield from _fitting(evaluator, family, {"group_size": evaluator.problem.num_ranks // 2})
 
 
 def made_orders(evaluator: Evaluator, costs: Costs) -> Iterator[tuple[str, Orders]]:
@@ -36,6 +39,18 @@ def made_orders(evaluator: Evaluator, costs: Costs) -> Iterator[tuple[str, Order
             kept = min(n for row in problem.kept for n in row) / min(held)
             limit = min(problem.memory_limit) / min(held)
             yield from _fitting(evaluator, family, {"costs": costs, "memory_limit": limit, "kept": kept})
+
+
+def lending(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    """Families that stand on this placement and lend activations."""
+    mean = [math.fsum(map(math.fsum, problem.seconds(op))) for op in (Op.F, Op.B)]
+    for family in FAMILIES.values():
+        if family.lends and problem.num_stages == problem.num_ranks * family.num_chunks:
+            schedule = family.build(
+                num_ranks=problem.num_ranks, num_microbatches=problem.num_microbatches, backward=mean[1] / mean[0]
+            )
+            if schedule.placement == problem.placement:
+                yield family.name, schedule
 
 
 def _fitting(evaluator: Evaluator, family: Family, options: dict[str, object]) -> Iterator[tuple[str, Orders]]:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from ..ir import Schedule
 from ..timing.costs import Costs
 from ..timing.links import Links
-from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
 from ..wording import duration
-from .asked import Asked, asked
+from .asked import asked
 from .contest import Contest
-from .problem import Objective, Problem
-from .search import Progress, Search, Stopped
-from .starts import fits_memory
+from .judge import Found
+from .problem import MemoryLimitError, Objective, Problem
+from .rounds import Rounds
+from .search import Progress, Stopped
+from .spill import MOVE_KINDS, MoveKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Tried:
     Arguments:
         placement: "plain", "cyclic", "v", or "given".
         lower_bound: what no schedule on it can beat [s].
-        value: of the best schedule that was found on it [s]; None: its bound showed that it cannot win.
+        value: of the best schedule that was found on it [s]; None: none that could win.
     """
 
     placement: str
@@ -39,9 +40,11 @@ class Synthesis:
 
     Arguments:
         problem: what was to be put in order, on the placement of the schedule.
-        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement.
+        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement,
+            with a forward in the backward of those that recompute.
         schedule: the best order, by the name "auto".
         timeline: of that schedule, simulated.
+        recompute: of each stage, "full" or "none", as `PipelineModule(recompute=)` takes them.
         value: of the objective: the makespan or the span [s].
         lower_bound: what no schedule of the problem can beat [s].
         stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
@@ -56,6 +59,7 @@ class Synthesis:
     costs: Costs
     schedule: Schedule
     timeline: Timeline
+    recompute: tuple[str, ...]
     value: float
     lower_bound: float
     stopped: Stopped
@@ -79,7 +83,7 @@ class Synthesis:
 
     @property
     def source(self) -> str:
-        """The finder: the name of a family, "given", "policy", "weights", "slides"."""
+        """The finder: the name of a family, "given", "policy", "weights", "slides", "moves", "recompute"."""
         return self.history[-1].source
 
     def __repr__(self) -> str:
@@ -111,6 +115,8 @@ def synthesize(
     activations: float | Sequence[float | Sequence[float]] = 1.0,
     kept_share: float | Sequence[float] = 1.0,
     links: Links | None = None,
+    moves: Sequence[MoveKind] = (),
+    recompute: float | Sequence[float] | None = None,
     start: Schedule | None = None,
     seconds: float = 10.0,
     evaluations: int | None = None,
@@ -140,15 +146,24 @@ def synthesize(
             that limits count stage activations, or bytes. A stage may have a row in place of its number, one number a
             microbatch.
         kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
-        links: ways between ranks; messages that queue are in the timeline, but the search does not see them.
+        links: ways between ranks. The search takes each message for alone on its way; where messages have sizes, or
+            sums share the ways, its best orders and all named ones are then compared as they queue.
+        moves: what may be done besides, where a limit binds: "offload" activations to their rank's host and back, for
+            `costs.offload` and `costs.reload` seconds each; "lend" them to ranks that have room, over `links` with
+            their `lent_bytes`. What is needed last leaves. A limit holds for what a rank has until a way out is
+            through, and from the beginning of a way back on.
+        recompute: what stages that run their forward again before their backward still hold in between, as a part of
+            their activation: that of their inputs, one number or one a stage. Whole stages are chosen, the first ones
+            of the chain. None: no stage recomputes.
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries; None: as many as there is time for.
+        evaluations: at most so many orders it tries, and as many again with moves or recomputation, so that these never
+            make it worse; None: as many as there is time for.
         seed: of its random choices.
         on_progress: is told each improvement.
 
     Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) for a limit that no schedule can meet,
-    with the smallest that can.
+    with the smallest that can, or, with moves or recomputation, the smallest that was found to do.
 
     >>> found = synthesize(num_ranks=4, num_microbatches=8, costs=Costs(), memory_limit=4)
     >>> found.value, found.is_optimal, found.timeline.peak_activations
@@ -162,6 +177,8 @@ def synthesize(
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
+    moves = _kinds(moves)
+    has_more = memory_limit is not None and bool(moves or recompute is not None)
     problems = asked(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -173,59 +190,53 @@ def synthesize(
         activations=activations,
         kept_share=kept_share,
         links=links,
+        may_leave=has_more,
     )
     if start is not None:
         problems.sort(key=lambda each: each.problem.placement != start.placement)
-    bound = min(each.bound for each in problems)
-    contest: Contest[_Found] = Contest(bound=bound, seconds=seconds, evaluations=evaluations, on_progress=on_progress)
-    tried = []
-    for at, each in enumerate(problems):
-        value = None
+    whole = [each for each in problems if each.fits_whole]
+    contest: Contest[Found] = Contest(
+        bound=min(each.bound for each in problems),
+        seconds=seconds / 2 if has_more and whole else seconds,
+        evaluations=evaluations,
+        on_progress=on_progress,
+    )
+    rounds = Rounds(contest, seed=seed)
+    values: dict[str, float | None] = {}
+    for at, each in enumerate(whole):
         if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound)):
-            value = _search(each, contest, None if at else start, seed=seed, left=len(problems) - at)
-        tried.append(Tried(placement=each.placement, lower_bound=each.bound, value=value))
+            values[each.placement] = rounds.plain(each, None if at else start, left=len(whole) - at)
+    if has_more:
+        contest.more(seconds=seconds, evaluations=evaluations)
+        rounds.beyond(problems, moves, recompute)
     found = contest.answer
-    assert found is not None
+    if found is None:
+        raise MemoryLimitError(
+            f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
+            f"expected at least {rounds.least:g}, the least that was found to do"
+        )
+    values[found.asked.placement] = contest.value
+    S = found.asked.problem.num_stages
     return Synthesis(
         problem=found.asked.problem,
-        costs=found.asked.costs,
+        costs=found.costs,
         schedule=found.schedule,
-        timeline=simulate(found.schedule, found.asked.costs, found.asked.links),
+        timeline=found.timeline,
+        recompute=tuple("full" if s < found.num_recomputed else "none" for s in range(S)),
         value=contest.value,
-        lower_bound=bound,
+        lower_bound=contest.bound,
         stopped=contest.stopped,
         history=tuple(contest.history),
         seconds=contest.elapsed,
         evaluations=contest.evaluations,
-        placements=tuple(sorted(tried, key=lambda each: each.lower_bound)),
+        placements=tuple(
+            Tried(placement=each.placement, lower_bound=each.bound, value=values.get(each.placement))
+            for each in sorted(problems, key=lambda each: each.bound)
+        ),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    asked: Asked
-    schedule: Schedule
-
-
-def _search(asked: Asked, contest: Contest[_Found], start: Schedule | None, *, seed: int, left: int) -> float:
-    """The best value of one problem [s], of so many that have still to be searched."""
-    seconds, evaluations = contest.share(left)
-    search = Search(
-        asked.problem,
-        bound=asked.bound,
-        costs=asked.costs,
-        seed=seed,
-        seconds=seconds,
-        evaluations=evaluations,
-        on_progress=lambda each: contest.tell(each.value, each.source, spent=each.evaluations),
-    )
-    starts = []
-    if start is not None:
-        starts.append(search.evaluator.orders(start))
-        peaks = search.evaluator.peaks(starts[0])
-        if not fits_memory(asked.problem, peaks):
-            raise ValueError(f"start={start!r} holds up to {max(peaks):g} on a rank: expected at most memory_limit")
-    schedule = search.evaluator.schedule(search.run(starts))
-    contest.evaluations += search.evaluations
-    contest.offer(search.value, _Found(asked=asked, schedule=schedule), search.history[-1].source)
-    return search.value
+def _kinds(moves: Sequence[MoveKind]) -> tuple[MoveKind, ...]:
+    if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
+        raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
+    return tuple(dict.fromkeys(moves))

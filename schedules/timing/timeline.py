@@ -195,7 +195,7 @@ class Timeline(Shown):
         """
         programs = zip(self.ranks, self.schedule.programs, strict=True)
         return tuple(
-            peak_activations(_in_time(rank, program) if rank.moves else rank.actions) for rank, program in programs
+            peak_activations(in_time(rank, program) if rank.moves else rank.actions) for rank, program in programs
         )
 
     @property
@@ -269,7 +269,7 @@ class Timeline(Shown):
             raise ValueError(f"not a timeline: {error!r}; expected the JSON that Timeline.to_json writes") from error
 
 
-def _in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
+def in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
     """Moves of a rank, each with its way out where it had left."""
     spans = {span.what: span for span in (*rank.compute, *rank.moves)}
     begun = [action for action in program if action in spans]

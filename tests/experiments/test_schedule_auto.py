@@ -66,6 +66,18 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     assert "placements: " in capsys.readouterr().out
 
 
+def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four chunks a rank in less memory than one microbatch has there."""
+    argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "cyclic", "--chunks", "4"]
+    host = ["--moves", "offload", "--offload", "1", "--input-grad", "1", "--weight-grad", "1"]
+    assert main([*argv, "--memory", "3", *host]) == 0
+    out = capsys.readouterr().out
+    assert ">0" in out
+    assert "optimal: the lower bound is met" in out
+    assert main([*argv, "--memory", "1.5", "--recompute", "0.1", "--seconds", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["search"]["recompute"][0] == "full"
+
+
 def test_the_same_seed_and_costs_by_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
     """Unequal microbatches and a limit a rank; two runs give one answer."""
     argv = [*SMALL, "--index-factors", *"12111311", "--memory", "4", "3", "3", "2", "--json", "--seconds", "0.3"]
@@ -98,6 +110,7 @@ def test_a_budget_that_ends_early(capsys: pytest.CaptureFixture[str]) -> None:
         (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
         (["--index-factors", "1", "2"], "index_factors has 2 numbers: expected one for each of the 8"),
         (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one a rank"),
+        (["--offload", "1"], "--offload without --moves offload: expected that, too"),
         (["--json", "--format", "csv"], "--json beside --format csv: expected one of the two"),
     ],
 )

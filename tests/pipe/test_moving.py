@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import stagewright as sw
 from stagewright.partition.profiler.live_bytes import LiveBytes
 from stagewright.pipe.stages.moving import Activations, Host
-from stagewright.schedules import Op, Schedule, build, simulate, with_offload
+from stagewright.schedules import Costs, Op, Schedule, build, simulate, synthesize, with_offload
 
 
 def moved(schedule: str, num_ranks: int, num_chunks: int | None = None) -> Schedule:
@@ -32,7 +33,7 @@ def moved(schedule: str, num_ranks: int, num_chunks: int | None = None) -> Sched
     return with_random_moves(Random(schedule), plain, share=0.9)
 
 
-def layout_of(schedule: Schedule, folder: Path, recompute: str = "none") -> Layout:
+def layout_of(schedule: Schedule, folder: Path, recompute: str | tuple[str, ...] = "none") -> Layout:
     path = folder / "schedule.json"
     path.write_text(schedule.to_json())
     chunks = schedule.num_stages // schedule.num_ranks
@@ -53,6 +54,20 @@ CASES = [
 def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
     layout = layout_of(schedule, tmp_path, recompute)
     case = make_case(task, layout, 5)
+    agree(run(case, layout), reference(case), case)
+
+
+@pytest.mark.parametrize("more", [{"moves": ["offload"]}, {"moves": ["lend"]}, {"recompute": 0.1}])
+def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], tmp_path: Path) -> None:
+    """Found where memory binds: 1F1B has four activations on rank 0, and three on rank 1."""
+    costs = Costs(forward=1.0, input_grad=1.0, weight_grad=1.0, offload=0.5, reload=0.5)
+    limit: Any = 1.5 if "recompute" in more else [2, 2, 4, 4]
+    found = synthesize(num_ranks=4, num_microbatches=5, costs=costs, memory_limit=limit, evaluations=30, **more)
+    moves = {"offload": Op.OFFLOAD, "lend": Op.LEND}[more["moves"][0]] if "moves" in more else None
+    assert any(action.op is moves for action in found.schedule.programs[0]) == ("moves" in more)
+    assert ("full" in found.recompute) == ("recompute" in more)
+    layout = layout_of(found.schedule, tmp_path, found.recompute)
+    case = make_case("mlp", layout, 5)
     agree(run(case, layout), reference(case), case)
 
 
