@@ -206,6 +206,9 @@ def synthesize(
     for at, each in enumerate(whole):
         if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound)):
             values[each.placement] = rounds.plain(each, None if at else start, left=len(whole) - at)
+    if len(whole) > 1 and contest.answer is not None and not contest.is_over:  # what others did not need
+        won = contest.answer
+        rounds.plain(won.asked, won.schedule, left=1)
     if has_more:
         contest.more(seconds=seconds, evaluations=evaluations)
         rounds.beyond(problems, moves, recompute)

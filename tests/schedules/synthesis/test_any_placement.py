@@ -78,6 +78,15 @@ def test_pieces_are_joined_or_divided_and_a_placement_that_they_do_not_make_is_l
     assert {each.placement for each in found.placements} == {"plain", "cyclic"}
 
 
+def test_what_placements_that_cannot_win_leave_goes_to_the_winner() -> None:
+    """Long messages leave the plain one alone; its search spends all there is."""
+    forward, factors = [2.0, 3.0, 2.0], [1, 3, 1, 2]
+    costs = Costs(forward=forward, input_grad=2.0, weight_grad=1.5, latency=15.0, index_factors=factors)
+    found = synthesize(num_ranks=3, num_microbatches=4, costs=costs, memory_limit=2, placement="any", evaluations=90)
+    assert [each.value is None for each in found.placements] == [False, True, True]
+    assert (found.stopped, found.evaluations) == ("evaluations", 90)
+
+
 def test_a_start_goes_to_its_own_placement() -> None:
     start = build("zb-v", num_ranks=2, num_microbatches=3)
     costs = Costs(forward=2.0, input_grad=2.0, weight_grad=2.0)

@@ -155,7 +155,8 @@ def test_lending_is_never_behind_bpipe() -> None:
     assert found.value <= simulate(bpipe, costs, links).makespan
 
 
-def test_links_that_queue_leave_no_named_schedule_ahead() -> None:
+@pytest.mark.parametrize("evaluations", [1, 60])
+def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> None:
     """Messages of 0.9 forwards, and cards that two ranks share."""
     costs = Costs(forward=1.0, input_grad=1.25, weight_grad=0.5)
     cards = {
@@ -173,7 +174,7 @@ def test_links_that_queue_leave_no_named_schedule_ahead() -> None:
             links=links,
             placement=placement,
             memory_limit=8 * V,
-            evaluations=60,
+            evaluations=evaluations,
         )
         assert_sound(found, 8 * V, links=links)
         ran = 0
