@@ -51,7 +51,7 @@ def partition(
     Arguments:
         cost_model: "default" (modules `stage_cost`, `stage_memory`), or "pipedream": as PipeDream's optimizer shipped
             (module `solver.pipedream_model`), which knows no memory, and fills all devices.
-        schedule: "1f1b" (the default), "2bw" or "pipedream": in-flight microbatches and weight versions in memory. Or
+        schedule: "1f1b" (the default), "2bw", "paci" or "pipedream": what is in flight, and weight versions kept. Or
             "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module
             `solver.chunks`); these need `num_microbatches`.
         num_microbatches: of a batch, M; the best candidates are then simulated, and the least step time wins. None:

@@ -22,7 +22,7 @@ from .run.worker import EvaluationWorker, TrainingWorker
 from .settings import Settings
 from .slicing import SlicedLoss
 from .stages.build import CutModel
-from .stages.compiled import Compiled, refuse_graphs, refuse_split
+from .stages.compiled import Compiled, refuse_changes_in_flight, refuse_graphs, refuse_split
 from .stages.loss import UntrainedLeaves
 from .stages.randomness import Seeder
 from .stages.reruns import Reruns
@@ -70,13 +70,11 @@ class Makers:
 
         def make(rank: int, s: int) -> Stage:
             stage = self.parts.train.stages[s]
+            name = f"stage {s} ({self.parts.names[s]})"
             if s in split:
-                refuse_split(
-                    self.settings.compile,
-                    stage.module,
-                    stage=f"stage {s} ({self.parts.names[s]})",
-                    schedule=schedule.name,
-                )
+                refuse_split(self.settings.compile, stage.module, stage=name, schedule=schedule.name)
+            if schedule.rule.changes_in_flight:
+                refuse_changes_in_flight(self.settings.compile, stage.module, stage=name, schedule=schedule.name)
             rules = self.parts.recomputed.of_stage(s, stage)
             return Stage(
                 index=s,

@@ -28,12 +28,15 @@ class Report:
         peak_versions: per rank, the most weight versions of one stage kept at once.
         staleness: per rank, the most updates that a stage makes between the weights of a gradient and those it is
             applied to; 0 for every flush schedule.
+        drift: per rank, the most updates that a stage makes between the forward and the backward of a microbatch, where
+            the backward uses weights that have changed; 0 where it uses those of the forward.
     """
 
     num_actions: int
     peak_activations: tuple[int, ...]
     peak_versions: tuple[int, ...]
     staleness: tuple[int, ...]
+    drift: tuple[int, ...]
 
 
 def check(schedule: Schedule) -> Report:
@@ -58,6 +61,7 @@ def check(schedule: Schedule) -> Report:
         peak_activations=tuple(peak_activations(program) for program in schedule.programs),
         peak_versions=versions.peak_live,
         staleness=versions.staleness,
+        drift=versions.drift,
     )
 
 

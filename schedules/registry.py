@@ -18,6 +18,7 @@ from .builders.interleaved import INTERLEAVED
 from .builders.interleaved_zb import INTERLEAVED_ZB
 from .builders.looped_bfs import LOOPED_BFS
 from .builders.one_f_one_b import ONE_F_ONE_B
+from .builders.paci import PACI
 from .builders.pipedream import PIPEDREAM, TWO_BW
 from .builders.seq1f1b import SEQ1F1B
 from .builders.seq_zb_h1 import SEQ_ZB_H1
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             LOOPED_BFS,
             PIPEDREAM,
             TWO_BW,
+            PACI,
             ZB_H1,
             ZB_H2,
             ZB_1P,

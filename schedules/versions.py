@@ -1,16 +1,18 @@
-"""Which weight version each forward uses, and how many versions a rank must keep.
+"""Which weight version each forward and backward uses, and how many versions a rank must keep.
 
-A version of a stage is made by its U; version 0 is there from the start, and update u makes version u + 1. The
-backward of a microbatch uses the version of its forward, so a version must be kept until its last use:
+A version of a stage is made by its U; version 0 is there from the start, and update u makes version u + 1. Where the
+backward of a microbatch uses the version of its forward, that must be kept until then:
 
     stashing, warm-up 2:  F0 F1 F2 B0 U0 F3 B1 U1 F4 ...       F3 uses version 1 while B1, B2 still need version 0
     2bw, M=2:             F0 B0 F1 B1 U0 F2 B2 F3 B3 U1 F4     F2 and F3 use version 0, though U0 has made 1
+    one version:          F0 F1 F2 B0 U0 F3 B1 U1 F4 ...       B1 uses version 1, whose forward used version 0
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .alive import activations
 from .ir import Action, Op, Schedule, ScheduleError
 from .weight_rules import Seen
 
@@ -21,20 +23,32 @@ class Versions:
 
     used: the version of each forward, by (stage, index): what the rule asks for.
     newest: the newest version that stood before it in its program.
+    in_backward: the version of each backward that may be another than that of its forward.
     peak_live: per rank, the most consecutive versions of one stage that must be kept at once.
-    staleness: per rank, the most updates of its stage between the version that a gradient was computed at and the
-        version that it is applied to.
+    staleness: per rank, the most updates of its stage between the version that a gradient was computed at (in the
+        forward) and the version that it is applied to.
+    drift: per rank, the most updates of its stage between the versions of a forward and its backward.
     """
 
     used: dict[tuple[int, int], int]
     newest: dict[tuple[int, int], int]
+    in_backward: dict[tuple[int, int], int]
     peak_live: tuple[int, ...]
     staleness: tuple[int, ...]
+    drift: tuple[int, ...]
+
+    def read_by(self, action: Action) -> int:
+        """The version that a forward or backward uses."""
+        stage, op, index = action
+        before = self.used.get((stage, index), 0)
+        return before if op is Op.F else self.in_backward.get((stage, index), before)
 
 
 def derive_versions(schedule: Schedule) -> Versions:
     """Count the updates before each forward, apply the rule, and follow each version to its last use. O(actions)."""
+    rule = schedule.rule
     newest: dict[tuple[int, int], int] = {}
+    newest_behind: dict[tuple[int, int], int] = {}
     for program in schedule.programs:
         made: dict[int, int] = {}
         for stage, op, index in program:
@@ -42,25 +56,37 @@ def derive_versions(schedule: Schedule) -> Versions:
                 made[stage] = made.get(stage, 0) + 1
             elif op is Op.F:
                 newest[stage, index] = made.get(stage, 0)
+            elif rule.changes_in_flight and op in (Op.B, Op.I):  # W reads no weights
+                newest_behind[stage, index] = made.get(stage, 0)
     if schedule.is_asynchronous or schedule.num_batches > 1:
         used = {
-            (stage, index): schedule.rule.version(
-                index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0))
-            )
+            (stage, index): rule.version(index, schedule.num_microbatches, Seen(version, newest.get((0, index), 0)))
             for (stage, index), version in newest.items()
         }
     else:
         used = dict.fromkeys(newest, 0)
-    walks = [_walk(schedule, program, used) for program in schedule.programs]
+    in_backward = {key: rule.version_in_backward(used[key], version) for key, version in newest_behind.items()}
+    walks = [_walk(schedule, program, used, in_backward) for program in schedule.programs]
+    drift = [0] * schedule.num_ranks
+    for (stage, index), version in in_backward.items():
+        rank = schedule.owner(stage, index)
+        drift[rank] = max(drift[rank], version - used[stage, index])
     return Versions(
         used=used,
         newest=newest,
+        in_backward=in_backward,
         peak_live=tuple(peak for peak, _ in walks),
         staleness=tuple(staleness for _, staleness in walks),
+        drift=tuple(drift),
     )
 
 
-def _walk(schedule: Schedule, program: tuple[Action, ...], used: dict[tuple[int, int], int]) -> tuple[int, int]:
+def _walk(
+    schedule: Schedule,
+    program: tuple[Action, ...],
+    used: dict[tuple[int, int], int],
+    in_backward: dict[tuple[int, int], int],
+) -> tuple[int, int]:
     """(most versions kept of any one stage, largest staleness), from the end of the program to its beginning."""
     made: dict[int, int] = {}
     for stage, op, _ in program:
@@ -74,7 +100,10 @@ def _walk(schedule: Schedule, program: tuple[Action, ...], used: dict[tuple[int,
             oldest[stage] = min(oldest[stage], made[stage])
         else:
             version = used.get((stage, index), 0)
-            oldest[stage] = min(oldest[stage], version)
+            if op is Op.F or not schedule.rule.changes_in_flight:
+                oldest[stage] = min(oldest[stage], version)
+            elif op is not Op.W:
+                oldest[stage] = min(oldest[stage], in_backward[stage, index])
             if op is not Op.F and schedule.num_batches > 1:
                 staleness = max(staleness, index // schedule.group_size - version)
     for stage, version in made.items():
@@ -100,6 +129,35 @@ def check_rule(schedule: Schedule, versions: Versions) -> None:
                 f"rank {rank} must keep {peak} weight versions of a stage at once, and the rule {rule.name!r} allows "
                 f"{most}: move an update (U) behind the last forward and backward that use the version it replaces"
             )
+    if rule.changes_in_flight:
+        _check_drift(schedule, versions)
+
+
+def _check_drift(schedule: Schedule, versions: Versions) -> None:
+    """Raise ScheduleError where more updates stand between a forward and its backward than the others in flight need.
+
+    Of n in flight at a stage, n - 1 backwards run in between; with an update behind each k of a rank's own, at most
+    ceil((n - 1)/k) updates.
+    """
+    for rank, program in enumerate(schedule.programs):
+        if not versions.drift[rank]:
+            continue
+        in_flight: dict[int, int] = {}
+        for _, alive in activations(program):
+            for stage, number in alive.items():
+                in_flight[stage] = max(in_flight.get(stage, 0), number)
+        for stage, op, index in program:
+            if (stage, index) not in versions.in_backward or op is not Op.F:
+                continue
+            own = schedule.group_size // len(schedule.owners[stage])
+            before, behind = versions.used[stage, index], versions.in_backward[stage, index]
+            allowed = -(-(in_flight[stage] - 1) // own)
+            if behind - before > allowed:
+                raise ScheduleError(
+                    f"{behind - before} updates stand between {stage}F{index} and its backward on rank {rank}, and the "
+                    f"rule {schedule.rule.name!r} allows {allowed}: with {in_flight[stage]} in flight, an update "
+                    f"behind each {own} of the others. Move updates (U) of stage {stage} behind their last backward"
+                )
 
 
 def check_updates(schedule: Schedule) -> None:

@@ -1,13 +1,14 @@
 """Weight rules: which weight version each forward uses, and what follows from that. One class a rule.
 
 Version 0 of a stage is there from the start, and its update u makes version u + 1. The backward of a microbatch uses
-the version of its forward.
+the version of its forward; only where one version is kept, and changes in between, it uses what is there then.
 
     rule            version of the forward of microbatch k of batch t (M a batch)       versions kept
     flush           t: all updates before, none within the batch                        1
     2bw             max(t - 1, 0), on every stage                                       2
     stashing        the newest of the stage                                             one for each in flight
     vertical-sync   the newest that the input stage had, on every stage                 one for each in flight
+    one-version     the newest of the stage; so in the backward                         1
 
 A new rule is a class here and a name in `RULES`.
 """
@@ -35,6 +36,8 @@ class WeightRule(ABC):
         name: in `Schedule.weight_rule`.
         is_asynchronous: whether batches overlap.
         most_versions: of a stage that a rank may have to keep; None: no limit.
+        changes_in_flight: whether weights change between the forward and the backward of a microbatch, which then uses
+            the newest; else it uses the version of its forward.
         updates_may_wait: whether an update may stand later than right after its gradients, since the index of a
             microbatch alone names its version.
         why_no_norm: why gradients cannot be clipped by a norm over all stages, and what to do; None: they can.
@@ -44,6 +47,7 @@ class WeightRule(ABC):
     name: ClassVar[str]
     is_asynchronous: ClassVar[bool] = True
     most_versions: ClassVar[int | None] = None
+    changes_in_flight: ClassVar[bool] = False
     updates_may_wait: ClassVar[bool] = False
     why_no_norm: ClassVar[str | None] = (
         "its stages update one after the other, before the norm over all of them is known. "
@@ -58,8 +62,12 @@ class WeightRule(ABC):
     def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
         """The version that microbatch `index` (of M a batch) must use, given what stands before its forward."""
 
+    def version_in_backward(self, version: int, newest: int) -> int:
+        """The version that a backward uses, whose forward used `version`, when the stage has come to `newest`."""
+        return newest if self.changes_in_flight else version
+
     def version_in_stream(self, index: int, num_microbatches: int, *, oldest: int, steady: int) -> int:
-        """The same in a stream that begins with version `oldest` of each stage, as a flush leaves it.
+        """The same as `version` in a stream that begins with version `oldest` of each stage, as a flush leaves it.
 
         Arguments:
             steady: the version in a stream that has run for long.
@@ -71,7 +79,7 @@ class WeightRule(ABC):
         return in_use
 
     def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
-        """The most updates of a stage in a batch, when each replica adds to each."""
+        """Updates of a stage in a batch where `update_every` is not given; each replica adds to each."""
         return num_microbatches // math.lcm(*replicas)
 
 
@@ -132,6 +140,27 @@ class VerticalSync(WeightRule):
         return seen.at_input
 
 
+class OneVersion(WeightRule):
+    """PACI (Elam et al., 2026): the newest version of the stage, in its forward and in its backward, and no other.
+
+    A stage updates in place, behind the backward that ends an update group. A forward keeps its activations; the
+    backward behind an update reads the new weights.
+    """
+
+    name = "one-version"
+    most_versions = 1
+    changes_in_flight = True
+
+    def version(self, index: int, num_microbatches: int, seen: Seen) -> int:
+        return seen.newest
+
+    def versions_kept(self, in_use: int) -> int:
+        return 1
+
+    def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
+        return 1
+
+
 RULES: Mapping[str, WeightRule] = MappingProxyType(
-    {rule.name: rule for rule in (Flush(), DoubleBuffered(), Stashing(), VerticalSync())}
+    {rule.name: rule for rule in (Flush(), DoubleBuffered(), Stashing(), VerticalSync(), OneVersion())}
 )

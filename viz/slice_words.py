@@ -17,7 +17,7 @@ class SliceWords:
 
     def __init__(self, timeline: Timeline) -> None:
         schedule = timeline.schedule
-        self._versions = derive_versions(schedule).used if schedule.is_asynchronous else {}
+        self._versions = derive_versions(schedule) if schedule.is_asynchronous else None
         self._clock_error = timeline.clock_error
         self._num_slices = schedule.num_slices
 
@@ -29,8 +29,8 @@ class SliceWords:
         args |= {"update_group": index} if op is Op.U else self._part(index)
         if gap is not None:
             args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
-        if op is not Op.U and (stage, index) in self._versions:
-            args["weight_version"] = self._versions[stage, index]
+        if op is not Op.U and self._versions is not None:
+            args["weight_version"] = self._versions.read_by(action)
         if self._clock_error:
             args["clock_error_us"] = round(self._clock_error[rank] * 1e6, 3)
         return {"name": f"{op.value} {index}", "cat": "compute", "args": args}

@@ -70,7 +70,7 @@ class ProfileOptions(OwnOptions):
     """Convert PipeDream's text (graph.txt) instead of measuring."""
     stages: int | None = None
     """Cut the profile into so many stages, and show the memory of each at the peak of the schedule."""
-    schedule: Literal["1f1b", "2bw", "pipedream"] = "1f1b"
+    schedule: Literal["1f1b", "2bw", "paci", "pipedream"] = "1f1b"
     """Schedule of that peak."""
     microbatches: int = 8
     """M, microbatches of a batch of that schedule."""

@@ -33,13 +33,13 @@ class BuildOptions:
     warmup: Literal["plain", "eager"] | None = None
     """2bw: forwards ahead of the backwards. eager hides latency, for more activations (default: plain)."""
     update_every: int | None = None
-    """pipedream: microbatches from update to update (default: 1, or one a replica)."""
+    """pipedream, paci: microbatches from update to update (default: 1, or one a replica; of paci all of a batch)."""
     vertical_sync: bool = False
     """pipedream: all stages use the weight version that the first one saw."""
     replicas: tuple[int, ...] | None = None
-    """pipedream, 2bw: ranks of each stage, --ranks in all (default: one each)."""
+    """pipedream, 2bw, paci: ranks of each stage, --ranks in all (default: one each)."""
     batches: int | None = None
-    """pipedream, 2bw: batches that the program spans (default: enough for a steady state)."""
+    """pipedream, 2bw, paci: batches that the program spans (default: enough for a steady state)."""
     group_size: int | None = None
     """gis: microbatches that pass a chunk before the next one's turn, P/2 for half the memory (default: P)."""
 

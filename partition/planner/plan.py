@@ -66,7 +66,7 @@ def plan(
             microbatch size counts as of one sample.
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
-        schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "pipedream")
+        schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "paci", "pipedream")
             change the training. Stages may stand on the ranks in turn, or back and forth as under "zb-v", not on two
             ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
             are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.

@@ -76,18 +76,42 @@ def is_users_compiled(unit: nn.Module) -> bool:
 
 def refuse_split(options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str) -> None:
     """ValueError for a stage with compiled parts, whose backward comes in two halves: theirs is one piece."""
-    expected = "a schedule with whole backwards, such as schedule='1f1b'"
+    _refuse_backward(
+        options,
+        module,
+        f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of",
+        "is one piece",
+        "a schedule with whole backwards, such as schedule='1f1b'",
+    )
+
+
+def refuse_changes_in_flight(
+    options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str
+) -> None:
+    """ValueError for a stage with compiled parts, whose weights change between a forward and its backward."""
+    _refuse_backward(
+        options,
+        module,
+        f"schedule {schedule!r} updates the weights of {stage} between a forward and its backward, and whether it sees "
+        f"the new ones the compiler decides in the backward of",
+        "",
+        "schedule='pipedream' or '2bw'",
+    )
+
+
+def _refuse_backward(
+    options: Mapping[str, Any] | None, module: nn.Module, front: str, back: str, expected: str
+) -> None:
+    """ValueError that says `front` what is compiled `back`, if anything is."""
+    what, instead = None, "compile=False"
     if options is not None:
-        raise ValueError(
-            f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of what compile= "
-            f"compiles is one piece: expected compile=False, or {expected}"
-        )
-    for part in module.modules():
+        what = "what compile= compiles"
+    for part in module.modules() if what is None else ():
         if is_users_compiled(part) and any(parameter.requires_grad for parameter in part.parameters()):
-            raise ValueError(
-                f"schedule {schedule!r} splits the backward of {stage} into I and W, and the backward of the compiled "
-                f"{type(part).__name__} in it is one piece: expected it without torch.compile, or {expected}"
-            )
+            what, instead = f"the compiled {type(part).__name__} in it", "it without torch.compile"
+            break
+    if what is not None:
+        raise ValueError(f"{front} {what}{back and ' ' + back}: expected {instead}, or {expected}")
 
 
 def refuse_graphs(options: Mapping[str, Any] | None) -> None:

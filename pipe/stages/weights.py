@@ -8,6 +8,14 @@
 The own Parameters are the optimizer's and always hold the newest version: optimizers, schedulers and state dicts know
 nothing of versions. Gradients are kept by update group, whichever version they were computed at. The checker has
 proved that `count` slots are enough: a version is overwritten only when nobody will use it again.
+
+Where weights change in flight (PACI) there is one slot: an update changes it in place between the forward and the
+backward of a microbatch, and the backward reads what is there then. To be exact, in a backward
+
+    new   weights that an operation keeps as they are, or as a view (transposed, sliced, expanded); what runs again
+          (recompute=, checkpoints) computes with new weights, on the inputs that it kept
+    old   all else that an operation keeps: inputs, results, masks, statistics, and what a forward computed of weights
+          (casts under autocast, weights scaled, normed, joined or copied)
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ...schedules.weight_rules import WeightRule
 from ..parallel.part import Part
 
 _SAMPLED = 1024  # elements of a parameter
@@ -31,6 +40,7 @@ class WeightVersions:
         name: of the stage, for people.
         module: what the stage runs in training.
         parameters: the module's trainable parameters, by name.
+        rule: that names the version of a backward.
         count: how many versions are kept.
         copied: names of those for which this rank has Parameters of its own, since another rank of this process
             has the module's (replicas, tied weights).
@@ -44,11 +54,13 @@ class WeightVersions:
         name: str,
         module: nn.Module,
         parameters: Sequence[tuple[str, nn.Parameter]],
+        rule: WeightRule,
         count: int,
         copied: Collection[str] = (),
     ) -> None:
         self.name = name
         self.newest = 0
+        self._rule = rule
         self._count = count
         self.names = [name for name, _ in parameters]
         originals = [parameter for _, parameter in parameters]
@@ -90,7 +102,8 @@ class WeightVersions:
             module.__dict__["_flat_weights"] = flat
 
     def begin_backward(self, version: int, group: int) -> None:
-        """Bind, and let a backward add to the gradients of its update group."""
+        """Bind, and let a backward, whose forward used `version`, add to the gradients of its update group."""
+        version = self._rule.version_in_backward(version, self.newest)
         self.bind(version)
         known = self._gradients.get(group)
         if known is not None:
@@ -99,6 +112,7 @@ class WeightVersions:
 
     def end_backward(self, version: int, group: int) -> None:
         """Take what the backward added."""
+        version = self._rule.version_in_backward(version, self.newest)
         self.release()
         leaves = self._leaves(version)
         self._gradients[group] = [leaf.grad for leaf in leaves]
@@ -150,7 +164,7 @@ class WeightVersions:
         del self._gradients[group]
         step()
         self._check_storage(leaves)
-        if leaves:  # a graph that still held the overwritten version must fail loudly
+        if leaves and not self._rule.changes_in_flight:  # a graph that held the overwritten version fails loudly
             torch.autograd.graph.increment_version(leaves)
         self.newest = version
         self.note()

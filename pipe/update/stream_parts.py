@@ -149,6 +149,7 @@ def _weights_of(
             name=f"stage {stage} ({parts.model.names[stage]})",
             module=parts.model.train.stages[stage].module,
             parameters=held,
+            rule=schedule.rule,
             count=count,
             copied={name for name, _ in held if name in taken},
         )

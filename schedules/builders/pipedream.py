@@ -1,7 +1,6 @@
-"""The PipeDream family: batches follow each other without a flush, each stage on weight versions of its own.
+"""PipeDream and PipeDream-2BW: batches follow each other without a flush, each stage on weight versions of its own.
 
-Every rank runs one forward and one backward in turn, for ever; what differs is when a stage updates (U) and which
-version a forward uses. With R replicas of a stage, replica q takes the microbatches q, q + R, q + 2R, ... of a batch.
+What differs is when a stage updates (U) and which version a forward uses; the order is that of `streams`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..families import EqualStages, Family
-from ..ir import Action, Op, Schedule
+from ..families import Family
+from ..ir import Schedule
 from .replicas import replica_counts
+from .streams import build_stream, check_update_every, deepest_first
 from .warmup import plain_warmup
 
 Warmup = str | Sequence[int]
@@ -45,35 +45,18 @@ def pipedream(
     Raises ValueError for options that do not fit.
     """
     counts = replica_counts(replicas, num_ranks)
-    common = math.lcm(*counts)
-    if num_microbatches % common:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} with replicas={tuple(counts)}: expected a multiple of {common}, so "
-            f"that each replica adds to each update"
-        )
-    if common > 1 and update_every == 1:
-        update_every = common
+    if math.lcm(*counts) > 1 and update_every == 1:
+        update_every = math.lcm(*counts)
+    check_update_every(update_every, num_microbatches, counts)
     if not isinstance(vertical_sync, bool):
         raise ValueError(f"vertical_sync={vertical_sync!r}: expected True or False")
-    is_count = isinstance(update_every, int) and not isinstance(update_every, bool)
-    if not is_count or update_every < 1 or num_microbatches % update_every:
-        raise ValueError(
-            f"update_every={update_every!r} for {num_microbatches} microbatches: expected a number that divides "
-            f"{num_microbatches}, such as 1 or {num_microbatches}"
-        )
-    if update_every % common:
-        raise ValueError(
-            f"update_every={update_every} with replicas={tuple(counts)}: expected a multiple of {common}, so that "
-            f"each replica adds to each update"
-        )
     warmups = [plain_warmup(counts, stage) for stage in range(len(counts))]
-    return _build(
+    return build_stream(
         name="pipedream",
         rule="vertical-sync" if vertical_sync else "stashing",
         counts=counts,
         num_microbatches=num_microbatches,
         warmups=warmups,
-        most_ahead=math.inf,
         update_every=update_every,
         num_batches=num_batches,
     )
@@ -108,7 +91,7 @@ def two_bw(
     """
     counts = replica_counts(replicas, num_ranks)
     warmups = _warmups(warmup, counts, num_microbatches)
-    return _build(
+    return build_stream(
         name="2bw",
         rule="2bw",
         counts=counts,
@@ -154,77 +137,6 @@ def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> li
     return depths
 
 
-def _build(
-    *,
-    name: str,
-    rule: str,
-    counts: Sequence[int],
-    num_microbatches: int,
-    warmups: Sequence[int],
-    most_ahead: float,
-    update_every: int,
-    num_batches: int | None,
-) -> Schedule:
-    deepest = math.ceil(max(warmups) / num_microbatches)  # batches under way at once
-    if num_batches is None:
-        num_batches = 2 * deepest + 6
-    if not isinstance(num_batches, int) or num_batches < 1:
-        raise ValueError(f"num_batches={num_batches!r}: expected a whole number, at least 1")
-    placement: list[tuple[int, ...]] = []
-    programs = []
-    # In microbatches of all replicas. It never grows along the stages: no stage waits for a forward that the one before
-    # makes behind a backward that waits for this stage. 2BW's begins at most one batch ahead, see `two_bw`.
-    reach = most_ahead
-    for stage, count in enumerate(counts):
-        reach = min(reach, warmups[stage] * count)
-        for replica in range(count):
-            own = [
-                batch * num_microbatches + k
-                for batch in range(num_batches)
-                for k in range(replica, num_microbatches, count)
-            ]
-            groups = num_batches * num_microbatches // update_every
-            placement.append((stage,))
-            programs.append(_program(stage, own, reach=reach, group_size=update_every, num_groups=groups))
-    return Schedule(
-        name=name,
-        placement=tuple(placement),
-        programs=tuple(programs),
-        num_microbatches=num_microbatches,
-        num_batches=num_batches,
-        weight_rule=rule,
-        update_every=None if update_every == num_microbatches else update_every,
-    )
-
-
-def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, num_groups: int) -> tuple[Action, ...]:
-    """Before each backward the forwards up to `reach` microbatches later; updates right after their last backward."""
-    last_of = {index // group_size: index for index in own}
-    program: list[Action] = []
-    updates = 0
-
-    def update_behind(index: int) -> None:
-        nonlocal updates
-        while updates < num_groups and last_of.get(updates, -1) <= index:
-            program.append(Action(stage, Op.U, updates))
-            updates += 1
-
-    forwards = 0
-    for index in own:
-        while forwards < len(own) and own[forwards] <= index + reach:
-            program.append(Action(stage, Op.F, own[forwards]))
-            forwards += 1
-        program.append(Action(stage, Op.B, index))
-        update_behind(index)
-    if not own:
-        update_behind(0)
-    return tuple(program)
-
-
-def _peak_activations(equal: EqualStages) -> tuple[int, ...]:
-    return tuple(range(equal.num_ranks, 0, -1))
-
-
 PIPEDREAM = Family(
     name="pipedream",
     build=pipedream,
@@ -232,7 +144,7 @@ PIPEDREAM = Family(
     weight_rules=("stashing", "vertical-sync"),
     full_after=1,
     batch_seconds=lambda equal: None if equal.latency else equal.work,
-    peak_activations=_peak_activations,
+    peak_activations=deepest_first,
 )
 
 TWO_BW = Family(
@@ -243,5 +155,5 @@ TWO_BW = Family(
     weight_rules=("2bw",),
     full_after=1,
     batch_seconds=lambda equal: None if equal.latency else equal.work,
-    peak_activations=_peak_activations,
+    peak_activations=deepest_first,
 )

@@ -165,14 +165,14 @@ class _GroupSteps:
     """Steps of update groups among the actions of a program with updates.
 
     REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group on the rank (with its update, where the
-    rank has no backward in it). UNSHARD stands in front of the first forward that uses a version which the update, or
+    rank has no backward in it). UNSHARD stands in front of the first action that uses a version which the update, or
     a later one, has made; at the end, where there is none.
     """
 
     def __init__(self, schedule: Schedule, sharing: Sharing) -> None:
         self._schedule = schedule
         self._sharing = sharing
-        self._used = derive_versions(schedule).used if sharing.parts else {}
+        self._versions = derive_versions(schedule)
 
     def among(self, rank: int, program: tuple[Action, ...]) -> list[tuple[Work, int]]:
         """The work of a rank of a stream, each step with the position of the action that it goes with."""
@@ -191,8 +191,8 @@ class _GroupSteps:
             if action.op is Op.U and group not in finished:
                 finished.add(group)
                 work += [(GroupStep(op, group), position) for op in ops]
-            elif action.op is Op.F:
-                due = [one for one in to_unshard if one < self._used.get((action.stage, action.index), 0)]
+            elif to_unshard and action.op is not Op.U:
+                due = [one for one in to_unshard if one < self._versions.read_by(action)]
                 for one in due:
                     del to_unshard[one]
                     work.append((GroupStep(Op.UNSHARD, one), position))

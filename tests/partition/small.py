@@ -126,7 +126,7 @@ def stage_seconds(
     depth = math.ceil(e / r)
     if schedule == "1f1b" and M is not None:
         depth = min(depth, math.ceil(M / r))
-    copies = {"1f1b": 1, "2bw": 2, "pipedream": depth}[schedule] + 1 + 2.0
+    copies = {"1f1b": 1, "2bw": 2, "paci": 1, "pipedream": depth}[schedule] + 1 + 2.0
     before, behind = crossing(profile, cut[0]), crossing(profile, cut[1])
     held = weights * copies + sum(node.buffer_bytes + depth * node.stash_bytes for node in own)
     held += max(node.workspace_bytes for node in own) + before + behind  # gradients of output and input, while B runs

@@ -112,7 +112,7 @@ def test_memory_counts_versions_and_microbatches_in_flight() -> None:
             for n in "ab"
         )
     )
-    expected = {"1f1b": (47, 44), "2bw": (57, 54), "pipedream": (57, 44)}
+    expected = {"1f1b": (47, 44), "2bw": (57, 54), "paci": (47, 44), "pipedream": (57, 44)}
     for schedule, (first, last) in expected.items():
 
         def costs_with(limit: float, schedule: str = schedule) -> RangeCosts:

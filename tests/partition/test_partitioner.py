@@ -116,7 +116,7 @@ def test_very_large_falls_back_on_thresholds(monkeypatch: pytest.MonkeyPatch) ->
     ("options", "message"),
     [
         ({"cost_model": "best"}, "cost_model='best': expected one of default, pipedream"),
-        ({"schedule": "gpipe"}, "schedule='gpipe': expected one of 1f1b, 2bw, pipedream"),
+        ({"schedule": "gpipe"}, "schedule='gpipe': expected one of 1f1b, 2bw, paci, pipedream"),
         ({"num_microbatches": 0}, "num_microbatches: 0: expected a whole number of at least 1"),
         ({"num_candidates": 1.5}, "num_candidates: 1.5: expected a whole number of at least 1"),
         ({"memory_limit": -1}, "memory_limit: -1: expected a finite number above 0"),

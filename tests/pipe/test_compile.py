@@ -189,6 +189,16 @@ def test_what_is_refused() -> None:
         rule: Any = {"*.linear": "full"} if recompute == "nested" else recompute
         with pytest.raises(ValueError, match=message):
             made(chain, compile=EAGER, recompute=rule, example_inputs=(x,))
+
+    def users() -> nn.Module:
+        model = chain()
+        model[0].compile(backend="eager")
+        return model
+
+    for model, what in ((chain, "what compile= compiles: expected compile=False"), (users, "the compiled Block in it")):
+        message = f"'paci' updates the weights of stage 0 .* the compiler decides in the backward of {what}"
+        with pytest.raises(ValueError, match=message):
+            made(model, schedule="paci", compile=EAGER if model is chain else False, example_inputs=(x,))
     with (
         pytest.warns(TracedModelWarning),
         pytest.raises(ValueError, match="compile= is for modules, and this model runs as a traced graph"),

@@ -23,6 +23,7 @@ from stagewright.pipe.stages.reruns import Reruns
 from stagewright.pipe.stages.stage import Stage
 from stagewright.pipe.stages.weights import WeightVersions
 from stagewright.schedules import ScheduleError, build
+from stagewright.schedules.weight_rules import RULES
 
 
 def equal(one: PipelineModule, other: PipelineModule) -> bool:
@@ -351,7 +352,8 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     (piece,) = given_stages([layer], enter_unit=None).pieces
     module, _, _ = first_run(piece, piece.link(None, index=0, inputs=Arguments.of((X,)).form), (X,))
-    weights = WeightVersions(name="stage 0", module=layer, parameters=list(layer.named_parameters()), count=2)
+    parameters = list(layer.named_parameters())
+    weights = WeightVersions(name="stage 0", module=layer, parameters=parameters, rule=RULES["2bw"], count=2)
     seen: list[nn.Parameter] = []
     layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight))
     stage = Stage(

@@ -15,6 +15,7 @@ from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, ir, lower_bound, simulate
 from stagewright.schedules.builders.one_f_one_b import pair_up
+from stagewright.schedules.builders.paci import paci
 from stagewright.schedules.builders.pipedream import pipedream, two_bw
 from stagewright.schedules.text import unit_time_cells
 from stagewright.schedules.versions import derive_versions
@@ -46,6 +47,13 @@ STREAMS: dict[str, list[tuple[int, int, dict[str, object]]]] = {
         (3, 5, {"warmup": "eager"}),
         (3, 4, {"warmup": (4, 2, 0)}),
         (3, 4, {"replicas": (2, 1)}),
+        (1, 2, {}),
+    ],
+    "paci": [
+        (4, 4, {}),
+        (3, 2, {}),
+        (3, 4, {"update_every": 1}),
+        (4, 4, {"update_every": 2, "replicas": (2, 1, 1)}),
         (1, 2, {}),
     ],
 }
@@ -179,8 +187,9 @@ def test_pair_up(warmup: int, program: str) -> None:
             build("2bw", num_ranks=2, num_microbatches=2),
             {(rank, k): version for rank in (0, 1) for k, version in ((2, 0), (3, 0), (4, 1), (5, 1))},
         ),
+        (paci, build("paci", num_ranks=3, num_microbatches=2), {(0, 3): 0, (0, 4): 1, (1, 2): 0, (1, 3): 1, (2, 2): 1}),
     ],
-    ids=["pipedream", "2bw"],
+    ids=["pipedream", "2bw", "paci"],
 )
 def test_pictures_of_streams(documented: object, schedule: Schedule, said: dict[tuple[int, int], int]) -> None:
     """The beginning of each rank's row; an update stands between the cells, without its number."""

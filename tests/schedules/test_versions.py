@@ -165,7 +165,13 @@ def test_built_schedules_have_one_version() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kept", "updates"),
-    [("flush", [1, 1], 1), ("2bw", [2, 2], 1), ("stashing", [1, 5], 2), ("vertical-sync", [1, 5], 2)],
+    [
+        ("flush", [1, 1], 1),
+        ("2bw", [2, 2], 1),
+        ("stashing", [1, 5], 2),
+        ("vertical-sync", [1, 5], 2),
+        ("one-version", [1, 1], 1),
+    ],
 )
 def test_what_planners_and_runtimes_ask_of_a_rule(name: str, kept: list[int], updates: int) -> None:
     rule = RULES[name]

@@ -45,6 +45,8 @@ def make_schedule(case: AsyncCase) -> Any:
     sizes: dict[str, Any] = {"num_ranks": case.num_ranks, "num_microbatches": case.num_microbatches}
     if case.schedule == "pipedream" and (case.update_every != 1 or case.vertical_sync):
         return build("pipedream", **sizes, update_every=case.update_every, vertical_sync=case.vertical_sync)
+    if case.schedule == "paci":
+        return build("paci", **sizes, update_every=case.update_every, replicas=case.replicas)
     if case.schedule == "1f1b" and case.replicas is not None:
         return build("1f1b", **sizes, replicas=case.replicas)
     if case.warmup != "plain" or case.replicas is not None:

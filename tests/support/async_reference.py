@@ -6,6 +6,7 @@ other, each stage of each one on a copy of the weights that the rule names:
     2bw             batch t: version max(t - 1, 0) on every stage; version t + 1 = step(version t, gradient of batch t)
     pipedream       the newest version of each stage when its own program comes to the forward; so in the backward
     vertical sync   the number that stage 0 has there, on every stage
+    paci            as pipedream in the forward; in the backward the newest weights stand where those of the forward did
     1f1b            batch t: version t, as in any flush schedule; it shows that the rest of the replay is right
 
 Why one after the other is enough: each stage runs its backwards in the order of microbatches, so gradients add up in
@@ -34,11 +35,12 @@ UNEVEN = (11, 13, 8, 10, 9, 7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncCase:
-    """A training run under "2bw", "pipedream" or "1f1b".
+    """A training run under "2bw", "pipedream", "paci" or "1f1b".
 
     num_ranks: all of them, replicas included.
-    update_every: microbatches; only under pipedream.
-    warmup, replicas: only under 2bw; they change no number.
+    update_every: microbatches; only under pipedream and paci.
+    warmup: only under 2bw; it changes no number.
+    replicas: under 2bw and 1f1b they change no number; under paci, when which update is there.
     sizes: samples of each batch.
     flushes, evals: the batches behind which the pipeline is flushed, or evaluated (which drains it too).
     as_stages: the stages are given one by one.
@@ -72,6 +74,11 @@ class AsyncCase:
         return len(self.replicas) if self.replicas else self.num_ranks
 
     @property
+    def group_size(self) -> int:
+        """Microbatches from update to update."""
+        return self.update_every if self.schedule in ("pipedream", "paci") else self.num_microbatches
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.autocast else torch.float64
 
@@ -87,7 +94,7 @@ class AsyncCase:
     @property
     def loss_tolerance(self) -> float:
         """Tolerance of the reported figure: how it is made of update groups, and in which type, is left open."""
-        is_in_parts = self.schedule == "pipedream" and self.update_every != self.num_microbatches
+        is_in_parts = self.group_size != self.num_microbatches
         return 1e-6 if self.autocast else 1e-12 if is_in_parts else 0.0
 
 
@@ -176,37 +183,40 @@ class Use(NamedTuple):
 def uses(case: AsyncCase) -> list[list[Use]]:
     """[microbatch of the run][stage]."""
     M, stages = case.num_microbatches, range(case.num_stages)
-    if case.schedule != "pipedream":
+    if case.schedule not in ("pipedream", "paci"):
         delay = 1 if case.schedule == "2bw" else 0
         return [[Use(right=max(i // M - delay, 0), newest=i // M)] * len(stages) for i in range(M * len(case.sizes))]
-    table = zip(*(_pipedream_uses(case, warmup=case.num_stages - 1 - s) for s in stages), strict=True)
-    first = case.vertical_sync
+    table = zip(*(_pipedream_uses(case, s) for s in stages), strict=True)
+    first = case.vertical_sync and case.schedule == "pipedream"
     return [[Use(right=(row[0] if first else use).right, newest=use.newest) for use in row] for row in table]
 
 
-def _pipedream_uses(case: AsyncCase, *, warmup: int) -> list[Use]:
-    """F(i), B(i - warmup), U at the end of a group, and so on; a drain ends a stream."""
-    M = case.num_microbatches
+def _pipedream_uses(case: AsyncCase, stage: int) -> list[Use]:
+    """Each replica has its own microbatches: F(i), B(i - reach), U at the end of a group, and so on; a drain ends a
+    stream."""
+    M, counts = case.num_microbatches, case.replicas or (1,) * case.num_ranks
+    reach = min((-(-sum(counts[s:]) // counts[s]) - 1) * counts[s] for s in range(stage + 1))
     drains = sorted({*case.flushes, *case.evals, len(case.sizes) - 1})
-    found: list[Use] = []
-    version = first = 0
-    for end in [(t + 1) * M for t in drains]:
-        forwards = []
-        for i in range(first, end + warmup):
-            if i < end:
-                forwards.append(version)
-            if i - warmup >= first:
-                found.append(Use(right=forwards[i - warmup - first], newest=version))
-                version += (i - warmup + 1) % case.update_every == 0
-        first = end
-    return found
+    found: dict[int, Use] = {}
+    for first, last in zip([0, *(t + 1 for t in drains)], drains, strict=False):
+        for replica in range(counts[stage]):
+            own = range(first * M + replica, (last + 1) * M, counts[stage])
+            version, begun = first * M // case.update_every, iter(own)
+            waiting, forwards = next(begun, None), {}
+            for i in own:
+                while waiting is not None and waiting <= i + reach:
+                    forwards[waiting] = version
+                    waiting = next(begun, None)
+                found[i] = Use(right=forwards[i], newest=version)
+                version += (i + counts[stage]) // case.update_every > i // case.update_every
+    return [found[i] for i in sorted(found)]
 
 
 def delay_of(case: AsyncCase, stage: int) -> float:
     """Updates by which the gradients of a stage are late, once the pipeline is full; a mean over microbatches."""
     if case.feedback_delay is not None:
         return case.feedback_delay
-    if case.schedule != "pipedream":
+    if case.schedule not in ("pipedream", "paci"):
         return {"2bw": 1.0, "1f1b": 0.0}[case.schedule]
     in_flight = case.num_stages - 1 - (0 if case.vertical_sync else stage)
     return in_flight / case.update_every
@@ -282,7 +292,7 @@ class _Replay:
         parameters = list(self.used(row))
         for name, used, _ in parameters:
             used.grad = self.gradients.get(name)
-        with _swapped(parameters, self.mistake):
+        with _swapped(parameters, "overwritten" if self.case.schedule == "paci" else self.mistake):
             loss.backward()  # type: ignore[no-untyped-call]
         for name, used, _ in parameters:
             self.gradients[name], used.grad = used.grad, None
@@ -338,7 +348,7 @@ class _Replay:
     def batch(self, t: int, table: Sequence[Sequence[Use]]) -> float:
         """Trains on batch t and returns its loss."""
         case, M = self.case, self.case.num_microbatches
-        group = case.update_every if case.schedule == "pipedream" else M
+        group = case.group_size
         inputs, target = make_batch(case, t, case.sizes[t])
         micro_inputs, micro_targets = cut(inputs, M), cut(target, M)
         sizes = [parts[0].shape[0] for parts in micro_inputs]

@@ -67,7 +67,7 @@ class _Panel:
         self.window = is_window(timeline)
         places = [(rank, action) for rank, trace in enumerate(timeline.ranks) for action in trace.actions]
         self.number_of = {place: number for number, place in enumerate(places)}  # replicas make equal updates
-        self.versions = derive_versions(self.schedule).used if self.schedule.is_asynchronous else {}
+        self.versions = derive_versions(self.schedule) if self.schedule.is_asynchronous else None
 
     def columns(self) -> Columns:
         timeline, schedule = self.timeline, self.schedule
@@ -138,11 +138,10 @@ class _Panel:
 
     def _used(self, trace: RankTrace) -> tuple[int, ...]:
         """The weight version of each action, where there are several."""
-        if not self.schedule.is_asynchronous:
+        versions = self.versions
+        if versions is None:
             return ()
-        return tuple(
-            index + 1 if op is Op.U else self.versions.get((stage, index), _NONE) for stage, op, index in trace.actions
-        )
+        return tuple(each.index + 1 if each.op is Op.U else versions.read_by(each) for each in trace.actions)
 
     def _idle(self, stretches: Sequence[IdleStretch]) -> list[int]:
         """Idle time by cause: start, length, cause, start, length, cause, ... [ticks]."""

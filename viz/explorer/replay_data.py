@@ -99,8 +99,8 @@ def _versions(schedule: Schedule) -> list[list[int]]:
     """By rank and action, the weight version that it uses (an update: makes); empty where there is one alone."""
     if not schedule.is_asynchronous:
         return []
-    used = derive_versions(schedule).used
-    return [[k + 1 if op is Op.U else used[stage, k] for stage, op, k in program] for program in schedule.programs]
+    read_by = derive_versions(schedule).read_by
+    return [[each.index + 1 if each.op is Op.U else read_by(each) for each in own] for own in schedule.programs]
 
 
 def _costs(table: CostTable) -> Columns:
