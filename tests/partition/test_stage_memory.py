@@ -56,6 +56,7 @@ def test_memory_of_each_stage_at_the_peak() -> None:
 def test_versions_of_the_weights_count() -> None:
     assert [held(stage).parameters for stage in stages(2, schedule="pipedream")] == [40, 20]
     assert [held(stage).parameters for stage in stages(2, schedule="2bw")] == [40, 40]
+    assert [held(stage).parameters for stage in stages(2, schedule="paci")] == [20, 20]
 
 
 def test_one_stage_sends_nothing() -> None:

@@ -244,7 +244,13 @@ def untied() -> nn.Module:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "options", [{"schedule": "2bw", "max_grad_norm": 0.1}, {"schedule": "pipedream"}], ids=["2bw", "pipedream"]
+    "options",
+    [
+        {"schedule": "2bw", "max_grad_norm": 0.1},
+        {"schedule": "pipedream"},
+        pytest.param({"schedule": "paci"}, marks=pytest.mark.nightly),
+    ],
+    ids=["2bw", "pipedream", "paci"],
 )
 def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options: dict[str, Any]) -> None:
     """In one process nothing is divided; there the test of asynchronous schedules compares with a plain loop."""

@@ -133,7 +133,7 @@ def with_late_weights(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(map(program, schedule.programs)), name="late")
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("2bw", "none"), ("pipedream", "layer")])
+@pytest.mark.parametrize(("name", "recompute"), [("2bw", "none"), ("pipedream", "layer"), ("paci", "none")])
 def test_weight_versions(name: str, recompute: str) -> None:
     """W adds to the gradients of its update group, whichever version the weights have by then."""
 
