@@ -9,8 +9,9 @@ was computed D updates ago. Instead of d the update applies A:
 Why lambda = D: the d(t) that arrives is what step t - D should have applied. Were it to go on alike, the D steps since
 then would have applied it, too, so that the weights should stand at P(t) = sum of d up to t, + D d(t). What is
 still to be applied is P(t) - P(t-1) = d(t) + D (d(t) - d(t-1)). Where updates vanish nothing is added: minima stay.
-For SGD with momentum at a constant rate it is SpecTrain's prediction of weights (Chen et al., 2018) in other
-coordinates: the weights here are those that SpecTrain computes with, which are its own + D times its last update.
+At a constant rate, without decay, it is the prediction of weights in other coordinates, as published for momentum
+(SpecTrain, arXiv 1809.02839; XPipe, 1911.04610) and any optimizer (PipeOptim, 2312.00839): the weights here are those
+that they compute with, which are their own + D times their last update.
 
 **What d is.** It is measured, for any torch optimizer: W before the step, W' behind it, rate and decay of the group,
 
@@ -53,8 +54,8 @@ class ErrorFeedback:
 
     Raises ValueError for what is no number from 0 on.
 
-    >>> ErrorFeedback(factor=2.0).factors((3, 2, 1, 0))
-    (6.0, 4.0, 2.0, 0.0)
+    >>> ErrorFeedback(factor=2.0).factors({"first": [0], "second": [1], "tied": [1, 2]}, delays=(2, 0.5, 1))
+    {'first': 4.0, 'second': 1.0, 'tied': 2.0}
     """
 
     factor: float = 1.0
@@ -68,9 +69,15 @@ class ErrorFeedback:
                 optional = ", or None for that of the schedule" if name == "delay" else ""
                 raise ValueError(f"ErrorFeedback({name}={value!r}): expected a finite number from 0 on{optional}")
 
-    def factors(self, delays: Sequence[float]) -> tuple[float, ...]:
-        """Lambda of each stage, whose gradients are late by `delays` [updates] under the schedule."""
-        return tuple(float(self.factor * (delay if self.delay is None else self.delay)) for delay in delays)
+    def factors(self, stages: Mapping[str, Sequence[int]], delays: Sequence[float]) -> dict[str, float]:
+        """Lambda of parameters by name. One that several stages hold has the largest on all: its copies stay alike.
+
+        Arguments:
+            stages: that hold each parameter.
+            delays: [S] of each stage's gradients under the schedule [updates].
+        """
+        late = [float(delay if self.delay is None else self.delay) for delay in delays]
+        return {name: self.factor * max(late[stage] for stage in held) for name, held in stages.items()}
 
     def refuse_flush(self, schedule: str) -> None:
         """ValueError under a flush schedule, unless a delay was asked for."""
@@ -90,8 +97,8 @@ def read_delay_correction(option: object) -> ErrorFeedback | None:
         return ErrorFeedback()
     if option == "weight-prediction":
         raise ValueError(
-            "delay_correction='weight-prediction' is not there. Expected 'error-feedback': for SGD with momentum at a "
-            "constant rate both are one trajectory, seen at the weights that gradients are computed with"
+            "delay_correction='weight-prediction' is not there. Expected 'error-feedback': at a constant rate "
+            "both are one trajectory, seen at the weights that gradients are computed with"
         )
     raise ValueError(
         f"delay_correction={option!r:.60}: expected None, 'error-feedback', or stagewright.ErrorFeedback(factor=...)"
@@ -138,13 +145,21 @@ class Feedback:
     def _correct(
         self, optimizer: torch.optim.Optimizer, decayed: Mapping[torch.Tensor, torch.Tensor], rate: float
     ) -> None:
+        if not decayed:
+            return
+        torch._foreach_sub_(list(decayed.values()), list(decayed))
+        torch._foreach_div_(list(decayed.values()), rate)
+        changed: dict[float, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}  # by lambda
         for parameter, update in decayed.items():
-            update.sub_(parameter).div_(rate)
-            state = optimizer.state[parameter]
-            last = state.get(LAST_UPDATE)
-            state[LAST_UPDATE] = update
+            last = optimizer.state[parameter].get(LAST_UPDATE)
+            optimizer.state[parameter][LAST_UPDATE] = update
             if last is not None:
-                parameter.sub_(last.neg_().add_(update), alpha=self.factor(parameter) * rate)
+                changed.setdefault(self.factor(parameter), []).append((parameter, update, last))
+        for factor, found in changed.items():
+            parameters, updates, last_ones = zip(*found, strict=True)
+            torch._foreach_neg_(last_ones)
+            torch._foreach_add_(last_ones, updates)
+            torch._foreach_sub_(parameters, last_ones, alpha=factor * rate)
 
 
 def _decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

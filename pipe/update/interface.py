@@ -120,14 +120,12 @@ class UpdateParts:
         """The optimizers of a stage's parameters; see StageOptimizers.
 
         Arguments:
-            delays: [S] of each stage's gradients [updates]. Of a parameter that several stages hold the largest counts
-                on all of them, so that its copies stay alike.
+            delays: [S] of each stage's gradients [updates].
         """
         assert self.optimizer is not None
         feedback = None
         if self.correction is not None:
-            factors = self.correction.factors(delays)
-            feedback = {name: max(factors[s] for s in self.ownership.stages[name]) for name, _ in parameters}
+            feedback = self.correction.factors({name: self.ownership.stages[name] for name, _ in parameters}, delays)
         made = StageOptimizers(
             stage,
             parameters,

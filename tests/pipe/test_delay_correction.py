@@ -70,7 +70,9 @@ def test_lambda_follows_the_delay_of_each_stage() -> None:
     assert delays("pipedream") == [3, 2, 1, 0]
     assert delays("pipedream", update_every=2) == [1.5, 1, 0.5, 0]
     assert delays("pipedream", vertical_sync=True) == [3, 3, 3, 3]
-    assert ErrorFeedback(factor=2, delay=1.5).factors([3, 2, 1, 0]) == (3, 3, 3, 3)
+    stages = {"first": [0], "tied": [0, 3], "last": [3]}
+    assert ErrorFeedback(factor=2).factors(stages, [3, 2, 1, 0]) == {"first": 6, "tied": 6, "last": 0}
+    assert ErrorFeedback(factor=2, delay=1.5).factors(stages, [3, 2, 1, 0]) == {"first": 3, "tied": 3, "last": 3}
 
 
 def _step(parameters: list[nn.Parameter], optimizers: Any, gradients: list[Tensor | None], rate: float) -> None:
@@ -199,13 +201,14 @@ def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: 
     assert settled < 1 < grown
 
 
-def test_it_is_spectrains_prediction_in_other_coordinates() -> None:
-    """V(t) = W(t) + lr D d(t - 1) are plain momentum's weights, and W(t) = V(t) + D (V(t) - V(t - 1)) what predicts."""
+@pytest.mark.parametrize("kind", [_averaged, torch.optim.NAdam], ids=["momentum", "nadam"])
+def test_it_is_the_prediction_of_weights_in_other_coordinates(kind: Any) -> None:
+    """V(t) = W(t) + lr D d(t - 1) are the optimizer's own weights, W(t) = V(t) + D (V(t) - V(t - 1)) the predicted."""
     rate, late, matrix = 0.02, 2, torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     curvature = matrix @ matrix.T
     weight, plain = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
-    held = _held(_averaged, [weight], {"0": float(late)})
-    optimizer = _averaged([plain])
+    held = _held(kind, [weight], {"0": float(late)})
+    optimizer = kind([plain])
     seen, masters = [weight.detach().clone()], []
     for t in range(40):
         gradient = curvature @ seen[max(t - late, 0)]
