@@ -24,11 +24,14 @@ from ..partition.cluster import Cluster, DeviceKind, Level
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
 from ..partition.plans.reorder import reorder
+from ..partition.plans.replan import Replanner
+from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
-from .batch.given import Given, check_arguments
+from .batch.given import Given, check_batch
 from .layout import Layout, layout_of_plan
+from .replan import Replan, Sizer
 from .settings import Settings
 from .update.gradients import clip_gradients, norm_of, norm_part
 
@@ -46,22 +49,38 @@ class AutoLayout:
 
     Arguments:
         num_ranks: to plan for.
-        num_microbatches: M of the whole batch; None: the planner decides.
+        num_microbatches: M of the whole batch; None: the planner decides, or the first batch, which comes cut.
+        replans: whether each batch is to have an order of its own.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, settings: Settings, *, num_ranks: int, num_microbatches: int | None
+        self,
+        model: nn.Module,
+        world: World,
+        settings: Settings,
+        *,
+        num_ranks: int,
+        num_microbatches: int | None,
+        replans: bool = False,
     ) -> None:
         self._model = model
         self._world = world
         self._settings = settings
         self._num_ranks = num_ranks
         self._num_microbatches = num_microbatches
+        self._replans = replans
+        self._sizer = Sizer(model)
+        self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
         self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
 
     def decide(self, given: Given) -> Layout:
         """The layout for batches like this one. Collective over the processes."""
-        return layout_of_plan(self.plan(given), self._world, num_microbatches=None)
+        found = self.plan(given)
+        layout = layout_of_plan(found, self._world, num_microbatches=None)
+        if not self._replans:
+            return layout
+        replanner = Replanner(found, self._measured) if self._world.rank == 0 else None
+        return replace(layout, replan=Replan(sizer=self._sizer, replanner=replanner))
 
     def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
@@ -71,17 +90,30 @@ class AutoLayout:
 
         Raises ValueError, on every rank alike, for a batch without a target and where nothing fits.
         """
-        num_samples = check_arguments(given.arguments, self._num_microbatches or 1)
-        sizes = self._microbatch_sizes(num_samples)
-        profiles = {size: self._profile(given, size, PROFILE_SECONDS / len(sizes)) for size in sizes}
-        cluster = self._cluster()
         wanted = self._num_microbatches
-        batch = num_samples if wanted is None else sizes[0] * wanted
+        if wanted is None and given.microbatches:
+            wanted = len(given.microbatches)
+        num_samples = check_batch(given, wanted or 1)
+        if self._replans and wanted is None:
+            raise ValueError(
+                'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '
+                "num_microbatches= beside it"
+            )
+        if wanted is not None and (given.microbatches or self._replans):
+            profiles = self._by_size(given.on(self._settings.device).cut(wanted))
+        else:
+            profiles = self._by_samples(given, num_samples)
+        cluster = self._cluster()
+        batch = num_samples if wanted is None else max(profiles) * wanted
+        if self._replans:  # replicas would share out microbatches before anybody knows how long they are
+            restrictions = {"data_sizes": (1,), **restrictions}
         # Whether the user's optimizer may be divided is known only once it is made.
         settings = {"runnable": True, "optimizer_sharding": ("none",), **restrictions}
 
         def search() -> str:
             best = plan(profiles, cluster, global_batch=batch, **settings)
+            if self._replans:  # each batch has its own
+                return best.to_json()
             profile = profiles.get(best.microbatch_size or 0)
             return reorder(best, profile, seconds=SEARCH_SECONDS).to_json()
 
@@ -98,15 +130,31 @@ class AutoLayout:
             return (-(-num_samples // self._num_microbatches),)
         return sizes_to_profile(num_samples, self._num_ranks)
 
-    def _profile(self, given: Given, size: int, seconds: float) -> Profile:
-        """Profile of the first `size` samples: the median of all ranks, which measure at once."""
+    def _by_samples(self, given: Given, num_samples: int) -> dict[int, Profile]:
+        """Profiles by microbatch size, of a whole batch."""
+        sizes = self._microbatch_sizes(num_samples)
+        whole = given.on(self._settings.device)
+        parts = {size: whole.cut(max(1, num_samples // size))[0] for size in sizes}
+        return {size: self._profile(part, PROFILE_SECONDS / len(sizes)) for size, part in parts.items()}
+
+    def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
+        """The one profile to plan with for microbatches that differ: see `planned_for`."""
+        of_size = {self._sizer.of_arguments(part.arguments): part for part in parts}
+        sizes = sizes_to_measure([self._sizer.of_arguments(part.arguments) for part in parts])
+        seconds = PROFILE_SECONDS / len(sizes)
+        self._measured = {size: self._profile(of_size[size], seconds) for size in sizes}
+        profile = planned_for(self._measured)
+        assert profile.microbatch_size is not None
+        return {profile.microbatch_size: profile}
+
+    def _profile(self, first: Given, seconds: float) -> Profile:
+        """Profile of a microbatch: the median of all ranks, which measure at once."""
         settings = self._settings
-        first = given.on(settings.device).cut(max(1, given.arguments.num_samples // size))[0]
         loss, target = settings.loss_fn, first.target
         if settings.model_loss is not None:
             target = settings.model_loss.weigh([first.arguments])[0]
         if self._world.rank == 0:
-            _log.info("profiling microbatches of %d samples", size)
+            _log.info("profiling a microbatch of %d samples", first.arguments.num_samples)
 
         kind = settings.device.type
 
@@ -126,7 +174,7 @@ class AutoLayout:
         profile = median_profile([Profile.from_json(text) for text in texts]).typical()
         if profile.optimizer_ratio is not None and settings.delay_correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
-        return replace(profile, microbatch_size=size)
+        return replace(profile, microbatch_size=first.arguments.num_samples)
 
     def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         assert self._settings.optimizer is not None

@@ -64,13 +64,18 @@ class Building:
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
 
-    def plan_first(self, *, num_ranks: int, num_microbatches: int | None) -> None:
-        """Let the first batch decide on the layout: schedule="auto"."""
+    def plan_first(self, *, num_ranks: int, num_microbatches: int | None, replans: bool) -> None:
+        """Let the first batch decide on the layout: schedule="auto"; with `replans` each batch on its order."""
         from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
         assert self._model is not None
         self._auto = AutoLayout(
-            self._model, self._world, self._settings, num_ranks=num_ranks, num_microbatches=num_microbatches
+            self._model,
+            self._world,
+            self._settings,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            replans=replans,
         )
 
     @property

@@ -22,6 +22,7 @@ from ..schedules.own import OwnLike, find_own, sizes_of
 from .model_options import refuse_beside
 from .parallel.sends import NO_TENSOR_AXIS, TensorAxis
 from .parallel.sharding import Sharding, check_data_parallel, sharding_of, sharding_of_plan
+from .replan import Replan, check_replan
 from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 AUTO = "auto"
@@ -45,6 +46,7 @@ class Layout:
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
         tensor: options of the tensor axis.
+        replan: how each batch gets an order of its own; None: all have the schedule's.
 
     Raises ValueError for a tensor group that divides nothing.
     """
@@ -56,6 +58,7 @@ class Layout:
     sharding: Sharding
     place: MeshPlace
     tensor: TensorAxis = NO_TENSOR_AXIS
+    replan: Replan | None = None
 
     def __post_init__(self) -> None:
         self.tensor.check(self.place)
@@ -75,12 +78,14 @@ def choose_layout(
     data_parallel: str,
     mesh_order: Sequence[str] | None = None,
     tensor: TensorAxis = NO_TENSOR_AXIS,
+    replan: str | None = None,
 ) -> Callable[[World], Layout] | None:
     """Maker of the layout from options of PipelineModule; None: under schedule="auto" the first batch decides.
 
     Raises ValueError for options that exclude each other.
     """
     sizes = mesh_sizes(mesh)
+    check_replan(replan, schedule=schedule, plan=plan)
     decided: dict[str, object] = {"num_chunks": num_chunks, "num_slices": num_slices, "split_points": split_points}
     decided["stages"] = stages
     check_data_parallel(data_parallel)

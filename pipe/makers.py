@@ -66,7 +66,8 @@ class Makers:
                 f"compiled graph keeps them out of sight; expected compile=None, or a schedule without moves"
             )
 
-        split = schedule.split_stages
+        # An order that is found for a batch may split any backward.
+        split = schedule.split_stages if self.layout.replan is None else frozenset(range(schedule.num_stages))
 
         def make(rank: int, s: int) -> Stage:
             stage = self.parts.train.stages[s]

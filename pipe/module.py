@@ -114,6 +114,8 @@ class PipelineModule(RunFacts):
         data_parallel: what the ranks that hold a stage (its replicas) divide among themselves: "replicate" nothing;
             "zero1" the optimizer's state and the sums of gradients; "fsdp" the weights, too, which are gathered for
             each batch (docs/sharding.md). Replicas in one process share their Parameters: nothing is divided there.
+        replan: "batch", beside schedule="auto": each batch has an order of its own, found for the sizes of its
+            microbatches in the memory of the plan (docs/schedules.md), as `train_step(microbatches=[...])` gives them.
         verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
             stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
@@ -166,6 +168,7 @@ class PipelineModule(RunFacts):
         stages: Sequence[nn.Module] | None = None,
         recompute: RecomputeLike = "none",
         data_parallel: str = "replicate",
+        replan: str | None = None,
         verify: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -211,6 +214,7 @@ class PipelineModule(RunFacts):
             stages=stages,
             recompute=recompute,
             data_parallel=data_parallel,
+            replan=replan,
         )
         self.world: World = join_world(device=self.device, timeout=timeout)
         self._guard = make_guard(self.world)
@@ -223,7 +227,9 @@ class PipelineModule(RunFacts):
             self._building.start(make_layout(self.world), example)
         else:
             num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_processes
-            self._building.plan_first(num_ranks=num_ranks, num_microbatches=num_microbatches)
+            self._building.plan_first(
+                num_ranks=num_ranks, num_microbatches=num_microbatches, replans=replan is not None
+            )
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
         """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""

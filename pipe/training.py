@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -16,11 +17,13 @@ from ..comm import Collectives, Guard, HostClocks
 from ..schedules import Timeline
 from ..schedules.timing.records import RankRecord
 from .batch.agreement import check_same_batch
+from .batch.batches import Batch
 from .batch.given import Given
 from .batch.reader import BatchReader, Reads
 from .batch.results import StepResult, UpdateResult
 from .measure.gather import gather_records
 from .measure.steps import StepReports
+from .replan import BatchSchedules
 from .run.engine import Engine
 from .stages.randomness import Seeder
 from .stages.unchanged import Unchanged
@@ -37,6 +40,7 @@ class Training:
         unchanged: what the user may not change between two batches.
         reports: are told of each step.
         clocks: of the hosts, for timelines.
+        schedules: of each batch; None: all have the update's.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Training:
         unchanged: Unchanged,
         reports: StepReports,
         clocks: HostClocks,
+        schedules: BatchSchedules | None = None,
     ) -> None:
         self.num_steps = 0
         self._engine = engine
@@ -62,6 +67,8 @@ class Training:
         self._unchanged = unchanged
         self._reports = reports
         self._clocks = clocks
+        self._schedules = schedules
+        self._replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
 
     @property
@@ -81,7 +88,11 @@ class Training:
         if is_reported:
             seconds = time.perf_counter() - begun
             self._reports.passed(
-                self.num_steps - 1, seconds=seconds, learning_rates=rates, num_samples=self._num_samples
+                self.num_steps - 1,
+                seconds=seconds,
+                learning_rates=rates,
+                num_samples=self._num_samples,
+                replan_seconds=self._replan_seconds,
             )
             self._reports.tell([*self._update.waiting(), *([known] if isinstance(known, Known) else [])])
         return result
@@ -159,6 +170,8 @@ class Training:
         with self._guard.together():
             self._unchanged.check(training=True)
             check_same_batch(batch, self._collectives, device=self._seeder.device)
+        if self._schedules is not None:
+            self._replan(batch, self._schedules)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
@@ -167,6 +180,15 @@ class Training:
         with self._guard.together():
             self._update.gradients_ready()
         self.num_steps += 1
+
+    def _replan(self, batch: Batch, schedules: BatchSchedules) -> None:
+        """Find the order of a batch, and follow it. Collective over the processes."""
+        begun = time.perf_counter()
+        schedule = schedules.of(batch.signatures, step=batch.step)
+        self._update.follow(schedule)
+        for local in self._engine.ranks:
+            local.worker.follow(schedule)
+        self._replan_seconds = time.perf_counter() - begun
 
     def _parts(self, programs: Programs) -> Iterator[tuple[Programs, bool]]:
         """Programs of a batch to run one after the other, each with whether it goes on: with weights that are not
@@ -208,11 +230,12 @@ class Training:
 
     def _result(self, known: Known | Unconfirmed | None) -> StepResult:
         snapshots = list(self.snapshots().values())
+        assemble = partial(self._update.timeline, schedule=self._update.schedule)
 
         def timeline() -> Timeline:
             with self._guard.together():
                 records = [snapshot() for snapshot in snapshots]
-                return gather_records(records, self._collectives, self._update.timeline, self._clocks)
+                return gather_records(records, self._collectives, assemble, self._clocks)
 
         if known is None:
             return StepResult(loss=None, loss_step=None, _timeline=timeline)

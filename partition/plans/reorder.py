@@ -41,7 +41,7 @@ def reorder(
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
     if M is None or width == 1 or not alike or family(name).rule.is_asynchronous or plan.order:
         return plan
-    stages = tuple(replace(stage, input_grad_seconds=_input_grad(stage, profile)) for stage in plan.stages)
+    stages = tuple(replace(stage, input_grad_seconds=input_grad_seconds(stage, profile)) for stage in plan.stages)
     split = replace(plan, stages=stages)
     before = simulated(split).timeline.batch_seconds
     own = one_pipeline(split, num_microbatches=M)
@@ -76,8 +76,8 @@ def reorder(
     )
 
 
-def _input_grad(stage: PlanStage, profile: Profile | None) -> float:
-    """Seconds of I of one microbatch: those of the backward that its nodes' W do not take."""
+def input_grad_seconds(stage: PlanStage, profile: Profile | None) -> float:
+    """Seconds of I of one microbatch: those of the stage's backward that its nodes' W do not take."""
     whole = stage.backward_seconds
     nodes = {} if profile is None else {node.name: node for node in profile.nodes}
     own = [nodes[name] for name in stage.nodes if name in nodes]

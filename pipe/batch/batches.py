@@ -11,6 +11,7 @@ import torch
 
 from ...partition.graph.units import StageModule
 from ..stages.autocast import Autocast
+from ..stages.shapes import Signature
 from ..stages.slices import Span
 from ..stages.stage import LossValue
 from ..stages.wiring import OutputSpecs
@@ -40,6 +41,7 @@ class Batch:
         checksums: of inputs and target, to be compared with those of other ranks; see `checksum`.
         spans: [M] tokens of each slice; none where microbatches are whole.
         num_slices: of a microbatch.
+        signatures: of this process's own microbatches (or slices): shapes and types.
     """
 
     inputs: Sequence[Sequence[torch.Tensor | None]]
@@ -57,6 +59,7 @@ class Batch:
     checksums: tuple[float, float] = (UNKNOWN, UNKNOWN)
     spans: Sequence[Span] = ()
     num_slices: int = 1
+    signatures: Sequence[Signature] = ()
 
     @property
     def num_items(self) -> int:

@@ -134,6 +134,7 @@ class BatchReader:
                 checksums=sums,
                 spans=[spans[j] for j in self._like] if spans else (),
                 num_slices=self._num_slices,
+                signatures=signatures,
             )
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Span]]:

@@ -27,6 +27,8 @@ class StepRecord:
             resident memory.
         rank: of the process.
         skipped: whether all ranks left out its update, since a gradient overflowed (grad_scaler=).
+        replan_seconds: those of `seconds` that the batch's own schedule took to find, agree on and lower, under
+            replan="batch".
     """
 
     step: int
@@ -38,6 +40,7 @@ class StepRecord:
     peak_memory_bytes: int
     rank: int
     skipped: bool = False
+    replan_seconds: float = 0.0
 
 
 class KnownStep(Protocol):
@@ -60,6 +63,7 @@ class _Passed:
     seconds: float
     learning_rates: tuple[float, ...]
     num_samples: int
+    replan_seconds: float
 
 
 class StepReports:
@@ -71,13 +75,23 @@ class StepReports:
         self._device = device
         self._passed: dict[int, _Passed] = {}
 
-    def passed(self, step: int, *, seconds: float, learning_rates: Sequence[float], num_samples: int) -> None:
+    def passed(
+        self,
+        step: int,
+        *,
+        seconds: float,
+        learning_rates: Sequence[float],
+        num_samples: int,
+        replan_seconds: float = 0.0,
+    ) -> None:
         """A step has run; those that count from it on were lost, and come again."""
         if self._on_step is None:
             return
         self._passed = {number: one for number, one in self._passed.items() if number < step}
         rates = tuple(dict.fromkeys(learning_rates))
-        self._passed[step] = _Passed(seconds=seconds, learning_rates=rates, num_samples=num_samples)
+        self._passed[step] = _Passed(
+            seconds=seconds, learning_rates=rates, num_samples=num_samples, replan_seconds=replan_seconds
+        )
 
     def tell(self, known: Iterable[KnownStep]) -> None:
         """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""
@@ -97,6 +111,7 @@ class StepReports:
                         peak_memory_bytes=_peak_memory_bytes(self._device),
                         rank=self._rank,
                         skipped=one.skipped,
+                        replan_seconds=passed.replan_seconds,
                     )
                 )
 

@@ -141,6 +141,10 @@ class Worker(ABC):
         """A program begins."""
         self._fused = program.fused
 
+    def follow(self, schedule: Schedule) -> None:
+        """The next batch runs in the order of this schedule, of the same work."""
+        self._split = schedule.split_stages
+
     @abstractmethod
     def run(self, action: Action) -> None:
         """Carry out one action; its inputs must be there."""

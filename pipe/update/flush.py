@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from .post_validation import Buffers, PostValidation, refuse_post_validation
 from .shared_sums import FlushRank, SharedSum
 from .unsharding import Unsharding
 
+_ORDERS = 32  # of batches, whose programs are kept
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushExecution:
@@ -37,6 +39,7 @@ class FlushExecution:
     Arguments:
         data_groups: by rank, the ranks that run the same on batches of their own, itself among them; none where all
             ranks pass the same batch.
+        sharing: messages of losses, and what processes do together.
         warm_up: the programs in two parts, for updates that are confirmed between them; None: each is made once all
             that it depends on is known.
     """
@@ -44,7 +47,15 @@ class FlushExecution:
     schedule: Schedule
     programs: Sequence[RankProgram]
     data_groups: Sequence[Sequence[int]]
+    sharing: Sharing
     warm_up: WarmUp | None
+
+    def ordered(self, schedule: Schedule) -> FlushExecution:
+        """The same work in the order of another schedule."""
+        lowered = lower(schedule, sharing=self.sharing)
+        check_lowered(lowered)
+        warm_up = None if self.warm_up is None else cut_behind_warm_up(schedule, sharing=self.sharing)
+        return replace(self, schedule=schedule, programs=lowered.programs, warm_up=warm_up)
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -80,11 +91,14 @@ def make_flush_execution(
             collectives.subgroup(group)
     together = (*sums, *sharding.collectives())
     programs = batch_programs(schedule, has_loss=has_loss, collectives=together)
+    shared = Sharing(loss=has_loss, collectives=together)
     warm_up = None
     if post_validation:
         refuse_post_validation(sharding)
-        warm_up = cut_behind_warm_up(schedule, sharing=Sharing(loss=has_loss, collectives=together))
-    return FlushExecution(schedule=schedule, programs=programs, data_groups=data_groups, warm_up=warm_up)
+        warm_up = cut_behind_warm_up(schedule, sharing=shared)
+    return FlushExecution(
+        schedule=schedule, programs=programs, data_groups=data_groups, sharing=shared, warm_up=warm_up
+    )
 
 
 def batch_programs(
@@ -137,7 +151,8 @@ class FlushUpdate(Update):
             unsharding,
         )
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
-        self._programs = execution.programs
+        self._execution = execution
+        self._orders: dict[int, FlushExecution] = {}  # by id of their schedules, which they keep alive
         self._collectives = parts.collectives
         self._recorders = parts.recorders
         self._max_grad_norm = parts.max_grad_norm
@@ -154,7 +169,6 @@ class FlushUpdate(Update):
         self._scale = 1.0
         self._root = parts.model.root
         self._buffers: Buffers | None = None  # from before a warm-up with weights that are not confirmed
-        self._warm_up = execution.warm_up
         self._post_validation = (
             None
             if execution.warm_up is None
@@ -189,7 +203,16 @@ class FlushUpdate(Update):
         if any(grad is not None for grad in self._before):
             for parameter in self._parameters:
                 parameter.grad = None
-        return {rank: self._programs[rank] for rank in self.ranks}
+        return {rank: self._execution.programs[rank] for rank in self.ranks}
+
+    def follow(self, schedule: Schedule) -> None:
+        """Lowered once for each of the newest orders."""
+        if id(schedule) not in self._orders:
+            if len(self._orders) == _ORDERS:
+                del self._orders[next(iter(self._orders))]
+            self._orders[id(schedule)] = self._execution.ordered(schedule)
+        self._execution = self._orders[id(schedule)]
+        self.schedule = schedule
 
     def losses_known(self) -> None:
         """Every rank has all of them."""
@@ -211,7 +234,7 @@ class FlushUpdate(Update):
     def unconfirmed(self) -> WarmUp | None:
         """Behind an update that was made ahead of the norm."""
         is_pending = self._post_validation is not None and self._post_validation.is_pending
-        return self._warm_up if is_pending else None
+        return self._execution.warm_up if is_pending else None
 
     def confirm(self) -> bool:
         """Wait for the norm of the batch before."""
@@ -378,9 +401,9 @@ class FlushUpdate(Update):
     def _gather(self) -> None:
         together([stage.begin_gather() for stage in self._divided.stages])()
 
-    def timeline(self, records: Sequence[RankRecord]) -> Timeline:
+    def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         """One batch."""
-        return assemble_timeline(self.schedule, records)
+        return assemble_timeline(schedule, records)
 
     def _make_rank(
         self,

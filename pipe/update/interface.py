@@ -186,6 +186,10 @@ class Update(ABC):
 
     # One batch, in this order
 
+    def follow(self, schedule: Schedule) -> None:
+        """The next batch runs in the order of this schedule: the same work on the same ranks, under a flush."""
+        raise AssertionError(f"{schedule!r} for a batch of a stream")
+
     @abstractmethod
     def begin(self, batch: Batch) -> Programs:
         """A batch comes: what the engine runs for it. Raises ValueError where none may come now."""
@@ -300,5 +304,9 @@ class Update(ABC):
         return
 
     @abstractmethod
-    def timeline(self, records: Sequence[RankRecord]) -> Timeline:
-        """The measured Timeline of all ranks' records."""
+    def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
+        """The measured Timeline of all ranks' records.
+
+        Arguments:
+            schedule: that was run.
+        """

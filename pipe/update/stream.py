@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...comm import Collectives
-from ...schedules import Timeline
+from ...schedules import Schedule, Timeline
 from ...schedules.lowering.stream import Stream
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ..batch.batches import Batch
@@ -167,8 +167,9 @@ class StreamUpdate(Update):
             rank.known.clear()
         self._first, self._lost, self._newest = None, None, None
 
-    def timeline(self, records: Sequence[RankRecord]) -> Timeline:
+    def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
         """The last few batches."""
+        del schedule
         return assemble_stream(self._stream, records)
 
     def _publish_scale(self) -> None:

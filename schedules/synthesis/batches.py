@@ -84,7 +84,7 @@ class BatchOrders:
         moved_to = dict(zip(self._ranking, ranking, strict=False))
         starts = [fixed] if fits else []
         if self._orders is not None:
-            before = _relabelled(search.evaluator, self._orders, moved_to)
+            before = relabelled(search.evaluator, self._orders, moved_to)
             if fits_memory(problem, search.evaluator.peaks(before)):
                 starts.append(before)
         orders = search.run(starts, [_policy_for(policy, moved_to) for policy in self._policies])
@@ -112,7 +112,7 @@ def _policy_for(policy: Policy, moved_to: dict[int, int]) -> Policy:
     return replace(policy, sequence=tuple(moved_to[k] for k in sequence))
 
 
-def _relabelled(evaluator: Evaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
-    """The orders with each microbatch in the place of one of its size."""
+def relabelled(evaluator: Evaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
+    """The orders with other microbatches in the places of these."""
     M = evaluator.num_microbatches
     return [[code - code % M + moved_to[code % M] for code in order] for order in orders]

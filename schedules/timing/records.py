@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import MOVE_OPS, Action, Collective, Op, Schedule
+from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.stream import Stream
 from ..messages import MOVE_KINDS, STAGE_KINDS, Message, MessageKind
 from ..needs import Needs
@@ -89,6 +89,27 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         missing=tuple(rank for rank, record in enumerate(records) if record is None),
     )
     return timeline.shifted(-timeline.start)
+
+
+def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Schedule:
+    """The schedule in the order in which it ran: a run may have a schedule for each batch.
+
+    A rank of which nothing is known, or not all of its work, keeps its program.
+    """
+    if schedule.num_batches > 1 or schedule.rule.is_asynchronous or schedule.moves_activations:
+        return schedule
+    programs = []
+    for own, record in zip(schedule.programs, records, strict=True):
+        ran = tuple(span.what for span in record.compute if span.what.op in COMPUTE_OPS) if record is not None else ()
+        programs.append(ran if _work(ran) == _work(own) else own)
+    if tuple(programs) == schedule.programs:
+        return schedule
+    return replace(schedule, name="auto", programs=tuple(programs))
+
+
+def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
+    """Forwards, and backwards whole or in halves."""
+    return sorted((s, k, op is Op.F) for s, op, k in program if op is Op.F or op in LAST_USES)
 
 
 def _ends_of_moves(needs: Needs, records: Sequence[RankRecord]) -> dict[Action, float]:

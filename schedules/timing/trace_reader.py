@@ -19,7 +19,7 @@ from ..ir import Schedule
 from ..lowering.stream import make_stream
 from ..messages import NOTHING_SHARED
 from .clocks import ClockReading, offset_at
-from .records import RankRecord, assemble_stream, assemble_timeline
+from .records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
 from .timeline import Timeline
 from .trace_file import VERSION, TraceHeader, digest, parse_clock, parse_header, parse_line, parse_step, trace_path
 
@@ -230,7 +230,9 @@ class _Start:
                         records[rank] = placed
             try:
                 steps[number] = (
-                    assemble_timeline(schedule, records) if stream is None else assemble_stream(stream, records)
+                    assemble_timeline(as_it_ran(schedule, records), records)
+                    if stream is None
+                    else assemble_stream(stream, records)
                 )
             except _UNREADABLE as error:
                 self._notes.append(f"step {number} does not fit its schedule {schedule.name!r} ({error!r}); left out")

@@ -1,0 +1,114 @@
+"""An order for each batch of a plan's work, where microbatches differ in size: same stages, same ranks, same memory.
+
+No rank holds more bytes of activations than the plan says, or than the plan's own order would hold for that batch; and
+never more than its device has beside the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...schedules.ir import LAST_USES, Op, Schedule
+from ...schedules.synthesis.batches import BatchOrder, BatchOrders
+from ...schedules.synthesis.problem import pose
+from ...schedules.timing.costs import Costs
+from .record import PlanRecord, PlanStage
+from .sizes import Profiles, Size, stage_laws
+from .to_schedule import one_pipeline, schedule_of
+from .traffic import links_of
+
+
+class Replanner:
+    """Finds the order of each batch.
+
+    Arguments:
+        plan: of a flush schedule without replicas, made with `sizes.planned_for(profiles)`.
+        profiles: of microbatches of some sizes.
+        cold, warm, seed: see `BatchOrders`.
+    """
+
+    def __init__(
+        self,
+        plan: PlanRecord,
+        profiles: Profiles,
+        *,
+        cold: int | None = None,
+        warm: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert plan.num_microbatches is not None
+        assert max(plan.replicas) == 1
+        self._plan = plan
+        self._laws = stage_laws(plan, profiles)
+        self._own = one_pipeline(plan, num_microbatches=plan.num_microbatches)
+        self._orders = BatchOrders(self._own, cold=cold, warm=warm, seed=seed)
+        width = self._own.num_ranks
+        alone = [(p,) for p in range(width)]
+        self._links = (
+            links_of(plan.traffic, alone, positions=plan.positions, rings=alone) if plan.traffic and width > 1 else None
+        )
+        largest = max(profiles, key=lambda size: (size.tokens, size))
+        self._planned = held_bytes(self._own, self.held([largest] * plan.num_microbatches))
+        rooms = [_room(plan, [plan.stages[s] for s in own]) for own in self._own.placement]
+        self._room = list(map(max, rooms, self._planned))  # the plan fits its devices
+
+    def held(self, sizes: Sequence[Size]) -> list[list[float]]:
+        """[S][M] bytes of a microbatch of each size, from F to W."""
+        return [[law.held(size) for size in sizes] for law in self._laws]
+
+    def limits(self, sizes: Sequence[Size]) -> list[float]:
+        """[P] bytes that activations of such a batch may take on each rank of the pipeline."""
+        own = held_bytes(self._own, self.held(sizes))
+        return [min(room, max(pair)) for room, *pair in zip(self._room, self._planned, own, strict=True)]
+
+    def find(self, sizes: Sequence[Size]) -> BatchOrder:
+        """The order for microbatches of these sizes, as a schedule on the plan's ranks.
+
+        Raises MemoryLimitError (a ValueError) for a microbatch that no device has room for.
+        """
+        stages = self._plan.stages
+        costs = Costs(
+            forward=[[law.forward(size) for size in sizes] for law in self._laws],
+            input_grad=[[law.input_grad(size) for size in sizes] for law in self._laws],
+            weight_grad=[[law.weight_grad(size) for size in sizes] for law in self._laws],
+            update=[stage.update_seconds for stage in stages],
+        )
+        problem = pose(
+            placement=self._own.placement,
+            num_microbatches=len(sizes),
+            costs=costs,
+            memory_limit=self.limits(sizes),
+            activations=self.held(sizes),
+            links=self._links,
+        )
+        found = self._orders.find(problem)
+        order = tuple(" ".join(map(str, program)) for program in found.schedule.programs)
+        return replace(found, schedule=schedule_of(replace(self._plan, order=order)))
+
+
+def _room(plan: PlanRecord, stages: Sequence[PlanStage]) -> float:
+    """Bytes that a rank's device has for activations between F and W, beside all else that the plan says it holds."""
+    first = stages[0]
+    memory = plan.memory.get(first.ranks[0])
+    if memory is None or first.memory_limit is None:
+        return math.inf
+    again = max((stage.held.again for stage in stages if stage.held is not None), default=0.0)
+    return first.memory_limit - (memory.total - memory.activations) - again
+
+
+def held_bytes(schedule: Schedule, held: Sequence[Sequence[float]]) -> list[float]:
+    """[P] the most bytes of activations that each rank holds at once.
+
+    Arguments:
+        held: [S][M] bytes from F to the last use, W or B.
+    """
+    found = []
+    for program in schedule.programs:
+        now = most = 0.0
+        for stage, op, k in program:
+            now += held[stage][k] * ((op is Op.F) - (op in LAST_USES))
+            most = max(most, now)
+        found.append(most)
+    return found

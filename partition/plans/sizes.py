@@ -1,0 +1,153 @@
+"""Costs of a plan's stages as functions of a microbatch's size, fitted to what was measured at a few sizes.
+
+    seconds, bytes  =  a + b N L + c N L^2          N samples of length L; a, b, c at least 0
+
+N L is what layers do, one position at a time; N L^2 is attention. One measured size gives b alone, two a and b, three
+or more all of them. Beyond the measured sizes the same law is taken to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from ..profile import Node, Profile
+from ..topology import Floats
+from .record import PlanRecord, PlanStage
+from .reorder import input_grad_seconds
+
+_BYTES = ("activation_bytes", "stash_bytes", "workspace_bytes", "selective_bytes")
+_LEAST = 1e-9  # [s] of an action, so that every one takes some time
+
+
+class Size(NamedTuple):
+    """Size of a microbatch: samples, and how many elements one of them has in the model's first argument."""
+
+    samples: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Elements of all samples."""
+        return self.samples * self.length
+
+
+Law = Callable[[Size], float]
+Profiles = Mapping[Size, Profile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLaws:
+    """One stage, by the size of a microbatch: seconds of F, I and W, and bytes kept from F to W."""
+
+    forward: Law
+    input_grad: Law
+    weight_grad: Law
+    held: Law
+
+
+def sizes_to_measure(sizes: Sequence[Size]) -> list[Size]:
+    """The smallest, the middle and the largest of a batch's sizes, where they differ.
+
+    >>> sizes_to_measure([Size(1, 30), Size(1, 10), Size(2, 20), Size(1, 12)])
+    [Size(samples=1, length=10), Size(samples=1, length=30), Size(samples=2, length=20)]
+    """
+    ordered = sorted(sizes, key=lambda size: (size.tokens, size))
+    return list(dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
+
+
+def planned_for(profiles: Profiles) -> Profile:
+    """One profile to plan with: seconds of the middle size, bytes of the largest, so that what is planned fits."""
+    ordered = sorted(profiles, key=lambda size: (size.tokens, size))
+    middle, largest = profiles[ordered[len(ordered) // 2]], profiles[ordered[-1]]
+    nodes = {node.name: node for node in largest.nodes}
+
+    def joined(node: Node) -> Node:
+        return replace(node, **{name: getattr(nodes[node.name], name) for name in _BYTES})
+
+    return replace(middle, nodes=tuple(map(joined, middle.nodes)))
+
+
+def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[StageLaws]:
+    """[S] of a plan that was made with `planned_for` these profiles.
+
+    What the plan says of a stage holds at the middle size (seconds) and at the largest (bytes); profiles say how it
+    changes with the size.
+    """
+    ordered = sorted(profiles, key=lambda size: (size.tokens, size))
+    middle, largest = ordered[len(ordered) // 2], ordered[-1]
+    found = []
+    for stage in plan.stages:
+        parts = {size: _measured(stage, profile) for size, profile in profiles.items()}
+        own = input_grad_seconds(stage, profiles[middle])
+        known = {
+            "forward": (middle, stage.forward_seconds),
+            "input_grad": (middle, own),
+            "weight_grad": (middle, stage.backward_seconds - own),
+            "held": (largest, parts[largest]["held"] if stage.held is None else stage.held.activations),
+        }
+        found.append(
+            StageLaws(
+                **{
+                    name: _scaled(fitted({size: part[name] for size, part in parts.items()}), at, value)
+                    for name, (at, value) in known.items()
+                }
+            )
+        )
+    return found
+
+
+def fitted(values: Mapping[Size, float]) -> Law:
+    """The law of least squares, relative to the values.
+
+    >>> law = fitted({Size(1, length): 5.0 + 2.0 * length + 0.5 * length**2 for length in (2, 6, 10, 20)})
+    >>> round(law(Size(1, 40)), 6), round(law(Size(2, 10)), 6)
+    (885.0, 145.0)
+    """
+    known = {size: max(value, _LEAST) for size, value in values.items()}
+    number = min(3, len({size.tokens for size in known}))
+    scale = max(size.tokens for size in known)
+    longest = max(size.length for size in known)
+
+    def features(size: Size) -> list[float]:
+        tokens = size.tokens / scale
+        return {1: [tokens], 2: [1.0, tokens], 3: [1.0, tokens, tokens * size.length / longest]}[number]
+
+    rows = np.array([features(size) for size in known])
+    weights = 1.0 / np.array(list(known.values()))
+    factors = _least_squares(rows * weights[:, None])
+    return lambda size: max(_LEAST, sum(f * x for f, x in zip(factors, features(size), strict=True)))
+
+
+def _least_squares(rows: Floats) -> list[float]:
+    """Factors of at least 0 that bring each row's sum of products nearest to 1: the best of all subsets of columns."""
+    number = rows.shape[1]
+    best, found = float("inf"), [0.0] * number
+    for size in range(1, number + 1):
+        for columns in combinations(range(number), size):
+            factors = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+            off = float(np.square(rows[:, columns] @ factors - 1).sum())
+            if factors.min() >= 0 and off < best - 1e-12:
+                best = off
+                found = [float(factors[columns.index(at)]) if at in columns else 0.0 for at in range(number)]
+    return found
+
+
+def _scaled(law: Law, at: Size, value: float) -> Law:
+    """The law's way of growing, through a known value."""
+    factor = value / law(at)
+    return lambda size: max(_LEAST, factor * law(size))
+
+
+def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
+    """A stage's nodes in one profile; in the backward of a recomputed stage the forward runs again."""
+    nodes = [node for node in profile.nodes if node.name in set(stage.nodes)]
+    forward = sum(node.forward_seconds for node in nodes)
+    whole = sum(node.backward_seconds for node in nodes) + (0.0 if stage.recompute == "none" else forward)
+    own = input_grad_seconds(replace(stage, backward_seconds=whole, input_grad_seconds=None), profile)
+    stash = sum(node.stash_bytes for node in nodes)
+    return {"forward": forward, "input_grad": own, "weight_grad": whole - own, "held": stash}
