@@ -14,8 +14,8 @@ PACKAGES := schedules partition comm pipe viz experiments
 # and each worker the tests.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
 # Tests that start gloo processes wait for each other more than they compute, and in-process tests never wait: together,
-# two a core, up to eight. Those of the nightly run that judge times have the machine more for themselves.
-TWO_A_CORE := -n $$((2 * $$(getconf _NPROCESSORS_ONLN))) --maxprocesses 8 --dist worksteal
+# three for two cores, up to eight. Those of the nightly run that judge times have the machine more for themselves.
+THREE_FOR_TWO_CORES := -n $$(((3 * $$(getconf _NPROCESSORS_ONLN) + 1) / 2)) --maxprocesses 8 --dist worksteal
 ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
 TWO_AT_A_TIME := -n 2 --dist worksteal
 # Where ARGS names files that have no such test, that is no mistake (pytest's exit status 5).
@@ -32,7 +32,7 @@ train: $(READY)  ## train a small GPT through a two-rank pipeline; ARGS="..." pa
 	$(BIN)/stagewright train $(ARGS)
 
 test: $(READY)  ## run all tests but the nightly ones; ARGS="..." passes pytest's options
-	$(PYTEST) $(TWO_A_CORE) -m 'not nightly' $(ARGS) $(OR_NONE)
+	$(PYTEST) $(THREE_FOR_TWO_CORES) -m 'not nightly' $(ARGS) $(OR_NONE)
 
 extras: .venv/extras  ## install what only some tests use: transformers, torchvision, submitit, ortools, a driver for Chromium
 

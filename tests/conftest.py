@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from support.pool import Pool
@@ -14,9 +14,15 @@ from support.pool import Pool
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def pytest_collection_finish() -> None:
-    """What is loaded by now stays loaded: Python's search for cycles need not look through it again and again."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is loaded by then stays loaded: Python's search for cycles need not look through it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
