@@ -186,6 +186,7 @@ def test_lent_bytes_leave_one_rank_and_stand_on_the_other() -> None:
         partner.worker.run = watching
         pipe.forward_backward(x, x)
         one = pipe.moved_bytes[0]
+        assert not partner.worker.mover._tensors  # nor does the partner keep what it gave back
     assert max(held) >= one
     assert held[-1] == 0
     assert sum(held) % one == 0  # whole activations alone

@@ -118,6 +118,27 @@ def test_more_memory_is_never_worse_here() -> None:
         assert spans[-1] < spans[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "costs", "limit", "seconds"),
+    [
+        pytest.param("zb-1p", (4, 8), (3, 5, 1, 1), 5, (99, 99), id="a warm-up of one fewer on each rank"),
+        pytest.param("zb-2p", (3, 5), (4, 2, 4, 1), 4, (54, 60), id="a W in a short gap where a rank idled most"),
+        pytest.param("zb-v", (4, 4), (3, 4, 3, 2), 10, (108, 111), id="a W in every short gap"),
+        pytest.param("zb-v", (3, 5), (5, 3, 4, 1), 5, (160, 160), id="a W that makes room for a forward"),
+        pytest.param("zb-v", (2, 4), (3, 3, 3, 1), 6, (74, 76), id="of equal spans the least makespan"),
+    ],
+)
+def test_each_rule_decides_somewhere(
+    name: str, sizes: tuple[int, int], costs: tuple[int, int, int, int], limit: int, seconds: tuple[float, float]
+) -> None:
+    """The shortest span and makespan of a case in which nothing else reaches them."""
+    (P, M), (F, I, W, latency) = sizes, costs
+    given = Costs(forward=F, input_grad=I, weight_grad=W, latency=latency)
+    schedule = build(name, num_ranks=P, num_microbatches=M, costs=given, memory_limit=limit)
+    timeline = simulate(schedule, given)
+    assert (timeline.span, timeline.makespan) == seconds
+
+
 def test_kept_activations_leave_room() -> None:
     """Where most of an activation goes with I, more W may wait: the same limit, a shorter span."""
     costs = Costs(forward=10, input_grad=11, weight_grad=7)

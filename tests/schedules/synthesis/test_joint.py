@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
 from stagewright.schedules import Costs, MemoryLimitError, Op, check, simulate, synthesize
-from stagewright.schedules.synthesis.joint import Layer, synthesize_jointly
+from stagewright.schedules.synthesis import joint
+from stagewright.schedules.synthesis.joint import Layer, _neighbours, synthesize_jointly
+from stagewright.schedules.synthesis.synthesize import Synthesis
 
 ORDERS = 40
 
@@ -93,6 +96,32 @@ def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same
         got.best.placement,
         got.best.value,
     )
+
+
+def test_cuts_beside_a_cut() -> None:
+    """One boundary or two, one layer further either way."""
+    assert sorted(_neighbours((0, 2, 4, 6))) == sorted(
+        (0, 2 + i, 4 + j, 6) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) not in ((0, 0), (1, -1))
+    )
+    assert sorted(_neighbours((0, 1, 2, 4))) == [(0, 1, 3, 4), (0, 2, 3, 4)]
+
+
+def test_the_best_cuts_have_as_many_orders_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are tried with an eighth of them."""
+    given: list[tuple[int, int]] = []
+
+    def counted(**options: Any) -> Synthesis:
+        given.append((hash(options["costs"]), options["evaluations"]))
+        return synthesize(**options)
+
+    monkeypatch.setattr(joint, "synthesize", counted)
+    many = {"num_ranks": 3, "num_microbatches": 4, "placements": ["plain"], "evaluations": 40, "cuts": 8}
+    synthesize_jointly(drawn(Random(5), 10), **many)  # type: ignore[arg-type]
+    assert [evaluations for _, evaluations in given[:2]] == [40, 5]
+    probed = [costs for costs, evaluations in given if evaluations == 5]
+    finals = [costs for costs, evaluations in given[1:] if evaluations == 40]
+    assert finals
+    assert set(finals) <= set(probed)
 
 
 def test_partition_first_is_the_least_largest_stage_even_where_another_cut_is_more_even() -> None:
