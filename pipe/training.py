@@ -242,6 +242,8 @@ class Training:
         if isinstance(known, Unconfirmed):
 
             def outcome() -> UpdateResult:
+                if known.is_known():  # also behind close()
+                    return known.outcome()
                 with self._guard.together():
                     return known.outcome()
 

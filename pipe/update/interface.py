@@ -64,11 +64,13 @@ class Unconfirmed(NamedTuple):
     """Result of a batch whose update other ranks may still speak against.
 
     outcome: what became of it; it waits for them.
+    is_known: whether it need not.
     """
 
     step: int
     loss: float
     outcome: Callable[[], UpdateResult]
+    is_known: Callable[[], bool]
 
 
 class Aside(NamedTuple):

@@ -158,7 +158,7 @@ class PostValidation:
         else:
             self._apply(pending.gradients, pending.known, 1.0, skipped=False)
         pending.kept.updated()
-        return Unconfirmed(known.step, known.loss, pending.outcome)
+        return Unconfirmed(known.step, known.loss, pending.outcome, lambda: pending.result is not None)
 
     def confirm(self) -> bool:
         """Make the update what it should be, if it is not; returns whether the weights were right as they stood.

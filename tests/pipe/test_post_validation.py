@@ -89,9 +89,10 @@ def train(
         results.append(pipe.train_step(*batch(step)))
         if step == 9:
             pipe.eval_step(*batch(0))
-    norms = [result.grad_norm for result in results]
     state = pipe.full_state_dict()
     own = [pipe_optimizer.state_dict() for pipe_optimizer in pipe.optimizers]
+    pipe.close()
+    norms = [result.grad_norm for result in results]  # what is known stays known
     return {
         "losses": [result.loss for result in results],
         "norms": norms,
