@@ -30,7 +30,7 @@ _RATIO = "batch, {how} / simulated"
 _ROW = 6  # batches
 _GAIN = "waiting / post-validation"
 _OVER_BEST = "best of torch's / best of ours"
-_THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-zb", "torch zb-v")
+THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-zb", "torch zb-v")
 
 
 def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> dict[str, Schedule]:
@@ -63,7 +63,7 @@ def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -
     }
 
 
-def _agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple[dict[str, Schedule], Costs]:
+def agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple[dict[str, Schedule], Costs]:
     """The same on every rank: a search finds what its time allows."""
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
     with ours_asleep(told.table(num_stages=P)):
         measured = _measured(build("zb-1p", num_ranks=P, num_microbatches=M), make_problem(workload("1f1b", 1)))
-    ours, rank_costs = _agreed(P, M, measured)
+    ours, rank_costs = agreed(P, M, measured)
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
@@ -115,7 +115,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             stack.callback(side.pipe.close)
             table = of_chunks(told, chunks).table(num_stages=schedule.num_stages)
             runs[name] = partial(_asleep, side.step, table)
-        for name in _THEIRS[3:]:
+        for name in THEIRS[3:]:
             chunks = 2
             theirs = TorchSide(workload(name.removeprefix("torch "), chunks), make_problem(workload(name, chunks)))
             seconds = of_chunks(told, chunks).table(num_stages=P * chunks)
@@ -217,14 +217,14 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
             name=name, model=ModelKind.GPT, schedule=name, num_ranks=2, num_microbatches=M, num_chunks=num_chunks
         )
 
-    ours, costs = _agreed(2, M, _measured(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1)))
+    ours, costs = agreed(2, M, _measured(build("zb-1p", num_ranks=2, num_microbatches=M), problem(1)))
     runs: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
         for name, schedule in ours.items():
             side = OurSide.of_schedule(schedule, problem(schedule.num_stages // 2))
             stack.callback(side.pipe.close)
             runs[name] = partial(timed, side.step)
-        for name in _THEIRS:
+        for name in THEIRS:
             plain = name.removeprefix("torch ")
             chunks = 1 if plain in ("gpipe", "1f1b") else 2
             theirs = TorchSide(workload(plain, chunks), problem(chunks))

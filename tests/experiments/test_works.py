@@ -10,7 +10,8 @@ from stagewright.experiments.backends.local import LocalBackend
 from stagewright.experiments.backends.records import Nodes, Work
 from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.works import bubbles, interleaving, ptd_p, two_bw
+from stagewright.experiments.works import bubbles, interleaving, peak_bytes, ptd_p, two_bw
+from stagewright.schedules import Costs, StageBytes, build
 
 
 def value(figures: list[Figure], name: str, how: How = How.SIMULATED) -> float:
@@ -94,3 +95,31 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
     flush, *_ = (figure.value for figure in figures if figure.name == "bubble")
     assert 0.3 < flush < 0.9
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
+
+
+def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> None:
+    stages = [StageBytes(weights=1e6, optimizer=2e6, buffers=5.0, gradients=1000.0, activations=100.0)] * 2
+    costs = Costs(forward=1.0, backward=2.0)
+    held = [
+        peak_bytes.predicted(build(name, num_ranks=2, num_microbatches=4), costs, stages) for name in ("gpipe", "1f1b")
+    ]
+    # Gradients are there behind the first backward, which has let go of one microbatch.
+    assert held == [1000 + 3 * 100, 1000 + 2 * 100]
+    figures = [
+        Figure(
+            case=Case.of({"schedule": name, "microbatches": 4}),
+            name="bytes at peak",
+            value=value,
+            unit="bytes",
+            how=how,
+        )
+        for name, value, how in (
+            ("auto", 90.0, How.MEASURED),
+            ("auto", 100.0, How.SIMULATED),
+            ("zb-v", 60.0, How.MEASURED),
+            ("torch zb-v", 120.0, How.MEASURED),
+            ("torch 1f1b", 100.0, How.MEASURED),
+        )
+    ]
+    (said,) = peak_bytes.findings(figures)
+    assert said.startswith("At M=4 `auto` holds 0.900 of the bytes of torch 1f1b, the least of torch's, and zb-v 0.500")

@@ -32,6 +32,34 @@ class Branches(nn.Module):
         return self.twice(F.gelu(self.twice(x + self.places.exp()[:2])))
 
 
+class Thrice(nn.Module):
+    """One weight in three places: the order in which its parts are added up shows in the last bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(self.linear(x).tanh()).tanh())
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps its input alone, and asks for its own gradients within its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            y = F.linear(again, weight)
+        return torch.autograd.grad(y, (again, weight), gradient)
+
+
 class Apart(nn.Module):
     """Two outputs, of which one has nothing to do with the input."""
 
@@ -144,6 +172,8 @@ MODELS: list[Any] = [
     pytest.param(lambda: nn.Linear(4, 3), (2, 3, 5, 4), "", id="four-dimensions"),
     pytest.param(lambda: Block(GPTConfig(width=8, heads=2, length=4)), (2, 4, 8), None, id="gpt-block"),
     pytest.param(Branches, (2, 4), "places", id="branches"),
+    pytest.param(Thrice, (5, 8), "", id="thrice"),
+    pytest.param(lambda: Call(Reversible.apply, (4, 4)), (2, 4), "weights.0", id="grad-in-backward"),
     pytest.param(Apart, (4,), "weight", id="apart"),
     pytest.param(Attention, (2, 3, 4), "", id="attention"),
     pytest.param(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0), (2, 3, 4), None, id="encoder-layer"),
