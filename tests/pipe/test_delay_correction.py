@@ -277,6 +277,18 @@ def test_bytes_of_the_buffer_are_counted(factor: float) -> None:
     assert corrected == ([8 * 8 * 4, 8 * 4] if factor else []), "stage 0 alone: the last one's gradients are not late"
 
 
+def test_decay_that_is_not_decoupled_is_part_of_an_update() -> None:
+    weight = nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))
+    held = _held(lambda ps: torch.optim.SGD(ps, lr=1.0, weight_decay=0.5), [weight], {"0": 1.5})
+    expected, last = 2.0, None
+    for gradient in (1.0, -2.0, 0.25):
+        _step([weight], held, [torch.full((1,), gradient, dtype=torch.float64)], 0.1)
+        d = gradient + 0.5 * expected
+        expected -= 0.1 * (d if last is None else d + 1.5 * (d - last))
+        last = d
+        assert weight.item() == pytest.approx(expected, abs=1e-14)
+
+
 def test_a_skipped_step_leaves_weights_and_the_last_update_alone() -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
     held = _held(_averaged, [weight], {"0": 1.0})
