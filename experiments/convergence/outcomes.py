@@ -124,11 +124,9 @@ def sentence(own: Outcome, best_flush: Outcome) -> str:
     """How a method ends, beside synchronous training at its best."""
     low, high = min(own.best), max(own.best)
     spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"
-    rates = [f"{rate:g}" for rate in sorted(own.finals)]
-    bracket = "bracketed" if own.is_bracketed else "not bracketed"
-    said = (
-        f"{label(own.method)}: {own.mean:.3f} nats{spread} at rate {own.best_rate:g}, {bracket} by {', '.join(rates)}"
-    )
+    others = [f"{rate:g}" for rate in sorted(own.finals) if rate != own.best_rate]
+    tried = f" ({'worse on both sides' if own.is_bracketed else 'also tried'}: {', '.join(others)})" if others else ""
+    said = f"{label(own.method)}: {own.mean:.3f} nats{spread} at rate {own.best_rate:g}{tried}"
     if own is best_flush:
         return f"{said}: synchronous training at its best."
     shared = sorted(set(own.finals[own.best_rate]) & set(best_flush.finals[best_flush.best_rate]))

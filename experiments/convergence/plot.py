@@ -40,8 +40,8 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
         _curve(grid[0], each, scale=per_update / 1e3, colour=colour)
         if speeds:
             _curve(grid[1], each, scale=per_update / median(speeds), colour=colour)
-    best = min(min(losses) for each in shown for _, losses in each.best_curves())
-    worst = max(losses[1] for each in shown for _, losses in each.best_curves())
+    ends = [(losses[-1], losses[min(1, len(losses) - 1)]) for each in shown for _, losses in each.best_curves()]
+    best, worst = min(last for last, _ in ends), max(early for _, early in ends)
     grid[0].set_ylim(best - 0.05 * (worst - best), worst)
     grid[0].set_xlabel("thousand tokens")
     grid[0].set_ylabel("validation loss [nats a byte]")
@@ -50,7 +50,8 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     for axes in grid:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0].legend(frameon=False, fontsize=9)
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     picture.savefig(path, metadata={"Software": None})
     return path
 
@@ -73,8 +74,8 @@ def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
     if not found:
         return None
     optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in found))
-    best = reference(found)
-    picture = Picture(figsize=(6 * len(optimizers), 5), dpi=120, layout="constrained")
+    best = reference(found, seeds=max(len(each.best) for each in found))
+    picture = Picture(figsize=(8 * len(optimizers), 5), dpi=120, layout="constrained")
     grid = picture.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
     for axes, optimizer in zip(grid, optimizers, strict=True):
         own = [each for each in found if each.method.text("optimizer") == optimizer]
@@ -96,7 +97,7 @@ def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
         axes.set_xlabel("peak rate")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
-    grid[0].set_ylabel("final validation loss [nats a byte]; grey: 1f1b's best, its seeds")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    grid[0].set_ylabel("final validation loss [nats a byte]; grey: 1f1b at its best, over seeds")
     picture.savefig(path, metadata={"Software": None})
     return path

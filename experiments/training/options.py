@@ -90,8 +90,8 @@ class TrainOptions(OwnOptions):
     delay_correction: Correction | None = None
     """For gradients that are late: add to each update --delay-factor x delay times its difference to the one before
     (default: error-feedback for the GPT under a schedule without a flush)."""
-    delay_factor: float = 1.0
-    """Factor of --delay-correction; 1 is the derived one."""
+    delay_factor: float | None = None
+    """Factor of --delay-correction; 1 is the derived one (default: 2 under 2bw, else 1)."""
     clip: float = 1.0
     """Clip the global gradient norm to this; 0: do not."""
     post_validation: bool = False
@@ -138,7 +138,7 @@ class TrainOptions(OwnOptions):
                 typed = option.replace("_", "-")
                 raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
         self._check_beside()
-        if not (math.isfinite(self.delay_factor) and self.delay_factor >= 0):
+        if self.delay_factor is not None and not (math.isfinite(self.delay_factor) and self.delay_factor >= 0):
             raise ValueError(f"--delay-factor {self.delay_factor}: expected a number from 0 on")
         if not self.clip >= 0:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
@@ -246,7 +246,13 @@ def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOpt
         options,
         optimizer=options.optimizer or (optimizer if options.model is None else None),
         delay_correction=options.delay_correction or correction,
+        delay_factor=options.delay_factor if options.delay_factor is not None else _delay_factor(schedule),
     )
+
+
+def _delay_factor(schedule: Schedule | None) -> float:
+    """Factor that trained best: docs/convergence.md."""
+    return 2.0 if schedule is not None and schedule.weight_rule == "2bw" else 1.0
 
 
 def _missing(plan: Plan) -> int | None:

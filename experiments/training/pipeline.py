@@ -65,8 +65,9 @@ def make_pipe(
 
 
 def _correction(options: TrainOptions) -> ErrorFeedback | None:
-    is_none = options.delay_correction in (None, "none")
-    return None if is_none else ErrorFeedback(factor=options.delay_factor)
+    if options.delay_correction in (None, "none"):
+        return None
+    return ErrorFeedback(factor=1.0 if options.delay_factor is None else options.delay_factor)
 
 
 def may_verify(model: nn.Module) -> bool:

@@ -108,6 +108,9 @@ def test_the_recipe_follows_the_schedule() -> None:
 
     assert recipe(schedule="1f1b") == ("adamw", "none")
     assert recipe(schedule="2bw") == ("muon", "error-feedback")
+    two_bw, pipedream = (TrainOptions(ranks=2, schedule=name) for name in ("2bw", "pipedream"))
+    assert with_recipe(two_bw, make_schedule(two_bw)).delay_factor == 2.0
+    assert with_recipe(pipedream, make_schedule(pipedream)).delay_factor == 1.0
     assert recipe(schedule="2bw", optimizer="adamw", delay_correction="none") == ("adamw", "none")
     assert recipe(schedule="2bw", model="mine:model", data="mine:data") == (None, "none")
     with pytest.raises(ValueError, match="--delay-correction error-feedback under 1f1b, where no gradient is late"):
