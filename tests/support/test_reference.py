@@ -38,14 +38,25 @@ def mix_once(state: int) -> int:
 
 
 class SeededGraph(fx.Interpreter):
-    """An exported graph that seeds the generator itself before each random node, by its ordinal."""
+    """An exported graph that seeds the generator itself at the first node of each call of a unit, by its ordinal.
+
+    A unit is the outermost module that was called within the model, torch's containers looked through: export writes
+    the calls that a node stands in beside it, a second call of a module under a path of its own.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        random = [
-            node for node in module.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        ]
-        self.ordinals = {node: k for k, node in enumerate(random)}
+        self.entered: list[str] = []  # unit of each call
+        self.ordinals: dict[fx.Node, int] = {}
+        for node in module.graph.nodes:
+            unit = self._unit(node)
+            if unit is not None and unit not in self.entered[-1:]:
+                self.ordinals[node] = len(self.entered)
+                self.entered.append(unit)
+
+    def _unit(self, node: fx.Node) -> str | None:
+        calls = list(node.meta.get("nn_module_stack", {}).values())[1:]  # the first is that of the model
+        return next((path for path, kind in calls if kind != "torch.nn.modules.container.Sequential"), None)
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.ordinals:
@@ -55,18 +66,22 @@ class SeededGraph(fx.Interpreter):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRACED)
-def test_modules_in_the_order_they_run_are_the_random_nodes_of_the_graph(name: str) -> None:
+def test_modules_in_the_order_they_run_are_those_of_the_exported_graph(name: str) -> None:
     model = make_model(name)
     example, _ = make_batch(name, index=0, size=5)
     batch, _ = make_batch(name, index=1, size=2)
     dynamic = [{0: torch.export.Dim.AUTO} for _ in example]
     program = torch.export.export(model, example, dynamic_shapes=dynamic)
     graph = SeededGraph(program.module(check_guards=False))
-    assert len(graph.ordinals) == len(seeded_units(model))
-    Seeder(seeded_units(model), seed=3).at(step=1, microbatch=2)
+    units = seeded_units(model)
+    names = {path for path, module in model.named_modules() if any(module is unit for unit in units)}
+    assert {path.partition("@")[0] for path in graph.entered} == names
+    seeder = Seeder(units, seed=3)
+    seeder.at(step=1, microbatch=2)
     with torch.random.fork_rng(devices=[]):
         expected = _tuple(model(*batch))
         traced = _tuple(graph.run(*batch))
+    assert seeder.unit == len(graph.entered)
     assert all(torch.equal(a, b) for a, b in zip(traced, expected, strict=True))
 
 
