@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is loaded by then stays loaded: Python's search for cycles need not look through it again and again."""
+    """Modules that are loaded by then stay: Python's search for cycles need not look through it again and again."""
     gc.disable()
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""What runs of the experiment say: the best rate of each method, its seeds, its curve. Pure: no torch."""
+"""Results of the experiment: the best rate of each method, its seeds, its curve. Pure: no torch."""
 
 from __future__ import annotations
 

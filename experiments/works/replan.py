@@ -108,7 +108,7 @@ def fixed_values(problems: Sequence[Problem]) -> dict[str, list[float]]:
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """What batches gain, by sigma, and over which fixed order."""
+    """Gains of batches, by sigma, and over which fixed order."""
     said = []
     gains = [each for each in figures if each.name == "gain"]
     for sigma in dict.fromkeys(each.case.number("sigma") for each in gains):

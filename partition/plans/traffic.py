@@ -1,4 +1,4 @@
-"""What a plan says of its links: bytes over each cut, the way that they take, and the parts of each update."""
+"""Links in a plan: bytes over each cut, the way that they take, and the parts of each update."""
 
 from __future__ import annotations
 

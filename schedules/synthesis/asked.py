@@ -1,4 +1,4 @@
-"""What `synthesize` is asked: one problem, or one for each placement that it may choose."""
+"""The question put to `synthesize`: one problem, or one for each placement that it may choose."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class _Spill:
         return self.table.latency[stage] + way.latency + self.lent[stage] * way.seconds_per_byte
 
     def _link(self, src: int, dst: int) -> _Link:
-        """Of two ranks, or of a rank and its host."""
+        """One direction between two ranks, or between a rank and its host."""
         where = (dst, src, "back") if src == _HOST else (src, dst, "")
         return self.links.setdefault(where, _Link())
 

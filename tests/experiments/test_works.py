@@ -1,4 +1,4 @@
-"""What the experiments of the catalog work out, where a simulation says it; and one of them on real ranks."""
+"""Findings of the experiments of the catalog, where a simulation says it; and one of them on real ranks."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def test_hooks_on_a_weight_see_its_whole_gradient_once() -> None:
 
 
 def test_what_only_the_first_half_needs_is_free_behind_it() -> None:
-    """Of a block: inputs of its linears stay, and the gradients of their outputs; what stands between them goes."""
+    """Inputs of a block's linears stay, and the gradients of their outputs; what stands between them goes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.GELU())
     outputs: list[StorageWeakRef] = []

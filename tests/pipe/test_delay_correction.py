@@ -184,7 +184,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("kind", "late", "strength", "limit"), LIMITS)
 def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: float, limit: float) -> None:
-    """Of the rule's polynomial, and by running it: one weight for each curvature."""
+    """Roots of the rule's polynomial, and a run: one weight for each curvature."""
     curvatures = torch.tensor([0.97 * limit, 1.03 * limit], dtype=torch.float64)
     low, high = (_radius(kind, late, strength, curvature) for curvature in curvatures.tolist())
     assert low < 1 < high

@@ -28,7 +28,7 @@ from stagewright.schedules import Costs, Op, Schedule, build, simulate, synthesi
 
 
 def moved(schedule: str, num_ranks: int, num_chunks: int | None = None) -> Schedule:
-    """Of 5 microbatches; to hosts and to partners, at random."""
+    """A schedule of 5 microbatches; to hosts and to partners, at random."""
     plain = build(schedule, num_microbatches=5, num_ranks=num_ranks, num_chunks=num_chunks)
     return with_random_moves(Random(schedule), plain, share=0.9)
 

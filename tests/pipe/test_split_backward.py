@@ -89,7 +89,7 @@ class Counting(nn.Module):
 
 
 def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> tuple[list[Tensor], nn.Module]:
-    """Of three microbatches on two ranks."""
+    """Gradients of three microbatches on two ranks."""
     torch.manual_seed(3)
     model = make()
     x, target = torch.randn(6, 4), torch.randn(6, 4)

@@ -1,4 +1,4 @@
-"""What a search does where memory binds: activations that leave, stages that recompute; and links that queue."""
+"""Searches where memory binds: activations that leave, stages that recompute; and links that queue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def assert_sound(found: Synthesis, limit: float, *, share: float = 1.0, links: L
 
 
 def test_a_quarter_of_the_memory_without_a_longer_bubble() -> None:
-    """Of P V = 16 activations of 1F1B a quarter stays, and two that move. The optimum without any limit is reached, and
+    """A quarter of 1F1B's P V = 16 activations stays, and two that move. The optimum without any limit is reached, and
     beats `gis` with half of its stages offloaded; without moves no order within the limit comes near it."""
     P, V, M = 4, 4, 12
     many: dict[str, Any] = {"num_ranks": P, "num_microbatches": M, "placement": "cyclic", "num_chunks": V}
