@@ -11,7 +11,7 @@ a stopped host of the rendezvous store held up everyone who wanted to report an 
 reports of an earlier pipeline in the same processes were taken for the cause of a later failure
     comm/test_failures.py, test_reports_of_an_earlier_pipeline_do_not_count
 a cut between a view and an in-place change of its memory gave other numbers, silently
-    pipe/test_chain_and_trace.py, test_no_cut_parts_a_view_from_the_change_that_it_sees
+    pipe/test_shared_memory.py, test_no_cut_parts_a_view_from_the_change_that_it_sees
 inputs beyond those of the model were dropped without a word
     pipe/test_bad_batches.py, test_batches
 """

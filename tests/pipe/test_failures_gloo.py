@@ -10,87 +10,30 @@ must not; `PATIENCE` is what an error may take beyond them on a busy machine (3 
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from support.failing import LONG, Told, pipeline, raise_key_error, step, told
 from support.grids import nightly
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
 
-from stagewright.comm import ProcessGroupTransport
 from stagewright.experiments.launcher import launch
-from stagewright.pipe import PipelineModule
 
 pytestmark = pytest.mark.gloo
 
-SHORT, LONG, PATIENCE = 2.0, 20.0, 6.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The error of a rank: the error's type and message, and after how many seconds."""
-
-    kind: str
-    text: str
-    seconds: float
-
-
-def told(call: Callable[[], object]) -> Told:
-    """The error that a call ends with."""
-    started = time.monotonic()
-    try:
-        value = call()
-    except Exception as error:
-        return Told(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - started)
-    return Told(kind="none", text=repr(value), seconds=time.monotonic() - started)
-
-
-class Trip(nn.Module):
-    """A layer that does something to its process in the third real forward."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        super().__init__()
-        self.action = action
-        self.countdown = 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor:  # shapes are inferred on tensors of another type
-            self.countdown -= 1
-            if self.countdown == 0:
-                self.action()
-        return x * 1.0
-
-
-def pipeline(*, timeout: float = LONG, trip: dict[int, Callable[[], None]] | None = None, **options: Any) -> Any:
-    """The small pipeline with a Trip on some ranks; its first two layers are on rank 0, the next on rank 1, ..."""
-    torch.manual_seed(0)
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model = layers(2 * ranks)
-    for where, action in (trip or {}).items():
-        if where == rank:
-            model[2 * where + 1] = nn.Sequential(model[2 * where + 1], Trip(action))
-    names = [str(2 * one) for one in range(1, ranks)]
-    return make(model=model, mesh=None, split_points=names, timeout=timeout, **options)
-
-
-def step(pipe: PipelineModule) -> Callable[[], float]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
-    return lambda: pipe.train_step(x, y).loss
+SHORT, PATIENCE = 2.0, 6.0
 
 
 # --- the same error on every rank, before anything is sent ---
@@ -193,10 +136,6 @@ def test_batches_are_refused_on_every_rank_alike_and_the_pipe_goes_on(gloo: Pool
 
 
 # --- an error on one rank ---
-
-
-def raise_key_error() -> None:
-    raise KeyError("the user's own trouble")
 
 
 def error_on_one_rank() -> tuple[list[Told], float]:
@@ -466,91 +405,3 @@ def test_a_link_that_is_cut_between_live_ranks_is_no_mistake_of_the_user(fragile
         assert "same calls" not in lost.text
         assert lost.seconds < PATIENCE
         assert closed.kind == "none"
-
-
-# --- what is kept while nothing goes wrong ---
-
-
-def open_and_close(count: int) -> list[tuple[int, int]]:
-    """(descriptors, threads) of this process after each of `count` modules, one after the other."""
-    found, kept = [], []
-    for _ in range(count):
-        pipe = pipeline(schedule="2bw")
-        step(pipe)()
-        pipe.close()
-        pipe.close()
-        kept.append(pipe)  # the user's own variables live on
-        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    closed = told(lambda: kept[-1].train_step(X, Y))
-    assert closed.kind == "PipelineError", closed
-    assert "this pipeline has ended: expected a new PipelineModule after close()" in closed.text
-    return found
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
-def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
-    for found in gloo.run(open_and_close, ranks=2, args=(30,), timeout=100.0):
-        assert found[-1] == found[2], found
-
-
-def fail_and_close() -> list[tuple[int, int]]:
-    """The same after a step that fails on rank 1."""
-    found = []
-    for _ in range(4):
-        pipe = pipeline(trip={1: raise_key_error})
-        assert told(step(pipe)).kind != "none"
-        pipe.close()
-        del pipe
-        gc.collect()  # the error's traceback holds what it passed through
-        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-        dist.barrier()
-    return found
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
-def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
-    for found in gloo.run(fail_and_close, ranks=2, timeout=100.0):
-        assert found[-1] == found[1], found
-
-
-def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
-    """The most bytes of posted receives at once in a step, microbatches of one size."""
-    most = 0
-    post = ProcessGroupTransport.post
-
-    def watched(self: ProcessGroupTransport, *arguments: Any) -> None:
-        nonlocal most
-        post(self, *arguments)
-        most = max(most, self.unconsumed_bytes)
-
-    x = torch.zeros(2 * num_microbatches, WIDTH)
-    pipe = make(
-        model=layers(8),
-        mesh=None,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        example_inputs=(x,),
-        loss_fn=F.mse_loss,
-    )
-    ProcessGroupTransport.post = watched  # type: ignore[method-assign]
-    pipe.train_step(x, x)
-    ProcessGroupTransport.post = post  # type: ignore[method-assign]
-    transport = pipe._building.pipeline.engine.ranks[0].transport
-    assert not transport._posted
-    pipe.close()
-    assert not transport._sent
-    assert not transport._leftover
-    return most
-
-
-def bytes_by_microbatches(schedule: str) -> list[int]:
-    return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
-
-
-@pytest.mark.parametrize("schedule", [nightly("1f1b"), "gpipe", "interleaved", nightly("looped-bfs")])
-def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
-    losses = 16  # [bytes] of a microbatch, in the one message of losses at the end
-    for few, more, most in gloo.run(bytes_by_microbatches, ranks=2, args=(schedule,)):
-        assert more <= few + 4 * losses
-        assert most <= few + 28 * losses
-        assert most < 8 * 2 * WIDTH * 4 + 32 * losses  # eight microbatches of floats

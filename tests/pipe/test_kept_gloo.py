@@ -1,0 +1,105 @@
+"""Descriptors, threads and bytes of closed and failed modules, and of messages under way: nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.failing import pipeline, raise_key_error, step, told
+from support.grids import nightly
+from support.pool import Pool
+from support.small import WIDTH, X, Y, layers, make
+
+from stagewright.comm import ProcessGroupTransport
+
+pytestmark = pytest.mark.gloo
+
+
+def open_and_close(count: int) -> list[tuple[int, int]]:
+    """(descriptors, threads) of this process after each of `count` modules, one after the other."""
+    found, kept = [], []
+    for _ in range(count):
+        pipe = pipeline(schedule="2bw")
+        step(pipe)()
+        pipe.close()
+        pipe.close()
+        kept.append(pipe)  # the user's own variables live on
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    closed = told(lambda: kept[-1].train_step(X, Y))
+    assert closed.kind == "PipelineError", closed
+    assert "this pipeline has ended: expected a new PipelineModule after close()" in closed.text
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
+def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
+    for found in gloo.run(open_and_close, ranks=2, args=(30,), timeout=100.0):
+        assert found[-1] == found[2], found
+
+
+def fail_and_close() -> list[tuple[int, int]]:
+    """The same after a step that fails on rank 1."""
+    found = []
+    for _ in range(4):
+        pipe = pipeline(trip={1: raise_key_error})
+        assert told(step(pipe)).kind != "none"
+        pipe.close()
+        del pipe
+        gc.collect()  # the error's traceback holds what it passed through
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
+def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
+    for found in gloo.run(fail_and_close, ranks=2, timeout=100.0):
+        assert found[-1] == found[1], found
+
+
+def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
+    """The most bytes of posted receives at once in a step, microbatches of one size."""
+    most = 0
+    post = ProcessGroupTransport.post
+
+    def watched(self: ProcessGroupTransport, *arguments: Any) -> None:
+        nonlocal most
+        post(self, *arguments)
+        most = max(most, self.unconsumed_bytes)
+
+    x = torch.zeros(2 * num_microbatches, WIDTH)
+    pipe = make(
+        model=layers(8),
+        mesh=None,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        example_inputs=(x,),
+        loss_fn=F.mse_loss,
+    )
+    ProcessGroupTransport.post = watched  # type: ignore[method-assign]
+    pipe.train_step(x, x)
+    ProcessGroupTransport.post = post  # type: ignore[method-assign]
+    transport = pipe._building.pipeline.engine.ranks[0].transport
+    assert not transport._posted
+    pipe.close()
+    assert not transport._sent
+    assert not transport._leftover
+    return most
+
+
+def bytes_by_microbatches(schedule: str) -> list[int]:
+    return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
+
+
+@pytest.mark.parametrize("schedule", [nightly("1f1b"), "gpipe", "interleaved", nightly("looped-bfs")])
+def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
+    losses = 16  # [bytes] of a microbatch, in the one message of losses at the end
+    for few, more, most in gloo.run(bytes_by_microbatches, ranks=2, args=(schedule,)):
+        assert more <= few + 4 * losses
+        assert most <= few + 28 * losses
+        assert most < 8 * 2 * WIDTH * 4 + 32 * losses  # eight microbatches of floats

@@ -1,0 +1,250 @@
+"""Memory that is changed in place, shared by two values, or a buffer on two stages: equal to one process on any cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cuts import WIDTH, Counting, Layers, X, agree_with_one_process, linear
+from torch import Tensor, nn
+
+from stagewright.partition.graph.forms import Arguments
+from stagewright.partition.graph.trace import TracedUnits
+
+# --- memory that is changed in place ---
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
+def chain(*layers: nn.Module, frozen: bool = False) -> nn.Sequential:
+    model = nn.Sequential(*layers)
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+class Residual(nn.Module):
+    """In plain torch the skip reads what ReLU wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b, self.c = linear(), nn.ReLU(inplace=True), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.c(self.b(self.act(h)) + h)
+
+
+IN_PLACE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "relu at the start of a stage": (lambda: chain(linear(), nn.ReLU(inplace=True), linear()), "1"),
+    "twice at the start of a stage": (lambda: chain(linear(), Doubling(), nn.ReLU(inplace=True), linear()), "1"),
+    "behind a frozen stage": (lambda: chain(linear(), Doubling(), linear(), frozen=True), "1"),
+    "on the model's input": (lambda: chain(Doubling(), linear(), linear()), "2"),
+    "with a skip, traced": (Residual, "act"),
+    "behind a skip, traced": (Residual, "b"),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("make", "point"), IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_in_place_changes(make: Callable[[], nn.Module], point: str, recompute: str) -> None:
+    """The stage before keeps its output for its backward, recomputation reads the inputs twice, the user keeps x."""
+    agree_with_one_process(make, split_points=[point], recompute=recompute)
+
+
+class SeesThroughAView(nn.Module):
+    """`v` is a part of the memory that ReLU changes, and is read after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b, self.c = linear(), nn.ReLU(inplace=True), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        v = h[:, :4]
+        z = self.b(self.act(h))
+        return self.c(z) + F.pad(v, (0, 4))
+
+
+class ChangedThroughAView(SeesThroughAView):
+    """The other way round: ReLU changes `h` through a part of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.act(h[:, :4])
+        return self.c(self.b(h))
+
+
+@pytest.mark.parametrize("model", [SeesThroughAView, ChangedThroughAView])
+def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]) -> None:
+    message = r"stages 0 and 1 part '(a|__getitem__)' and 'act' at .*: they share memory .* Expected both in one stage"
+    with pytest.raises(ValueError, match=message):
+        agree_with_one_process(model, split_points=["act"])
+    agree_with_one_process(model, split_points=["b"])
+    for ranks in (2, 3):  # left to itself, the partitioner finds other places
+        agree_with_one_process(model, ranks=ranks)
+
+
+# --- two values over the same memory, between the stages of a chain ---
+
+
+class Halves(nn.Module):
+    """A tensor and a part of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = 2.0 * x
+        return y, y[:, :4]
+
+
+class ChangesOne(nn.Module):
+    """In plain torch the part reads what ReLU wrote."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=inplace)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        whole, part = pair
+        return self.act(whole) + F.pad(part, (0, WIDTH - 4))
+
+
+@pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next stage", "the stage after next"])
+def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Module]) -> None:
+    """Each stage got copies of its own, and only one of them was changed."""
+    last = 2 + len(between)
+    points = [str(i) for i in range(2, last + 1)]
+    with pytest.raises(
+        ValueError, match=rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
+    ):
+        agree_with_one_process(
+            lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
+            ranks=last,
+            split_points=points,
+        )
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), split_points=["3"])
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), split_points=["2"])
+
+
+# --- one buffer on two stages ---
+
+
+class NormTwice(nn.Module):
+    """A traced model that runs one normalisation at its begin and at its end."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = norm, linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.b(self.a(self.norm(x))))
+
+
+class Counts(nn.Module):
+    """A buffer that is replaced by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+def norm_twice_in_a_row(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(norm, linear(), linear(), norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: NormTwice(nn.BatchNorm1d(WIDTH)), r"'norm\.(running_mean|running_var|num_batches_tracked)'"),
+        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), r"'0\.(running_mean|running_var|num_batches_tracked)'"),
+        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH, affine=False)), "'0\\.running_mean'"),
+        (lambda: norm_twice_in_a_row(Counts()), "'0\\.calls'"),
+    ],
+    ids=["traced", "chain", "without parameters", "reassigned"],
+)
+def test_a_buffer_that_moves_stands_on_one_stage(make: Callable[[], nn.Module], names: str) -> None:
+    """One module on two ranks had two lives: neither saw what the other's microbatches did to its statistics."""
+    with pytest.raises(ValueError, match=rf"buffer {names} changes in .* stages 0 and 1: expected"):
+        agree_with_one_process(make)
+
+
+class Smoothed(Layers):
+    """A buffer is replaced in the first layer; the old value, through a view, is read after that."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            old = self.mean[:4]
+            self.mean = 0.5 * self.mean + h.detach().mean(0)
+            self.calls += 1
+            h = h * F.pad(old, (0, 4)) + self.mean * self.calls
+        return self.d(self.c(self.b(h)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None:
+    """torch.export writes it at the end: the buffer stood on the last stage as well."""
+    agree_with_one_process(Smoothed, ranks=ranks)
+    units = TracedUnits(Smoothed().double(), Arguments.of((X,)), enter_unit=None)
+    first, *others = units.at(["b"]).pieces
+    assert {name for name, _ in first.module.named_buffers()} == {"mean", "calls"}
+    assert not [name for piece in others for name, _ in piece.module.named_buffers()]
+
+
+class CountsOn(Layers):
+    """A buffer that is changed in place is also a value, which a later layer takes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            self.calls += 1
+        return self.d(self.c(self.b(h)) * self.calls)
+
+
+class GivesItsBuffer(Counting):
+    """The same in a chain."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += self.training
+        return self.a(x), self.calls
+
+
+class Scales(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "point"),
+    [(CountsOn, 2, "b"), (CountsOn, 2, "c"), (lambda: chain(GivesItsBuffer(), Scales(), linear()), 2, "1")],
+)
+def test_a_buffer_on_its_way_is_what_it_was(make: Callable[[], nn.Module], ranks: int, point: str) -> None:
+    """The next stage saw what the following microbatches had made of it: the message was the buffer's own memory."""
+    agree_with_one_process(make, ranks=ranks, split_points=[point])
+    units = TracedUnits(CountsOn().double(), Arguments.of((X,)), enter_unit=None)
+    assert [len(list(piece.module.buffers())) for piece in units.at(["b", "c", "d"]).pieces] == [1, 0, 0, 0]
+
+
+def test_a_buffer_that_stands_still_may_be_on_two_stages() -> None:
+    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH).eval()))
+    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), ranks=1)
