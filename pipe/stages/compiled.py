@@ -70,8 +70,9 @@ class Compiled(Calls):
 
 
 def is_users_compiled(unit: nn.Module) -> bool:
-    """Whether the user has compiled this module."""
-    return getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
+    """Whether the user has compiled this module, or its forward."""
+    compiled = getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
+    return compiled or hasattr(getattr(unit, "forward", None), "get_compiler_config")
 
 
 def refuse_split(options: Mapping[str, Any] | None, module: nn.Module, *, stage: str, schedule: str) -> None:

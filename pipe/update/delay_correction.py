@@ -19,8 +19,8 @@ that they compute with, which are their own + D times their last update.
 
 wd is the decay of optimizers that are known to decouple it (`decoupled_weight_decay` of AdamW, Adam, NAdam and RAdam;
 Muon, Adafactor); any other decay, of unknown optimizers too, counts as part of d. So does what rounding does to weights
-of few bits. A group without "lr" has the rate 1. Groups with other rates, and rates that change, need nothing: d(t - 1)
-is without its rate.
+of few bits; what hooks behind a step do (`register_step_post_hook`) does not: they run behind the correction. A group
+without "lr" has the rate 1. Groups with other rates, and rates that change, need nothing: d(t - 1) is without its rate.
 
 **Steps that are none.** A parameter without a gradient, an update that is skipped (float16), a rate of 0: there is no
 d, the weights and the last d stay as they are, and the next d is compared with the last that there was. So what
@@ -33,6 +33,7 @@ saved, cut anew, divided, counted and taken back with the rest of that state. Wh
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,12 +124,19 @@ class Feedback:
 
     @contextmanager
     def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Correct the step that the optimizer makes within."""
+        """Correct the step that the optimizer makes within. Hooks behind that step run behind its correction."""
         groups = [(group, rate) for group in optimizer.param_groups if (rate := float(group.get("lr", 1.0))) != 0.0]
         before = [self._before(optimizer, group, rate) for group, rate in groups]
-        yield
+        hooks = getattr(optimizer, "_optimizer_step_post_hooks", OrderedDict())  # none where nobody called __init__
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_post_hooks = hooks
         for (_, rate), decayed in zip(groups, before, strict=True):
             self._correct(optimizer, decayed, rate)
+        for hook in list(hooks.values()):  # one that clamps weights has the last word, and what it does is not in d
+            hook(optimizer, (optimizer,), {})
 
     @torch.no_grad()
     def _before(

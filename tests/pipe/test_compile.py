@@ -195,7 +195,16 @@ def test_what_is_refused() -> None:
         model[0].compile(backend="eager")
         return model
 
-    for model, what in ((chain, "what compile= compiles: expected compile=False"), (users, "the compiled Block in it")):
+    def decorated() -> nn.Module:
+        model = chain()
+        model[0].forward = torch.compile(model[0].forward, backend="eager")
+        return model
+
+    refused = (
+        (chain, "what compile= compiles: expected compile=False"),
+        *((m, "the compiled Block in it") for m in (users, decorated)),
+    )
+    for model, what in refused:
         message = f"'paci' updates the weights of stage 0 .* the compiler decides in the backward of {what}"
         with pytest.raises(ValueError, match=message):
             made(model, schedule="paci", compile=EAGER if model is chain else False, example_inputs=(x,))

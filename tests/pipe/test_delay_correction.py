@@ -355,3 +355,19 @@ def test_ranks_that_would_correct_differently_are_refused(gloo: Pool) -> None:
     for story in gloo.run(_differing, ranks=2):
         assert "delay_correction=None" in story
         assert "delay_correction=ErrorFeedback(factor=1.0, delay=None)" in story
+
+
+def test_a_hook_behind_the_step_has_the_last_word() -> None:
+    """Weights that are clamped to a range stay in it, and what the clamp took away is no update."""
+
+    def clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.clamp_(-0.1, 0.1)
+
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    held = _held(lambda params: torch.optim.SGD(params, lr=1.0), [weight], {"0": 5.0})
+    held.optimizers[0].register_step_post_hook(clamp)
+    for gradient, expected in ((0.5, -0.1), (-0.5, 0.1), (0.05, -0.1)):
+        _step([weight], held, [torch.full((3,), gradient, dtype=torch.float64)], 0.2)
+        assert torch.equal(weight, torch.full_like(weight, expected))
+        torch.testing.assert_close(_last(held, weight), torch.full_like(weight, gradient), rtol=0, atol=1e-15)
