@@ -45,6 +45,22 @@ def peak_activations(program: Sequence[Action]) -> int:
     return max((sum(alive.values()) for _, alive in activations(program)), default=0)
 
 
+def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> float:
+    """The most that a rank holds at once when it runs `program`, in the unit of `held`, without moves.
+
+    Arguments:
+        held: [S][M] what a microbatch's activations take on each stage, from F to the end of W or B.
+
+    >>> peak_held([Action.parse(each) for each in "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()], [[3.0, 4.0, 5.0]])
+    12.0
+    """
+    now = most = 0.0
+    for stage, op, index in program:
+        now += held[stage][index] * ((op is Op.F) - (op in LAST_USES))
+        most = max(most, now)
+    return most
+
+
 def by_time(program: Sequence[Action], starts: Mapping[Action, float], through: Mapping[Action, float]) -> list[Action]:
     """A rank's program with what leaves the rank (OFFLOAD, LEND, RETURN) where it is through, not where it is begun.
 

@@ -22,7 +22,15 @@ import tyro
 
 from ..launcher import launch
 from .figures import figures_of
-from .plan_workloads import CONTESTS, MEMORY_JOBS, PLANNED_RUNS, Contest, MemoryKind, PlannedRun, check_pipedream_data
+from .plan_workloads import (
+    CONTESTS,
+    MEMORY_JOBS,
+    PLANNED_RUNS,
+    CutContest,
+    MemoryKind,
+    PlannedRun,
+    check_pipedream_data,
+)
 from .races import RACES, Race
 from .records import Record, read_records
 from .workloads import (
@@ -118,7 +126,7 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     tiny = [workload for workload in workloads if workload.model is ModelKind.TINY]
     if tiny:
         records += _run_in_process(tiny, options, folder)
-    sized: list[Workload | Race | PlannedRun | Contest] = [*workloads]
+    sized: list[Workload | Race | PlannedRun | CutContest] = [*workloads]
     for case in cases:
         sized += [RACES[name] for name in case.races]
         sized += [PLANNED_RUNS[name] for name in case.planned_runs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from .plan_workloads import Contest, CutBy
+from .plan_workloads import CutBy, CutContest
 from .planned import plan_by_measuring
 from .records import CutTimes
 from .sides import OurSide, check_same_work
@@ -17,7 +17,7 @@ SCHEDULE = "1f1b"
 _WARM_UP_STEPS = 2
 
 
-def run_contest(contest: Contest, *, repetitions: int) -> CutTimes:
+def run_contest(contest: CutContest, *, repetitions: int) -> CutTimes:
     """All contestants in turn, repetition by repetition. Collective over the processes."""
     problem = contest_problem(contest)
     say(f"{contest.name}: profiling and planning")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .figure import GIGABYTE, Figure, Judged, Origin, Target, error_of, milliseconds
-from .plan_workloads import CONTESTS, PLANNED_RUNS, Contest, CutBy, MemoryKind, PlannedModel, PlannedRun
+from .plan_workloads import CONTESTS, PLANNED_RUNS, CutBy, CutContest, MemoryKind, PlannedModel, PlannedRun
 from .records import CutTimes, PlannedMemory, PlannedTimes, PlanningSpeed, Record, Spread
 from .workloads import Case
 
@@ -108,7 +108,7 @@ def _memory(case: Case, run: PlannedRun, records: Sequence[PlannedMemory]) -> li
     return found
 
 
-def _contest(case: Case, contest: Contest, times: CutTimes) -> list[Figure]:
+def _contest(case: Case, contest: CutContest, times: CutTimes) -> list[Figure]:
     """The other cuts' step time over the profile's; faster counts only where every repetition was."""
     own = times.seconds[CutBy.PROFILE]
     found = []

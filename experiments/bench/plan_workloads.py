@@ -152,7 +152,7 @@ class ContestModel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
+class CutContest:
     """One model under 1F1B, cut in each way.
 
     Arguments:
@@ -179,10 +179,10 @@ class Contest:
         return f"{model[self.model]} 1f1b P={self.num_ranks} M={self.num_microbatches}"
 
 
-CONTESTS: dict[str, Contest] = {
+CONTESTS: dict[str, CutContest] = {
     contest.name: contest
     for contest in (
-        Contest(name="cuts-cnn", model=ContestModel.CNN, microbatch_size=8, size=64, layers_cut="5"),
-        Contest(name="cuts-gpt", model=ContestModel.HEAD, microbatch_size=1, size=128, layers_cut="blocks.3"),
+        CutContest(name="cuts-cnn", model=ContestModel.CNN, microbatch_size=8, size=64, layers_cut="5"),
+        CutContest(name="cuts-gpt", model=ContestModel.HEAD, microbatch_size=1, size=128, layers_cut="blocks.3"),
     )
 }

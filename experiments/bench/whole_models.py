@@ -12,7 +12,7 @@ from torch import nn
 from ..training.corpus import loss_fn
 from ..training.gpt import GPT, GPTConfig
 from .models import GPT_MICROBATCH, GPT_SIZE, TINY_WIDTH, Problem, SleepingStage, adamw
-from .plan_workloads import Contest, ContestModel, PlannedModel, PlannedRun
+from .plan_workloads import ContestModel, CutContest, PlannedModel, PlannedRun
 
 IMAGE_CLASSES = 10
 
@@ -41,7 +41,7 @@ def planned_problem(run: PlannedRun) -> WholeProblem:
     )
 
 
-def contest_problem(contest: Contest) -> WholeProblem:
+def contest_problem(contest: CutContest) -> WholeProblem:
     """The problem of a contest."""
     batch = contest.num_microbatches * contest.microbatch_size
     if contest.model is ContestModel.HEAD:

@@ -17,7 +17,7 @@ _CORRECTIONS = {FEEDBACK: "feedback"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class MethodRuns:
     """All runs of one method.
 
     Arguments:
@@ -61,7 +61,7 @@ class Outcome:
         return [(list(found[seed]), list(found[seed].values())) for seed in sorted(found)]
 
 
-def outcomes(figures: Iterable[Figure]) -> list[Outcome]:
+def outcomes(figures: Iterable[Figure]) -> list[MethodRuns]:
     """An outcome a method, in the order in which they first come."""
     finals: dict[Case, dict[float, dict[int, float]]] = {}
     curves: dict[Case, dict[float, dict[int, dict[int, float]]]] = {}
@@ -74,10 +74,10 @@ def outcomes(figures: Iterable[Figure]) -> list[Outcome]:
         else:
             by_updates = curves.setdefault(method, {}).setdefault(rate, {}).setdefault(seed, {})
             by_updates[figure.case.count("updates")] = figure.value
-    return [Outcome(method=each, finals=finals[each], curves=curves.get(each, {})) for each in finals]
+    return [MethodRuns(method=each, finals=finals[each], curves=curves.get(each, {})) for each in finals]
 
 
-def reference(found: Sequence[Outcome], *, seeds: int = 1) -> Outcome | None:
+def reference(found: Sequence[MethodRuns], *, seeds: int = 1) -> MethodRuns | None:
     """Synchronous training at its best, with whatever optimizer and correction, of those run with so many seeds."""
     flush = [each for each in found if each.method.text("schedule") == FLUSH and len(each.best) >= seeds]
     return min(flush, key=lambda each: each.mean, default=None)
@@ -120,7 +120,7 @@ def tokens_per_second(figures: Iterable[Figure], method: Case) -> list[float]:
 _DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
 
 
-def sentence(own: Outcome, best_flush: Outcome) -> str:
+def sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
     """How a method ends, beside synchronous training at its best."""
     low, high = min(own.best), max(own.best)
     spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...viz.palette import SERIES_HUES
 from ..jobs.figure import Figure
-from .outcomes import Outcome, label, outcomes, reference, tokens_per_second
+from .outcomes import MethodRuns, label, outcomes, reference, tokens_per_second
 from .setting import Setting
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     return path
 
 
-def _curve(axes: Axes, own: Outcome, *, scale: float, colour: str) -> None:
+def _curve(axes: Axes, own: MethodRuns, *, scale: float, colour: str) -> None:
     curves = own.best_curves()
     x = [updates * scale for updates in curves[0][0]]
     columns = list(zip(*(losses for _, losses in curves), strict=True))

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schedules.ir import LAST_USES, Op, Schedule
+from ...schedules.alive import peak_held
 from ...schedules.synthesis.batches import BatchOrder, BatchOrders
 from ...schedules.synthesis.problem import pose
 from ...schedules.timing.costs import Costs
 from .record import PlanRecord, PlanStage
-from .sizes import Profiles, Size, stage_laws
+from .sizes import Profiles, Size, ascending, stage_laws
 from .to_schedule import one_pipeline, schedule_of
 from .traffic import links_of
 
@@ -49,8 +49,8 @@ class Replanner:
         self._links = (
             links_of(plan.traffic, alone, positions=plan.positions, rings=alone) if plan.traffic and width > 1 else None
         )
-        largest = max(profiles, key=lambda size: (size.tokens, size))
-        self._planned = held_bytes(self._own, self.held([largest] * plan.num_microbatches))
+        largest = ascending(profiles)[-1]
+        self._planned = self._peaks([largest] * plan.num_microbatches)
         rooms = [_room(plan, [plan.stages[s] for s in own]) for own in self._own.placement]
         self._room = list(map(max, rooms, self._planned))  # the plan fits its devices
 
@@ -60,8 +60,13 @@ class Replanner:
 
     def limits(self, sizes: Sequence[Size]) -> list[float]:
         """[P] bytes that activations of such a batch may take on each rank of the pipeline."""
-        own = held_bytes(self._own, self.held(sizes))
+        own = self._peaks(sizes)
         return [min(room, max(pair)) for room, *pair in zip(self._room, self._planned, own, strict=True)]
+
+    def _peaks(self, sizes: Sequence[Size]) -> list[float]:
+        """[P] bytes that each rank holds at once, at the most, in the plan's own order."""
+        held = self.held(sizes)
+        return [peak_held(program, held) for program in self._own.programs]
 
     def find(self, sizes: Sequence[Size]) -> BatchOrder:
         """The order for microbatches of these sizes, as a schedule on the plan's ranks.
@@ -96,19 +101,3 @@ def _room(plan: PlanRecord, stages: Sequence[PlanStage]) -> float:
         return math.inf
     again = max((stage.held.again for stage in stages if stage.held is not None), default=0.0)
     return first.memory_limit - (memory.total - memory.activations) - again
-
-
-def held_bytes(schedule: Schedule, held: Sequence[Sequence[float]]) -> list[float]:
-    """[P] the most bytes of activations that each rank holds at once.
-
-    Arguments:
-        held: [S][M] bytes from F to the last use, W or B.
-    """
-    found = []
-    for program in schedule.programs:
-        now = most = 0.0
-        for stage, op, k in program:
-            now += held[stage][k] * ((op is Op.F) - (op in LAST_USES))
-            most = max(most, now)
-        found.append(most)
-    return found

@@ -8,7 +8,7 @@ or more all of them. Beyond the measured sizes the same law is taken to hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
@@ -50,19 +50,24 @@ class StageLaws:
     held: Law
 
 
+def ascending(sizes: Iterable[Size]) -> list[Size]:
+    """Sizes by their elements, the smallest first."""
+    return sorted(sizes, key=lambda size: (size.tokens, size))
+
+
 def sizes_to_measure(sizes: Sequence[Size]) -> list[Size]:
     """The smallest, the middle and the largest of a batch's sizes, where they differ.
 
     >>> sizes_to_measure([Size(1, 30), Size(1, 10), Size(2, 20), Size(1, 12)])
     [Size(samples=1, length=10), Size(samples=1, length=30), Size(samples=2, length=20)]
     """
-    ordered = sorted(sizes, key=lambda size: (size.tokens, size))
+    ordered = ascending(sizes)
     return list(dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
 
 
 def planned_for(profiles: Profiles) -> Profile:
     """One profile to plan with: seconds of the middle size, bytes of the largest, so that what is planned fits."""
-    ordered = sorted(profiles, key=lambda size: (size.tokens, size))
+    ordered = ascending(profiles)
     middle, largest = profiles[ordered[len(ordered) // 2]], profiles[ordered[-1]]
     nodes = {node.name: node for node in largest.nodes}
 
@@ -78,7 +83,7 @@ def stage_laws(plan: PlanRecord, profiles: Profiles) -> list[StageLaws]:
     What the plan says of a stage holds at the middle size (seconds) and at the largest (bytes); profiles say how it
     changes with the size.
     """
-    ordered = sorted(profiles, key=lambda size: (size.tokens, size))
+    ordered = ascending(profiles)
     middle, largest = ordered[len(ordered) // 2], ordered[-1]
     found = []
     for stage in plan.stages:

@@ -14,13 +14,13 @@ from ..timing.timeline import Timeline
 from .asked import Asked
 from .contest import Contest
 from .evaluate import Evaluator, Orders
-from .recomputed import Recomputed, whole
+from .recomputed import RecomputedProblem, whole
 from .spill import MoveKind, peaks_in_time, with_moves
 from .starts import fits_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Judged:
     """A schedule for one of the problems that were asked.
 
     Arguments:
@@ -50,10 +50,10 @@ class Judge:
     def __init__(
         self,
         asked: Asked,
-        contest: Contest[Found],
+        contest: Contest[Judged],
         *,
         moves: Collection[MoveKind] = (),
-        recomputed: Recomputed | None = None,
+        recomputed: RecomputedProblem | None = None,
     ) -> None:
         self.asked, self.contest, self.moves, self.recomputed = asked, contest, moves, recomputed
         self.costs = asked.costs if recomputed is None else recomputed.costs
@@ -77,7 +77,7 @@ class Judge:
         if not self._fits(timeline):
             self.least = min(self.least, max(self._peaks(timeline)))
             return
-        found = Found(
+        found = Judged(
             asked=self.asked,
             costs=self.costs,
             schedule=timeline.schedule,

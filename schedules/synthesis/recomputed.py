@@ -21,7 +21,7 @@ _PARTS = (0.5, 0.25, 0.75, 1.0)  # of the stages, those that recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
+class RecomputedProblem:
     """A problem whose first stages recompute.
 
     Arguments:
@@ -37,7 +37,7 @@ class Recomputed:
     waiting: Table
 
 
-def recomputed(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iterator[Recomputed]:
+def recomputed(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iterator[RecomputedProblem]:
     """Problems in which some stages recompute, as far as their orders can fit.
 
     Arguments:
@@ -64,7 +64,7 @@ def recomputed(problem: Problem, costs: Costs, shares: Sequence[float]) -> Itera
             memory_limit=tuple(limits),
         )
         if all(fits(least, limit) for least, limit in zip(seen.smallest_memory, limits, strict=True)):
-            yield Recomputed(number=number, problem=seen, costs=own_costs, waiting=waiting)
+            yield RecomputedProblem(number=number, problem=seen, costs=own_costs, waiting=waiting)
 
 
 def whole(evaluator: Evaluator, orders: Orders, number: int) -> Orders:

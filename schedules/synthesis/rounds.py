@@ -15,7 +15,7 @@ from .asked import Asked
 from .bounds import least_seconds
 from .contest import Contest
 from .evaluate import Evaluator, Orders
-from .judge import Found, Judge
+from .judge import Judge, Judged
 from .problem import Problem
 from .recomputed import recomputed
 from .relaxed import relaxed
@@ -32,7 +32,7 @@ class Rounds:
         seed: of random choices.
     """
 
-    def __init__(self, contest: Contest[Found], *, seed: int) -> None:
+    def __init__(self, contest: Contest[Judged], *, seed: int) -> None:
         self.contest, self.seed = contest, seed
         self.least = math.inf  # that the fullest rank held in an order that did not fit
 
@@ -57,7 +57,7 @@ class Rounds:
         if not queues:
             schedule = search.evaluator.schedule(orders)
             timeline = simulate(schedule, asked.costs, asked.links)
-            found = Found(asked=asked, costs=asked.costs, schedule=schedule, timeline=timeline, num_recomputed=0)
+            found = Judged(asked=asked, costs=asked.costs, schedule=schedule, timeline=timeline, num_recomputed=0)
             self.contest.offer(search.value, found, source)
             return search.value
         judge = Judge(asked, self.contest)

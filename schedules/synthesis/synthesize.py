@@ -12,7 +12,7 @@ from ..timing.timeline import Timeline
 from ..wording import duration
 from .asked import asked
 from .contest import Contest
-from .judge import Found
+from .judge import Judged
 from .problem import MemoryLimitError, Objective, Problem
 from .rounds import Rounds
 from .search import Progress, Stopped
@@ -195,7 +195,7 @@ def synthesize(
     if start is not None:
         problems.sort(key=lambda each: each.problem.placement != start.placement)
     whole = [each for each in problems if each.fits_whole]
-    contest: Contest[Found] = Contest(
+    contest: Contest[Judged] = Contest(
         bound=min(each.bound for each in problems),
         seconds=seconds / 2 if has_more and whole else seconds,
         evaluations=evaluations,

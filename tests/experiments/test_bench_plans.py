@@ -21,8 +21,8 @@ from stagewright.experiments.bench.plan_workloads import (
     CONTESTS,
     MEMORY_JOBS,
     PLANNED_RUNS,
-    Contest,
     CutBy,
+    CutContest,
     MemoryKind,
     PlannedModel,
     plan_file,
@@ -197,7 +197,7 @@ def test_models_are_the_same_each_time(make: Callable[[], Any]):
 
 
 @pytest.mark.parametrize("contest", CONTESTS.values(), ids=CONTESTS.keys())
-def test_the_cut_by_layers_is_at_a_module(contest: Contest):
+def test_the_cut_by_layers_is_at_a_module(contest: CutContest):
     names = dict(contest_problem(contest).make_model().named_modules())
     assert contest.layers_cut in names
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.partition.plans.replan import Replanner, held_bytes
+from stagewright.partition.plans.replan import Replanner
 from stagewright.partition.plans.sizes import Size, fitted, planned_for, stage_laws
+from stagewright.schedules import Schedule
+from stagewright.schedules.alive import peak_held
 from stagewright.schedules.synthesis.problem import MemoryLimitError
 
 MEASURED = [Size(1, 100), Size(1, 200), Size(1, 400)]
@@ -64,18 +66,22 @@ def test_laws_are_what_was_measured_and_go_on_beyond() -> None:
     assert fitted({Size(1, 10): 0.0})(Size(1, 10)) > 0  # every action takes some time
 
 
+def peaks(schedule: Schedule, held: list[list[float]]) -> list[float]:
+    return [peak_held(program, held) for program in schedule.programs]
+
+
 def test_no_more_memory_than_the_plan_or_its_own_order_and_never_more_than_the_device_has() -> None:
     short, long = Size(1, 100), Size(1, 400)
     replanner = Replanner(planned(), PROFILES)
     sizes = [long, short, short, long, short, short]
-    largest = held_bytes(replanner._own, replanner.held([long] * M))
+    largest = peaks(replanner._own, replanner.held([long] * M))
     assert replanner.limits(sizes) == replanner.limits([short] * M) == largest
     found = replanner.find(sizes)
     assert found.fixed_value is not None
     assert found.value < 0.95 * found.fixed_value
     assert all(
         here <= most * (1 + 1e-9)
-        for here, most in zip(held_bytes(found.schedule, replanner.held(sizes)), largest, strict=True)
+        for here, most in zip(peaks(found.schedule, replanner.held(sizes)), largest, strict=True)
     )
     beyond = [Size(1, 600)] * M  # longer than any that was measured: the plan's own order holds more
     assert replanner.limits(beyond) == pytest.approx([1.5 * each for each in largest])
@@ -85,7 +91,7 @@ def test_no_more_memory_than_the_plan_or_its_own_order_and_never_more_than_the_d
     assert max(replanner.limits(beyond)) < 1.2 * max(largest)
     some = [Size(1, 600), *[short] * (M - 1)]
     found = replanner.find(some)
-    held = held_bytes(found.schedule, replanner.held(some))
+    held = peaks(found.schedule, replanner.held(some))
     assert all(here <= most * (1 + 1e-9) for here, most in zip(held, replanner.limits(some), strict=True))
     with pytest.raises(MemoryLimitError, match="one microbatch alone takes"):
         replanner.find([Size(1, 2000), *[short] * (M - 1)])

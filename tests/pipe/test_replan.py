@@ -17,11 +17,11 @@ from torch import Tensor
 
 from stagewright import PipelineModule
 from stagewright.partition import Node, Profile
-from stagewright.partition.plans.replan import held_bytes
 from stagewright.pipe import StepRecord
 from stagewright.pipe.auto import AutoLayout
 from stagewright.pipe.batch.given import Given
 from stagewright.schedules import check
+from stagewright.schedules.alive import peak_held
 from stagewright.schedules.synthesis.batches import BatchOrders
 from stagewright.schedules.timing.trace_reader import find_traces, read_traces
 
@@ -100,7 +100,8 @@ def test_each_batch_runs_in_an_order_of_its_own_with_the_numbers_of_one_process(
     for problem, timeline in zip(problems, timelines, strict=False):
         check(timeline.schedule)
         assert problem.memory_limit is not None
-        for limit, held in zip(problem.memory_limit, held_bytes(timeline.schedule, problem.held), strict=True):
+        for limit, program in zip(problem.memory_limit, timeline.schedule.programs, strict=True):
+            held = peak_held(program, problem.held)
             assert held <= limit * (1 + 1e-9)
         ran = [[str(span.what) for span in rank.compute if span.what.op.value != "U"] for rank in timeline.ranks]
         assert ran == [list(map(str, program)) for program in timeline.schedule.programs]
