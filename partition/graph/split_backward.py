@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .weight_ops import INSTEAD, Compute, Instead
+from .weight_operands import Compute
+from .weight_ops import INSTEAD, Instead
 
 
 class _Owed(NamedTuple):
