@@ -22,6 +22,7 @@ from ..comm import (
 from ..comm.ping_pong import one_way_seconds
 from ..comm.process_group import Link
 from ..partition.profiler.clock import clock_for
+from ..schedules.messages import Sharing
 from .measure.recorder import Recorder
 from .modes import links_of
 from .placing import Ground, Placed
@@ -70,7 +71,7 @@ def connect(ground: Ground, placed: Placed) -> Connected:
     local = layout.place.local_ranks
     recorders = {rank: Recorder(clock, window=window, takes_turns=len(local) > 1) for rank in local}
     execution = _execution(ground, placed)
-    evaluation_programs = batch_programs(placed.evaluate.schedule, has_loss=ground.has_loss)
+    evaluation_programs = batch_programs(placed.evaluate.schedule, Sharing(loss=ground.has_loss))
     links = links_of([*execution.programs, *evaluation_programs])
     transports = _make_transports(links, ground, placed.peers_in_parts)
     for transport in transports.values():

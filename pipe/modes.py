@@ -14,7 +14,7 @@ import torch
 from ..comm.process_group import Link
 from ..partition.graph.forms import Arguments, Form
 from ..schedules import Schedule, check
-from ..schedules.messages import Transfer
+from ..schedules.messages import Sharing, Transfer
 from ..schedules.needs import Needs
 from ..schedules.program import RankProgram
 from .batch.given import check_like_example
@@ -126,7 +126,7 @@ class EvaluationModes:
         stages = self._stages
         smaller = mode.schedule.forward_only(num_microbatches=num_microbatches)
         mode = replace(mode, schedule=smaller)
-        programs = batch_programs(smaller, has_loss=has_loss, collectives=self._sharding.collectives())
+        programs = batch_programs(smaller, Sharing(loss=has_loss, collectives=self._sharding.collectives()))
         updates = {rank: RankUpdate(rank, smaller, unsharding=self._unsharding.get(rank)) for rank in stages}
         return Forwards(
             engine=self._make_engine(mode, updates, stages),
@@ -144,7 +144,7 @@ class EvaluationModes:
         inference = self._parts.evaluate_like(like)
         mode = wire(self._built.schedule.forward_only(), inference, Signature.of(like))
         if self._links is not None:
-            new = sorted(links_of(batch_programs(mode.schedule, has_loss=False)) - self._links)
+            new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._links)
             if new:
                 raise ValueError(
                     f"with these arguments values flow from rank {new[0][0]} straight to rank {new[0][1]}, which are "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -52,10 +52,7 @@ class FlushExecution:
 
     def ordered(self, schedule: Schedule) -> FlushExecution:
         """The same work in the order of another schedule."""
-        lowered = lower(schedule, sharing=self.sharing)
-        check_lowered(lowered)
-        warm_up = None if self.warm_up is None else cut_behind_warm_up(schedule, sharing=self.sharing)
-        return replace(self, schedule=schedule, programs=lowered.programs, warm_up=warm_up)
+        return _execution(schedule, self.data_groups, self.sharing, post_validation=self.warm_up is not None)
 
     def make_update(self, parts: UpdateParts) -> FlushUpdate:
         """With an optimizer for each local stage."""
@@ -89,23 +86,27 @@ def make_flush_execution(
     for group in dict.fromkeys(data_groups):
         if group:
             collectives.subgroup(group)
-    together = (*sums, *sharding.collectives())
-    programs = batch_programs(schedule, has_loss=has_loss, collectives=together)
-    shared = Sharing(loss=has_loss, collectives=together)
-    warm_up = None
     if post_validation:
         refuse_post_validation(sharding)
-        warm_up = cut_behind_warm_up(schedule, sharing=shared)
+    shared = Sharing(loss=has_loss, collectives=(*sums, *sharding.collectives()))
+    return _execution(schedule, data_groups, shared, post_validation=post_validation)
+
+
+def _execution(
+    schedule: Schedule, data_groups: Sequence[Sequence[int]], sharing: Sharing, *, post_validation: bool
+) -> FlushExecution:
     return FlushExecution(
-        schedule=schedule, programs=programs, data_groups=data_groups, sharing=shared, warm_up=warm_up
+        schedule=schedule,
+        programs=batch_programs(schedule, sharing),
+        data_groups=data_groups,
+        sharing=sharing,
+        warm_up=cut_behind_warm_up(schedule, sharing=sharing) if post_validation else None,
     )
 
 
-def batch_programs(
-    schedule: Schedule, *, has_loss: bool, collectives: tuple[Collective, ...] = ()
-) -> Sequence[RankProgram]:
+def batch_programs(schedule: Schedule, sharing: Sharing) -> Sequence[RankProgram]:
     """One batch by rank, with its messages, and what processes do together."""
-    lowered = lower(schedule, sharing=Sharing(loss=has_loss, collectives=collectives))
+    lowered = lower(schedule, sharing=sharing)
     check_lowered(lowered)
     return lowered.programs
 
