@@ -74,6 +74,7 @@ class WeightVersions:
         self._parts: list[Part | None] = [None] * len(self.own)
         self.take_hooks()
         self._gradients: dict[int, Gradients] = {}
+        self._untouched: list[tuple[int, int] | None] = []  # gradients of the originals before a backward
         steps = [max(1, -(-own.numel() // _SAMPLED)) for own in self.own]
         self._sampled_at = [(own.numel() // step, step) for own, step in zip(self.own, steps, strict=True)]
         self.note()
@@ -104,6 +105,7 @@ class WeightVersions:
     def begin_backward(self, version: int, group: int) -> None:
         """Bind, and let a backward, whose forward used `version`, add to the gradients of its update group."""
         version = self._rule.version_in_backward(version, self.newest)
+        self._untouched = self._own_gradients()
         self.bind(version)
         known = self._gradients.get(group)
         if known is not None:
@@ -111,13 +113,30 @@ class WeightVersions:
                 leaf.grad = gradient
 
     def end_backward(self, version: int, group: int) -> None:
-        """Take what the backward added."""
+        """Take what the backward added.
+
+        Raises ValueError for one that went to the module's own Parameters, where nobody takes it.
+        """
         version = self._rule.version_in_backward(version, self.newest)
         self.release()
         leaves = self._leaves(version)
         self._gradients[group] = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
+        pairs = zip(self.names, self._untouched, self._own_gradients(), strict=True)
+        name = next((name for name, before, now in pairs if before != now), None)
+        if name is not None:
+            raise ValueError(
+                f"a gradient of {self.name} went to parameter {name!r} itself, and not to the version that its forward "
+                f"was given: something there keeps the parameter, or a view of it, from one forward to the next (in a "
+                f"closure, a tuple, functools.partial). Expected that forward takes it from its module each time, as "
+                f"in self.weight, or a flush schedule such as schedule='1f1b'"
+            )
+
+    def _own_gradients(self) -> list[tuple[int, int] | None]:
+        """Gradients of the module's own Parameters: which, and how often each was changed in place."""
+        gradients = [parameter.grad for parameter in self._originals]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def divide(self, parts: Mapping[str, Part]) -> None:
         """From now on updates are of parts of these parameters, whose gradients are then those of the parts."""

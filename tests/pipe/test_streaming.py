@@ -286,6 +286,33 @@ def test_a_parameter_that_cannot_be_exchanged() -> None:
         stream(stages=[Cached(), nn.Linear(WIDTH, WIDTH)])
 
 
+class Kept(nn.Module):
+    """Keeps a view of its weight from one forward to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.kept = (self.weight.t(),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept[0]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "paci"])
+def test_a_parameter_that_a_forward_does_not_take_from_its_module(schedule: str) -> None:
+    """On the last stage no update comes between its forward and its backward, of which torch would complain."""
+    pipe = stream(schedule, stages=[nn.Linear(WIDTH, WIDTH), Kept()])
+
+    def train() -> None:
+        pipe.train_step(X, Y)
+        pipe.flush()
+
+    with pytest.raises(
+        ValueError, match=r"a gradient of stage 1 .* went to parameter '1.weight' itself, .* self.weight"
+    ):
+        train()
+
+
 class Tied(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
