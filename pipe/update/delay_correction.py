@@ -69,6 +69,8 @@ class ErrorFeedback:
             if not is_number and (name == "factor" or value is not None):
                 optional = ", or None for that of the schedule" if name == "delay" else ""
                 raise ValueError(f"ErrorFeedback({name}={value!r}): expected a finite number from 0 on{optional}")
+            if value is not None:  # numpy's numbers are shown otherwise, and ranks compare what is shown
+                object.__setattr__(self, name, float(value))
 
     def factors(self, stages: Mapping[str, Sequence[int]], delays: Sequence[float]) -> dict[str, float]:
         """Lambda of parameters by name. One that several stages hold has the largest on all: its copies stay alike.

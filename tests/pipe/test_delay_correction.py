@@ -70,6 +70,7 @@ def test_lambda_follows_the_delay_of_each_stage() -> None:
     assert delays("pipedream") == [3, 2, 1, 0]
     assert delays("pipedream", update_every=2) == [1.5, 1, 0.5, 0]
     assert delays("pipedream", vertical_sync=True) == [3, 3, 3, 3]
+    assert repr(ErrorFeedback(factor=np.float32(2), delay=np.int64(1))) == repr(ErrorFeedback(factor=2, delay=1.0))
     stages = {"first": [0], "tied": [0, 3], "last": [3]}
     assert ErrorFeedback(factor=2).factors(stages, [3, 2, 1, 0]) == {"first": 6, "tied": 6, "last": 0}
     assert ErrorFeedback(factor=2, delay=1.5).factors(stages, [3, 2, 1, 0]) == {"first": 3, "tied": 3, "last": 3}
