@@ -112,7 +112,7 @@ class RunOptions:
 
 
 def _read_value(word: str) -> tuple[str, Value]:
-    """Key and value of a word such as updates=20; ValueError for another form."""
+    """Key and value of a word such as total_updates=20; ValueError for another form."""
     key, equals, text = word.partition("=")
     if not (key and equals and text):
         raise ValueError(f"--set {word}: expected KEY=VALUE, such as ranks=2")

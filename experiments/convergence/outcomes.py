@@ -11,7 +11,7 @@ from ..jobs.figure import Figure
 from .setting import FEEDBACK, FLUSH, NONE
 
 CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
-_NOT_OF_THE_METHOD = ("rate", "seed", "updates", "evaluate_every", "windows")
+_NOT_OF_THE_METHOD = ("rate", "seed", "updates")  # the last: of a point of a curve
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 _CORRECTIONS = {FEEDBACK: "feedback"}
 
@@ -32,17 +32,20 @@ class MethodRuns:
 
     @property
     def best_rate(self) -> float:
-        """Rate with the least final loss, compared by the seeds that all rates have."""
-        shared = set.intersection(*(set(by_seed) for by_seed in self.finals.values()))
-        if not shared:
-            raise ValueError(f"{self.method}: no seed was run at every rate: expected one")
-        return min(self.finals, key=lambda rate: fmean(self.finals[rate][seed] for seed in shared))
+        """Rate with the least mean final loss, of those that were run with the most seeds."""
+        most = max(len(by_seed) for by_seed in self.finals.values())
+        settled = [rate for rate, by_seed in self.finals.items() if len(by_seed) == most]
+        return min(settled, key=lambda rate: fmean(self.finals[rate].values()))
 
     @property
     def is_bracketed(self) -> bool:
-        """Whether a lower and a higher rate than the best were run."""
-        best = self.best_rate
-        return min(self.finals) < best < max(self.finals)
+        """Whether the next rate on either side of the best was run, and is worse for each seed that both have."""
+        rates, found = sorted(self.finals), self.finals[self.best_rate]
+        at = rates.index(self.best_rate)
+        beside = [self.finals[rate] for rate in rates[max(0, at - 1) : at + 2] if rate != self.best_rate]
+        return len(beside) == 2 and all(
+            loss > found[seed] for other in beside for seed, loss in other.items() if seed in found
+        )
 
     @property
     def best(self) -> list[float]:
@@ -102,7 +105,8 @@ def label(method: Case) -> str:
     if correction != NONE:
         words.append(f"{_CORRECTIONS.get(correction, correction)} x {method.number('factor', 1.0):g}")
     known = ("schedule", "ranks", "optimizer", "correction", "factor")
-    words += [f"{key} {value}" for key, value in method.items if key not in known]
+    others = [f"{key} {value}" for key, value in method.items if key not in known]
+    words += [f"{other.split()[1]} updates" if other.startswith("total_updates") else other for other in others]
     return ", ".join(words)
 
 
@@ -125,7 +129,7 @@ def sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
     low, high = min(own.best), max(own.best)
     spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"
     others = [f"{rate:g}" for rate in sorted(own.finals) if rate != own.best_rate]
-    tried = f" ({'worse on both sides' if own.is_bracketed else 'also tried'}: {', '.join(others)})" if others else ""
+    tried = f" ({'worse on either side' if own.is_bracketed else 'also tried'}: {', '.join(others)})" if others else ""
     said = f"{label(own.method)}: {own.mean:.3f} nats{spread} at rate {own.best_rate:g}{tried}"
     if own is best_flush:
         return f"{said}: synchronous training at its best."

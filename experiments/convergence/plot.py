@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     """Validation loss against tokens, and against seconds of the tokens at the measured throughput.
 
-    Methods with the most seeds at their best rate, each at that rate. Lines are means over the seeds, shaded: their
-    range. None where nothing was run.
+    Methods with the most seeds, and those of a schedule and an optimizer alone, each at its best rate. Lines are means
+    over the seeds, shaded: their range. None where nothing was run.
     """
     from matplotlib.figure import Figure as Picture
 
     found = [each for each in outcomes(figures) if each.best_curves()]
     seeds = max((len(each.best) for each in found), default=0)
-    shown = [each for each in found if len(each.best) == seeds]
+    shown = [each for each in found if len(each.best) == seeds or {*each.method} == {"schedule", "optimizer"}]
     if not shown:
         return None
     timed = [(each, tokens_per_second(figures, each.method)) for each in shown]
     has_time = any(values for _, values in timed)
-    picture = Picture(figsize=(12 if has_time else 7, 5), dpi=120, layout="constrained")
+    picture = Picture(figsize=(13 if has_time else 8, 5.4), dpi=120, layout="constrained")
     grid = picture.subplots(1, 2 if has_time else 1, sharey=True, squeeze=False)[0]
     for at, (each, speeds) in enumerate(timed):
         colour = SERIES_HUES[at % len(SERIES_HUES)]
@@ -44,14 +44,14 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     best, worst = min(last for last, _ in ends), max(early for _, early in ends)
     grid[0].set_ylim(best - 0.05 * (worst - best), worst)
     grid[0].set_xlabel("thousand tokens")
-    grid[0].set_ylabel("validation loss [nats a byte]")
+    grid[0].set_ylabel("validation loss, a quarter of the sequences [nats a byte]")
     if has_time:
         grid[1].set_xlabel("seconds on two processes: tokens / measured throughput")
     for axes in grid:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = grid[0].get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    picture.legend(handles, labels, loc="outside lower center", ncols=3 if has_time else 2, frameon=False, fontsize=9)
     picture.savefig(path, metadata={"Software": None})
     return path
 
@@ -66,19 +66,25 @@ def _curve(axes: Axes, own: MethodRuns, *, scale: float, colour: str) -> None:
 
 
 def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
-    """Final loss against the peak rate, a line a method, mean and range of the seeds; None where nothing was run."""
+    """Final loss against the peak rate, a line a method, mean and range of the seeds; None where nothing was run.
+
+    Methods with one rate alone are left to tables.
+    """
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import NullLocator
 
     found = outcomes(figures)
     if not found:
         return None
-    optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in found))
+    lines = [each for each in found if len(each.finals) > 1]
+    if not lines:
+        return None
+    optimizers = list(dict.fromkeys(each.method.text("optimizer") for each in lines))
     best = reference(found, seeds=max(len(each.best) for each in found))
     picture = Picture(figsize=(8 * len(optimizers), 5), dpi=120, layout="constrained")
     grid = picture.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
     for axes, optimizer in zip(grid, optimizers, strict=True):
-        own = [each for each in found if each.method.text("optimizer") == optimizer]
+        own = [each for each in lines if each.method.text("optimizer") == optimizer]
         for at, each in enumerate(own):
             rates = sorted(each.finals)
             values = [list(each.finals[rate].values()) for rate in rates]
@@ -98,6 +104,6 @@ def draw_rates(figures: Sequence[Figure], path: Path) -> Path | None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    grid[0].set_ylabel("final validation loss [nats a byte]; grey: 1f1b at its best, over seeds")
+    grid[0].set_ylabel("final loss [nats a byte]; grey: best 1f1b, its seeds")
     picture.savefig(path, metadata={"Software": None})
     return path

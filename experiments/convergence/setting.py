@@ -27,7 +27,7 @@ class Setting:
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
         warmup: share of the steps in which the rate rises.
-        updates: of the weights, each after `sequences` of `length` bytes.
+        total_updates: of the weights, each after `sequences` of `length` bytes.
         windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
 
     Raises ValueError for what cannot be meant.
@@ -43,7 +43,7 @@ class Setting:
     ends: float = 1.0
     warmup: float = 0.1
     seed: int = 0
-    updates: int = 500
+    total_updates: int = 500
     sequences: int = 16
     length: int = 64
     layers: int = 4
@@ -55,9 +55,9 @@ class Setting:
         for name, known in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("correction", CORRECTIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {', '.join(known)}")
-        if self.updates % self.updates_a_step or self.evaluate_every % self.updates_a_step:
+        if self.total_updates % self.updates_a_step or self.evaluate_every % self.updates_a_step:
             raise ValueError(
-                f"updates={self.updates}, evaluate_every={self.evaluate_every}: expected multiples of "
+                f"total_updates={self.total_updates}, evaluate_every={self.evaluate_every}: expected multiples of "
                 f"{self.updates_a_step}, the updates of one step under {self.schedule}"
             )
 

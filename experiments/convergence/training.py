@@ -36,12 +36,12 @@ def losses(setting: Setting) -> Iterator[Point]:
         num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
     )
     with make_pipe(setting, corpus) as pipe:
-        for step in range(setting.updates // setting.updates_a_step):
+        for step in range(setting.total_updates // setting.updates_a_step):
             pipe.train_step(*batch(setting, corpus, step))
             updates = (step + 1) * setting.updates_a_step
-            if updates % setting.evaluate_every == 0 or updates == setting.updates:
+            if updates % setting.evaluate_every == 0 or updates == setting.total_updates:
                 yield Point(updates, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
-        yield Point(setting.updates, _evaluate(pipe, validation), whole=True)
+        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
 
 
 def speed(setting: Setting, *, updates: int, warm: int) -> float:
@@ -73,7 +73,7 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
         "adamw": {"beta1": momentum or 0.9},
         "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends},
     }
-    rates = learning_rate_curve(setting.updates, warmup_part=setting.warmup)
+    rates = learning_rate_curve(setting.total_updates, warmup_part=setting.warmup)
     return PipelineModule(
         GPT(GPTConfig(length=setting.length, layers=setting.layers, width=setting.width)),
         schedule=schedule,

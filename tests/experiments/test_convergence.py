@@ -20,7 +20,7 @@ from stagewright.experiments.training.gpt import GPT, GPTConfig
 from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
 from stagewright.experiments.works.convergence import draw, findings, loss
 
-TINY = {"updates": 8, "evaluate_every": 4, "windows": 128, "layers": 2, "width": 16, "length": 16, "sequences": 4}
+TINY = {"total_updates": 8, "evaluate_every": 4, "windows": 128, "layers": 2, "width": 16, "length": 16, "sequences": 4}
 
 
 def figures(case: dict[str, object], losses: dict[float, list[float]]) -> list[Figure]:
@@ -54,11 +54,11 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     adamw, flush, late = outcomes(FOUND)
     assert reference([adamw, flush, late]) is flush
     assert (flush.best_rate, flush.best, flush.is_bracketed) == (0.004, [1.7, 1.8, 1.6], True)
-    assert (late.best_rate, late.is_bracketed) == (0.004, False)  # by the seed that both rates have
+    assert (late.best_rate, late.is_bracketed) == (0.004, False)
     assert label(late.method) == "2bw, Muon, feedback x 2"
     said = "\n".join(findings(FOUND))
-    assert "1f1b, AdamW: 2.100 nats (one seed) at rate 0.002 (worse on both sides: 0.001, 0.004); +0.400 to" in said
-    assert "1.700 nats (1.600 to 1.800 over 3 seeds) at rate 0.004 (worse on both sides: 0.002, 0.008)" in said
+    assert "1f1b, AdamW: 2.100 nats (one seed) at rate 0.002 (worse on either side: 0.001, 0.004); +0.400 to" in said
+    assert "1.700 nats (1.600 to 1.800 over 3 seeds) at rate 0.004 (worse on either side: 0.002, 0.008)" in said
     assert "(also tried: 0.002); +0.047 to synchronous training at its best over 3 shared seeds, within" in said
     assert "2bw, Muon, feedback x 1: 1,500 tokens/s, 1.50 times the fastest 1f1b" in said
     pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
@@ -89,7 +89,7 @@ def test_1f1b_in_process_is_a_plain_loop() -> None:
     assert [(f.name, f.case.get("updates"), f.repetition) for f in found] == [
         ("validation loss", 4, 3),
         ("validation loss", 8, 3),
-        ("final loss", 8, 3),
+        ("final loss", None, 3),
     ]
     assert found[1].value == pytest.approx(expected[0], abs=1e-5)
     assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
@@ -112,7 +112,7 @@ def _speed(setting: Setting) -> float:
 @pytest.mark.gloo
 def test_throughput_on_two_processes(gloo: Pool) -> None:
     for schedule in ("1f1b", "pipedream"):
-        sizes = {**TINY, "updates": 10, "evaluate_every": 10}
+        sizes = {**TINY, "total_updates": 10, "evaluate_every": 10}
         setting = Setting(schedule=schedule, optimizer="muon", **sizes)  # type: ignore[arg-type]
         assert gloo.run(_speed, ranks=2, args=(setting,))[0] > 0
 
@@ -134,7 +134,10 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
     [
         ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
         ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, muon"),
-        ({"schedule": "pipedream", "updates": 25}, "updates=25, evaluate_every=50: expected multiples of 10"),
+        (
+            {"schedule": "pipedream", "total_updates": 25},
+            "total_updates=25, evaluate_every=50: expected multiples of 10",
+        ),
         ({"schedule": "2bw", "lr": 1.0}, "lr: expected some of schedule"),
     ],
 )
