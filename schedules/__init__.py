@@ -5,6 +5,9 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
                   -> lower     the same with sends and receives, for the engine
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .builders.offload import with_offload
 from .check import Report, check, check_lowered
 from .families import Family
@@ -14,9 +17,6 @@ from .messages import Message, MessageKind
 from .program import Lowered
 from .registry import FAMILIES, build, canonical_name, family
 from .slice_lengths import CausalSeconds, equal_work_lengths, shortest_lengths, slice_seconds
-from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly
-from .synthesis.problem import MemoryLimitError
-from .synthesis.synthesize import Synthesis, synthesize
 from .timing.attribution import attribute_idle
 from .timing.bounds import lower_bound
 from .timing.costs import Costs
@@ -27,6 +27,21 @@ from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.simulate import ideal_makespan, simulate
 from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
+
+if TYPE_CHECKING:
+    from .synthesis.joint import JointSynthesis, Layer, synthesize_jointly
+    from .synthesis.problem import MemoryLimitError
+    from .synthesis.synthesize import Synthesis, synthesize
+
+# Loaded when asked for: a command that only draws a schedule starts without the search.
+_OF_THE_SEARCH = {
+    "JointSynthesis": "joint",
+    "Layer": "joint",
+    "synthesize_jointly": "joint",
+    "MemoryLimitError": "problem",
+    "Synthesis": "synthesize",
+    "synthesize": "synthesize",
+}
 
 __all__ = [
     "FAMILIES",
@@ -86,3 +101,9 @@ __all__ = [
     "synthesize_jointly",
     "with_offload",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_THE_SEARCH:
+        return getattr(import_module(f".synthesis.{_OF_THE_SEARCH[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

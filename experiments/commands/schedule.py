@@ -11,18 +11,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ...schedules import Costs, Schedule, check, simulate
-from ...schedules.synthesis.synthesize import Synthesis
 from ..help_text import plain_help
 from ..schedule_files import is_file
 from .files import check_out
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
 from .synthesis import AUTO, SynthesisOptions, synthesis_data, synthesis_table
+
+if TYPE_CHECKING:
+    from ...schedules.synthesis.synthesize import Synthesis
 
 
 @plain_help

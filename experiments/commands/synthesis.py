@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from ...schedules.synthesis.search import Progress
-from ...schedules.synthesis.synthesize import Synthesis, Tried, synthesize
 from ...schedules.wording import duration
 from ..help_text import plain_help
 from .schedule_options import LimitedOptions, one_or_several
+
+if TYPE_CHECKING:
+    from ...schedules.synthesis.search import Progress
+    from ...schedules.synthesis.synthesize import Synthesis, Tried
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time
@@ -63,6 +65,8 @@ class SynthesisOptions(LimitedOptions):
 
         It tells of itself on standard error: the answer stands alone on standard output.
         """
+        from ...schedules.synthesis.synthesize import synthesize
+
         surplus = [
             f"--{each.removeprefix('num_').replace('_', '-')}" for each in self.given() if each != "memory_limit"
         ]

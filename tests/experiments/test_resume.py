@@ -20,7 +20,7 @@ from support.commands import answer, end_forked, start_forked
 from stagewright.experiments.cli import main
 from stagewright.experiments.own_batches import OwnBatches
 from stagewright.experiments.own_options import OwnOptions
-from stagewright.experiments.training.options import TrainOptions, resolve
+from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve, with_recipe
 from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder
 from stagewright.partition import Plan
 from stagewright.pipe import lock
@@ -308,6 +308,7 @@ def test_a_run_goes_on_with_the_options_it_was_begun_with(
 
 def _begun(name: str, command: Sequence[str]) -> RunFolder:
     options = resolve(tyro.cli(TrainOptions, args=command[2:]))
+    options = with_recipe(options, make_schedule(options))
     return RunFolder.create(Manifest.of(name=name, config=asdict(options), corpus_source="", corpus_sha256=None))
 
 

@@ -244,8 +244,11 @@ def load_torchvision() -> None:
             pytest.skip("needs torchvision: make extras")
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        sys.path.append(str(ASIDE))
-    importlib.import_module("torchvision")
+        sys.path.append(str(ASIDE))  # not for longer: processes that are started later would find it there
+        try:
+            importlib.import_module("torchvision")
+        finally:
+            sys.path.remove(str(ASIDE))
 
 
 def resnet() -> nn.Module:
