@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ...schedules import Schedule, build
 
@@ -27,6 +27,8 @@ class Setting:
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
         warmup: share of the steps in which the rate rises.
+        flush_first: so many updates are made under 1f1b, corrected by lambda 1 if the rest is corrected; a checkpoint
+            hands over.
         total_updates: of the weights, each after `sequences` of `length` bytes.
         windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
 
@@ -43,6 +45,7 @@ class Setting:
     ends: float = 1.0
     warmup: float = 0.1
     seed: int = 0
+    flush_first: int = 0
     total_updates: int = 500
     sequences: int = 16
     length: int = 64
@@ -60,6 +63,11 @@ class Setting:
                 f"total_updates={self.total_updates}, evaluate_every={self.evaluate_every}: expected multiples of "
                 f"{self.updates_a_step}, the updates of one step under {self.schedule}"
             )
+        if not 0 <= self.flush_first <= self.total_updates or self.flush_first % self.evaluate_every:
+            raise ValueError(
+                f"flush_first={self.flush_first}: expected a multiple of evaluate_every={self.evaluate_every}, at most "
+                f"total_updates={self.total_updates}"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Setting:
@@ -69,6 +77,11 @@ class Setting:
         if unknown:
             raise ValueError(f"{unknown[0]}: expected some of {', '.join(known)}")
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def first_part(self) -> Setting:
+        """The setting of the first updates, where they are made under 1f1b."""
+        return replace(self, schedule=FLUSH, factor=1.0, flush_first=0)
 
     @property
     def updates_a_step(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +37,26 @@ def losses(setting: Setting) -> Iterator[Point]:
     validation = corpus.validation_batches(
         num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
     )
-    with make_pipe(setting, corpus) as pipe:
-        for step in range(setting.total_updates // setting.updates_a_step):
-            pipe.train_step(*batch(setting, corpus, step))
-            updates = (step + 1) * setting.updates_a_step
-            if updates % setting.evaluate_every == 0 or updates == setting.total_updates:
-                yield Point(updates, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
+    with TemporaryDirectory(prefix="stagewright-convergence-") as folder, ExitStack() as stack:
+        first, pipe = setting.flush_first, stack.enter_context(make_pipe(setting, corpus))
+        if first:
+            with make_pipe(setting.first_part, corpus) as before:
+                yield from _train(before, setting.first_part, corpus, validation, range(1, first + 1))
+                before.save(folder)
+            pipe.load(folder)
+        yield from _train(pipe, setting, corpus, validation, range(first + 1, setting.total_updates + 1))
         yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
+
+
+def _train(
+    pipe: PipelineModule, setting: Setting, corpus: Corpus, validation: list[TokenBatch], updates: range
+) -> Iterator[Point]:
+    """Make these updates, counted from 1."""
+    each = setting.updates_a_step
+    for done in range(updates.start - 1 + each, updates.stop, each):
+        pipe.train_step(*batch(setting, corpus, done // each - 1))
+        if done % setting.evaluate_every == 0 or done == setting.total_updates:
+            yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
 
 
 def speed(setting: Setting, *, updates: int, warm: int) -> float:

@@ -95,6 +95,17 @@ def test_1f1b_in_process_is_a_plain_loop() -> None:
     assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
 
 
+def test_the_first_updates_may_be_those_of_1f1b() -> None:
+    def run(**values: object) -> list[float]:
+        return [found.value for found in loss(Case.of({**TINY, "correction": "error-feedback", **values}), 1)]
+
+    flush, late = run(schedule="1f1b"), run(schedule="2bw")
+    both = run(schedule="2bw", flush_first=4)
+    assert both[0] == flush[0] != late[0]
+    assert both[1] not in (flush[1], late[1])
+    assert run(schedule="2bw", flush_first=8) == flush
+
+
 def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:
     flush, stream = Setting(schedule="1f1b"), Setting(schedule="pipedream", ranks=4)
     corpus = load_corpus()
@@ -139,6 +150,7 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
             "total_updates=25, evaluate_every=50: expected multiples of 10",
         ),
         ({"schedule": "2bw", "lr": 1.0}, "lr: expected some of schedule"),
+        ({"schedule": "2bw", "flush_first": 25}, "flush_first=25: expected a multiple of evaluate_every=50, at most"),
     ],
 )
 def test_a_setting_that_cannot_be_meant(values: dict[str, object], message: str) -> None:
