@@ -218,6 +218,25 @@ def synthesize(
             f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
             f"expected at least {rounds.least:g}, the least that was found to do"
         )
+    if has_more and len(whole) > 1:  # placements share the orders in another way where there is more to try
+        alone = synthesize(
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            memory_limit=memory_limit,
+            placement=placement,
+            num_chunks=num_chunks,
+            objective=objective,
+            activations=activations,
+            kept_share=kept_share,
+            links=links,
+            start=start,
+            seconds=seconds,
+            seed=seed,
+            evaluations=evaluations,
+        )
+        if alone.value < contest.value:
+            return alone
     values[found.asked.placement] = contest.value
     S = found.asked.problem.num_stages
     return Synthesis(

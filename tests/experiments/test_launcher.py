@@ -82,9 +82,9 @@ def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
         """
 import atexit
 if rank == 1:
-    atexit.register(time.sleep, 1.0)
+    atexit.register(time.sleep, 3.0)
 else:
-    time.sleep(0.5)
+    time.sleep(2.0)
 with report_to_launcher():
     raise RuntimeError(f"rank {rank} lost")
 """
