@@ -218,7 +218,7 @@ def synthesize(
             f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
             f"expected at least {rounds.least:g}, the least that was found to do"
         )
-    if has_more and len(whole) > 1:  # placements share the orders in another way where there is more to try
+    if has_more and len(whole) > 1 and evaluations is not None:  # placements share orders otherwise where there is more
         alone = synthesize(
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
