@@ -54,6 +54,8 @@ class Level:
         latency: of a message across it [s].
         reduce_bandwidth: the same of a device in a ring that sums gradients, copies and additions included [bytes/s];
             None: as `bandwidth`.
+        message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
+            that it receives, beside the latency [s].
     """
 
     name: str
@@ -61,12 +63,14 @@ class Level:
     bandwidth: float
     latency: float = 0.0
     reduce_bandwidth: float | None = None
+    message_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"level {printable('level', self.name)!r}"
         object.__setattr__(self, "size", count(f"{where}: size", self.size))
         object.__setattr__(self, "bandwidth", number(f"{where}: bandwidth", self.bandwidth, positive=True))
-        object.__setattr__(self, "latency", number(f"{where}: latency", self.latency))
+        for seconds in ("latency", "message_seconds"):
+            object.__setattr__(self, seconds, number(f"{where}: {seconds}", getattr(self, seconds)))
         if self.reduce_bandwidth is not None:
             reduced = number(f"{where}: reduce_bandwidth", self.reduce_bandwidth, positive=True)
             object.__setattr__(self, "reduce_bandwidth", reduced)
@@ -224,6 +228,7 @@ def _level(record: Fields) -> Level:
         bandwidth=record.number("bandwidth", positive=True),
         latency=record.number("latency", default=0.0),
         reduce_bandwidth=record.optional_number("reduce_bandwidth"),
+        message_seconds=record.number("message_seconds", default=0.0),
     )
     record.done()
     return level

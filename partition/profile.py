@@ -32,7 +32,7 @@ _FIGURES = (
     "backward_sum_bytes",
 )
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
-_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown")
+_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown", "action_seconds")
 _SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
 _OPTIONAL = ("microbatch_size", "tensor", *_PROFILE_FIGURES)
 
@@ -122,6 +122,8 @@ class Profile:
         step_spread: of its samples, relative.
         slowdown: how many times that long the whole took on average, beside what else ran on the machine; the seconds
             of all nodes are of undisturbed moments, see `typical`.
+        action_seconds: that the runtime itself takes of a rank around each F, B, I and W, on top of theirs, messages
+            apart [s]; 0 when not measured.
 
     Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), and a graph in several
     parts that nothing connects.
@@ -142,6 +144,7 @@ class Profile:
     step_seconds: float | None = None
     step_spread: float = 0.0
     slowdown: float = 1.0
+    action_seconds: float = 0.0
 
     def __repr__(self) -> str:
         size = "" if self.microbatch_size is None else f", microbatch of {self.microbatch_size}"
@@ -323,6 +326,7 @@ class Profile:
         tensor = record.count("tensor", default=1)
         step_spread = record.number("step_spread", default=0.0)
         slowdown = record.number("slowdown", positive=True, default=1.0)
+        action_seconds = record.number("action_seconds", default=0.0)
         nodes = tuple(_node(each) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
@@ -343,6 +347,7 @@ class Profile:
                 step_seconds=step_seconds,
                 step_spread=step_spread,
                 slowdown=slowdown,
+                action_seconds=action_seconds,
             )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None

@@ -5,6 +5,8 @@ Seconds of a stage on its ranks, of one microbatch:
     F, B      its nodes' over the speed of its slowest device; in B of a recomputed stage, what runs again as well
     message   latency + bytes across the cut / T / bandwidth of the slowest link between ranks that share a microbatch
     sending   the bytes of the messages over both cuts, without latency, which delays a link and does not slow it down
+    overhead  what the runtime takes around each F, B, I and W, and for which it is busy with the messages of an F or a
+              B, those in and those out; whatever the device's speed, since it is the host's
 
 and of one update:
 
@@ -15,7 +17,7 @@ and of one update:
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
 
-    work      (F + B) share                 share: of a batch's M microbatches that the busiest of D replicas runs
+    work      (F + B + 2 overhead) share    share: of a batch's M microbatches that the busiest of D replicas runs
     links     sending share                 updates: a microbatch, 1/M where a batch is one
               + (ring + gather) updates
 
@@ -120,8 +122,11 @@ class StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of an update
-    (sum of gradients, optimizer's step, updated weights gathered)."""
+    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of the runtime
+    around each action, of an update (sum of gradients, optimizer's step, updated weights gathered).
+
+    `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
+    """
 
     forward: Floats
     backward: Floats
@@ -130,6 +135,7 @@ class StageSeconds:
     ring: Floats
     step: Floats
     gather: Floats
+    overhead: Floats
 
     @property
     def around(self) -> Floats:
@@ -138,8 +144,27 @@ class StageSeconds:
 
     @property
     def work(self) -> Floats:
-        """[S] F + B."""
-        return self.forward + self.backward
+        """[S] F + B, each with what the runtime takes around it."""
+        return self.forward + self.backward + 2 * self.overhead
+
+
+def overheads(actions: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
+    """[S] seconds of a rank around each action of the stages, on top of its own.
+
+    F takes a message from the stage in front and hands one on, B takes one from the stage behind and hands one back. W
+    has none, and counts as if it had.
+
+    Arguments:
+        actions: [S] seconds around any action.
+        messages: [S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 where these
+            stand on one rank.
+
+    >>> overheads([1.0, 1.0, 1.0], [10.0, 0.0])
+    (11.0, 11.0, 1.0)
+    """
+    return tuple(
+        a + before + behind for a, before, behind in zip(actions, (0.0, *messages), (*messages, 0.0), strict=True)
+    )
 
 
 def busiest_share(num_microbatches: int | None, replicas: Floats) -> Floats:
@@ -168,6 +193,7 @@ def stage_seconds(
     tensor: int,
     recompute: Sequence[str],
     shards: Floats,
+    action: float = 0.0,
 ) -> StageSeconds:
     """The table above for S stages whose ranks are known.
 
@@ -177,6 +203,7 @@ def stage_seconds(
         tensor: T; each of T ranks sends its share of a message.
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
+        action: seconds of the runtime around each action, messages apart.
     """
     links_in, links_out = (np.array([each.seconds_a_byte for each in links]) / tensor for links in (inward, outward))
     around = np.array([each.seconds(w) if w > 0 else 0.0 for each, w in zip(rings, sums.weights.tolist(), strict=True)])
@@ -190,4 +217,5 @@ def stage_seconds(
         ring=around - gather,
         step=sums.update / speeds / shards,
         gather=gather,
+        overhead=np.array(overheads([action] * len(outward), [link.busy for link in outward[:-1]])),
     )

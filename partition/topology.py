@@ -32,10 +32,11 @@ MAX_PAIRS = 1 << 20  # of replicas of two stages that are looked at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """Seconds of an empty transfer [s], and of each further byte [s/byte]."""
+    """Seconds of an empty transfer [s], and of each further byte [s/byte]; `busy`: of either end with a message [s]."""
 
     latency: float
     seconds_a_byte: float
+    busy: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds of so many bytes."""
@@ -62,6 +63,9 @@ class Topology:
             [TransferTime(latency=a, seconds_a_byte=1 / b) for a, b in zip(slowest, bandwidths, strict=True)]
             for bandwidths in (cluster.path_bandwidths, cluster.ring_bandwidths)
         )
+        self.links = [
+            replace(link, busy=level.message_seconds) for link, level in zip(self.links, cluster.levels, strict=True)
+        ]
         kinds = {kind.name: kind for kind in cluster.kinds}
         self.devices: list[DeviceKind] = [
             kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)

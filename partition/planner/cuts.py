@@ -62,6 +62,7 @@ class _EvenCosts:
         at = np.asarray(model.coarse)
         self.inside = model.cuts.inside[np.ix_(at, at)]
         self.sums = model.cuts.stages(at[:, None], at)
+        self.action_seconds = model.profile.action_seconds
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
         self._parts: dict[object, tuple[Floats, Floats]] = {}
@@ -74,9 +75,13 @@ class _EvenCosts:
         if key not in self._plain:
             sums = self.sums
             sent = sums.before * inward.seconds_a_byte + sums.behind * outward.seconds_a_byte
-            slower = pace(work=sums.work / speed, links=sent / self.c.tensor)
+            slower = pace(work=sums.work / speed + self._around(stage), links=sent / self.c.tensor)
             self._plain[key] = np.where(self.inside, slower, np.inf)
         return self._plain[key]
+
+    def _around(self, stage: int) -> float:
+        """Seconds a microbatch that the runtime takes beside F and B."""
+        return 2 * (self.action_seconds + self.place.inward[stage].busy + self.place.outward[stage].busy)
 
     def within(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
@@ -86,12 +91,13 @@ class _EvenCosts:
         if not math.isfinite(limit) and "none" in self.rules.recompute:
             return plain
         held = float(flight.held[int(flight.held.sum(axis=1).argmax())][chunk])
-        key = (id(plain), held, flight.versions, limit, speed)
+        key = (id(plain), held, flight.versions, limit, speed)  # `plain` is one for each pair of links
         if key in self._made:
             return self._made[key]
         made = np.full_like(plain, np.inf)
         for recompute in self.rules.recompute:
-            seconds = np.maximum(plain, (self.sums.work + self.sums.under(recompute).seconds) / speed)
+            work = (self.sums.work + self.sums.under(recompute).seconds) / speed
+            seconds = np.maximum(plain, work + self._around(stage))
             made = np.where(self._bytes(p, held, recompute) <= limit, np.minimum(made, seconds), made)
         self._made[key] = made
         return made

@@ -134,7 +134,7 @@ class Evaluator:
         worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
         if memories[worst].too_many:
             raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
-        seconds = _seconds(c, sums, place, memories)
+        seconds = _seconds(c, sums, place, memories, action=model.profile.action_seconds)
         return Evaluated(
             configuration=c,
             ends=ends,
@@ -155,7 +155,8 @@ class Evaluator:
         c, m = evaluated.configuration, _per_replica(evaluated.configuration)
         seconds = seconds_of_long_batch(partial(self._simulate, evaluated), c, m) if c.is_equal else None
         if seconds is not None:
-            busy = m / c.pipeline * float(evaluated.seconds.work.sum())
+            s, actions = evaluated.seconds, 3 if family(c.schedule).splits_backward else 2
+            busy = m / c.pipeline * float((s.forward + s.backward + actions * s.overhead).sum())
             return Simulated(seconds=seconds, bubble=max(0.0, 1 - busy / seconds) if seconds > 0 else 0.0)
         whole = self._simulate(evaluated, m)
         return Simulated(seconds=whole.batch_seconds, bubble=max(0.0, whole.bubble))  # rounding may take it below
@@ -167,7 +168,12 @@ class Evaluator:
         schedule = self._schedule(c, num_microbatches)
         if schedule.rule.updates_may_wait and s.ring.any():
             schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
-        costs = Costs(forward=s.forward.tolist(), backward=s.backward.tolist(), update=s.step.tolist())
+        costs = Costs(
+            forward=s.forward.tolist(),
+            backward=s.backward.tolist(),
+            update=s.step.tolist(),
+            overhead=s.overhead.tolist(),
+        )
         return simulate(schedule, costs, _network(evaluated))
 
     def num_actions(self, c: Configuration) -> int:
@@ -233,7 +239,9 @@ def _per_replica(c: Configuration) -> int:
     return c.batch // c.counts[0] if c.is_equal else c.batch
 
 
-def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequence[RankMemory]) -> StageSeconds:
+def _seconds(
+    c: Configuration, sums: StageSums, place: Placement, memories: Sequence[RankMemory], *, action: float
+) -> StageSeconds:
     group = np.array(c.positions)
     treatments = [(memories[p].treatment, s // c.pipeline) for s, p in enumerate(c.positions)]
     return stage_seconds(
@@ -245,6 +253,7 @@ def _seconds(c: Configuration, sums: StageSums, place: Placement, memories: Sequ
         tensor=c.tensor,
         recompute=[each.recompute[v] for each, v in treatments],
         shards=np.array([float(each.shards[v]) for each, v in treatments]),
+        action=action,
     )
 
 
@@ -259,6 +268,7 @@ def traffic_of(evaluated: Evaluated) -> tuple[StageTraffic, ...]:
             sum_seconds=float(seconds.ring[s]),
             optimizer_seconds=float(seconds.step[s]),
             gather_seconds=float(seconds.gather[s]),
+            message_seconds=link.busy,
         )
         for s, link in enumerate(evaluated.placement.outward)
     )
@@ -305,6 +315,17 @@ def _links(c: Configuration, s: StageSeconds) -> Floats:
     return by_rank(c, s.sending) * _share(c) + by_rank(c, s.around) * _updates(c)
 
 
+def _updates_behind(c: Configuration, s: StageSeconds) -> Floats:
+    """[P] seconds from a rank's last backward to the end of its updates, at least.
+
+    All its steps, and the sums of the one stage whose backward was last: those of others may have gone on beside it.
+    """
+    least = [
+        min(pair for pair, at in zip(s.around + s.step, c.positions, strict=True) if at == p) for p in range(c.pipeline)
+    ]
+    return np.maximum(by_rank(c, s.step), least)
+
+
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
     share, updates = (each[list(c.positions)] for each in (_share(c), _updates(c)))
@@ -321,10 +342,11 @@ def _bound(c: Configuration, s: StageSeconds) -> float:
     work, links = _work(c, s) * c.batch, float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
         return max(float((work + by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
-    update = by_rank(c, s.around + s.step)
+    update = _updates_behind(c, s)
     front = c.pipeline - 1
     head, tail = (
-        np.concatenate([[0.0], np.cumsum(work + s.message[:front])]) for work in (s.forward[:front], s.backward[:front])
+        np.concatenate([[0.0], np.cumsum(work + s.overhead[:front] + s.message[:front])])
+        for work in (s.forward[:front], s.backward[:front])
     )
     if family(c.schedule).splits_backward:
         return max(float((head + work + update).max()), links)

@@ -82,6 +82,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 backward_seconds=float(seconds.backward[s]),
                 update_seconds=float(seconds.around[s] + seconds.step[s]),
                 step_seconds=float(paces[s]),
+                action_seconds=e.model.profile.action_seconds,
                 traffic=traffic[s],
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from operator import itemgetter
 from typing import overload
 
@@ -164,7 +164,7 @@ class Search:
         """
         model = self.evaluator.model(c)
         m = c.batch // c.data
-        work = model.seconds / self.evaluator.topology.fastest
+        work = model.seconds / self.evaluator.topology.fastest + self._around(c, model)
         if family(c.schedule).rule.is_asynchronous:
             return work * m / c.pipeline
         is_split = family(c.schedule).splits_backward
@@ -174,13 +174,25 @@ class Search:
         each = (work * (m + fill) + self._updates(c, model)) / c.pipeline
         return each if c.num_chunks > 1 or is_split else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
 
+    def _around(self, c: Configuration, model: Model) -> float:
+        """Seconds a microbatch that the runtime takes of all ranks together, beside F and B of all stages."""
+        hops = sum(a != b for a, b in pairwise(c.positions))  # a message at two ends, in both directions
+        least = min(link.busy for link in self.evaluator.topology.links)
+        return 2 * c.num_stages * model.profile.action_seconds + 4 * hops * least
+
     def _updates(self, c: Configuration, model: Model) -> float:
-        """Seconds of all ranks of a replica together: gradients summed over the best placed D ranks, and the steps."""
+        """Seconds of all ranks of a replica together: gradients summed over the best placed D ranks, and the steps.
+
+        Where ranks have several stages the sums of one may go on beside the backwards of another.
+        """
+        steps = float(model.cuts.update[-1]) / self.evaluator.topology.fastest / c.data
+        if c.num_chunks > 1:
+            return steps
         key = (c.data, c.tensor)
         if key not in self._rings:
             self._rings[key] = self._least_ring(c.data, c.tensor)
         ring = float(model.cuts.parameters[-1]) * self._rings[key]
-        return ring + float(model.cuts.update[-1]) / self.evaluator.topology.fastest / c.data
+        return ring + steps
 
     def _least_ring(self, data: int, tensor: int) -> float:
         """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""

@@ -63,6 +63,7 @@ def _stage(record: Fields) -> PlanStage:
         update_seconds=record.number("update_seconds", default=0.0),
         step_seconds=record.number("step_seconds"),
         input_grad_seconds=record.optional_number("input_grad_seconds"),
+        action_seconds=record.number("action_seconds", default=0.0),
         traffic=None if traffic is None else _traffic(traffic),
         parameter_bytes=record.optional_number("parameter_bytes"),
         memory=None if memory is None else _figures(MemoryUse, memory),
@@ -84,7 +85,8 @@ def _figures(kind: type[Bytes], record: Fields) -> Bytes:
 
 
 def _traffic(record: Fields) -> StageTraffic:
-    found = StageTraffic(**{each.name: record.number(each.name) for each in fields(StageTraffic)})
+    given = {each.name: record.number(each.name) for each in fields(StageTraffic) if each.name != "message_seconds"}
+    found = StageTraffic(**given, message_seconds=record.number("message_seconds", default=0.0))
     record.done()
     return found
 

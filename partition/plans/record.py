@@ -9,7 +9,7 @@ from itertools import pairwise
 from ...schedules.registry import family
 from ...schedules.timing.memory import StageBytes
 from ..memory_use import MemoryUse
-from ..stage_cost import RECOMPUTE
+from ..stage_cost import RECOMPUTE, overheads
 from .traffic import StageTraffic
 
 
@@ -25,6 +25,7 @@ class PlanStage:
         input_grad_seconds: those of the backward that make gradients of inputs, where it is split; None: half of them.
         update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
+        action_seconds: that the runtime takes of a rank around each F, B, I and W, beside theirs and messages [s].
         traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
             kept it.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
@@ -46,6 +47,7 @@ class PlanStage:
     update_seconds: float = 0.0
     step_seconds: float
     input_grad_seconds: float | None = None
+    action_seconds: float = 0.0
     traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
@@ -186,14 +188,14 @@ class PlanRecord:
         known = [stage.traffic for stage in self.stages if stage.traffic is not None]
         if known and len(known) < len(self.stages):
             raise ValueError(f"traffic of {len(known)} of {len(self.stages)} stages: expected that of all, or of none")
-        ways = [(each.latency, each.seconds_per_byte) for each in known[:-1]]
+        ways = [(each.latency, each.seconds_per_byte, each.message_seconds) for each in known[:-1]]
         first: dict[tuple[int, int], int] = {}
         for number, (way, pair) in enumerate(zip(ways, pairwise(self.positions), strict=False)):
             other = first.setdefault(pair, number)
             if way != ways[other]:
                 raise ValueError(
-                    f"stage {number} with traffic of latency, seconds_per_byte {way} and stage {other}, of "
-                    f"another chunk on the same ranks, {ways[other]}: expected the same"
+                    f"stage {number} with traffic of latency, seconds_per_byte, message_seconds {way} and stage "
+                    f"{other}, of another chunk on the same ranks, {ways[other]}: expected the same"
                 )
 
     @property
@@ -229,7 +231,7 @@ class PlanRecord:
         """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
         if self.simulated_bubble is not None:
             return self.simulated_bubble
-        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages) + 2 * sum(self.overheads)
         room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
         return 1 - work / room if room > 0 else 0.0
 
@@ -258,6 +260,12 @@ class PlanRecord:
     def traffic(self) -> tuple[StageTraffic, ...]:
         """[S] of its stages; empty where the plan does not say it."""
         return tuple(stage.traffic for stage in self.stages if stage.traffic is not None)
+
+    @property
+    def overheads(self) -> tuple[float, ...]:
+        """[S] seconds of a rank around each action of the stage, on top of its own: see `stage_cost.overheads`."""
+        busy = [each.message_seconds for each in self.traffic] or [0.0] * len(self.stages)
+        return overheads([stage.action_seconds for stage in self.stages], busy[:-1])
 
     @property
     def memory_limits(self) -> dict[int, float]:

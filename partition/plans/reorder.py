@@ -96,6 +96,7 @@ def _costs(plan: PlanRecord) -> Costs:
         input_grad=input_grad,
         weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, input_grad, strict=True)],
         update=[stage.update_seconds for stage in plan.stages],
+        overhead=plan.overheads,
     )
 
 

@@ -79,6 +79,7 @@ class Replanner:
             input_grad=[[law.input_grad(size) for size in sizes] for law in self._laws],
             weight_grad=[[law.weight_grad(size) for size in sizes] for law in self._laws],
             update=[stage.update_seconds for stage in stages],
+            overhead=self._plan.overheads,
         )
         problem = pose(
             placement=self._own.placement,

@@ -44,6 +44,7 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
         input_grad=inputs,
         weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, inputs, strict=True)],
         update=[each.optimizer_seconds for each in traffic] or [stage.update_seconds for stage in plan.stages],
+        overhead=plan.overheads,
     )
     if not traffic:
         return SimulatedPlan(simulate(schedule, costs), costs, None)

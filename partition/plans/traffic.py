@@ -21,6 +21,7 @@ class StageTraffic:
         sum_seconds: gradients summed over the replicas, in front of an update [s].
         optimizer_seconds: the optimizer's step on one rank [s].
         gather_seconds: of weights of which each replica updates a part [s].
+        message_seconds: for which the rank at either end is busy with such a message, beside its latency [s].
 
     Raises ValueError for figures that are negative or not finite.
     """
@@ -31,6 +32,7 @@ class StageTraffic:
     sum_seconds: float
     optimizer_seconds: float
     gather_seconds: float
+    message_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):

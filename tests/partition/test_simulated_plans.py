@@ -218,7 +218,10 @@ def edited(change: Callable[[list[dict[str, Any]]], None], **options: Any) -> st
         (lambda stages: stages[1]["traffic"].pop("latency"), r"stages\[1\]: traffic: latency: missing: expected a"),
         (lambda stages: stages[0]["traffic"].update(latency=-1), r"stages\[0\]: traffic: latency: -1: expected a fin"),
         (lambda stages: stages[0]["traffic"].update(bytes=1), r"stages\[0\]: traffic: unknown field bytes"),
-        (lambda stages: stages[2]["traffic"].update(latency=9.0), r"stage 2 with traffic of latency.* \(9\.0, 0\.1\)"),
+        (
+            lambda stages: stages[2]["traffic"].update(latency=9.0),
+            r"stage 2 with traffic of latency.* \(9\.0, 0\.1, 0\.0\)",
+        ),
         (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "sum_seconds=1.0 of a stage without replicas"),
     ],
 )
