@@ -24,6 +24,7 @@ from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_pat
 from .timing.difference import Change, Departure, Difference, compare
 from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
+from .timing.prediction import PredictionCheck, check_prediction
 from .timing.simulate import ideal_makespan, simulate
 from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
@@ -69,6 +70,7 @@ __all__ = [
     "Op",
     "PathKind",
     "PathStep",
+    "PredictionCheck",
     "RankTrace",
     "Report",
     "Schedule",
@@ -85,6 +87,7 @@ __all__ = [
     "canonical_name",
     "check",
     "check_lowered",
+    "check_prediction",
     "compare",
     "critical_path",
     "equal_work_lengths",

@@ -1,0 +1,207 @@
+"""Inputs of a simulation one by one: what the costs and links say of each, what measured steps say of it, and costs and
+links in which some of them are replaced.
+
+    action of a stage        F, B, I, W                                median of its spans
+    overhead of a stage      between one action and the next           median where nothing was waited for
+    message from r to q      made on r until its user begins on q      median where q waited for it, less r's overhead
+    sum, gather of a stage   begun on the last rank until through      median
+    update of a stage, norm  the optimizer's step, and before it       median
+
+Each is measured in the sense in which the simulator takes it: a step that is simulated from costs gives these back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from statistics import fmean
+from typing import NamedTuple
+
+from ..ir import COMPUTE_OPS, Op, Schedule
+from .costs import Costs
+from .links import Links, Way
+from .wiring import Passage, Wiring
+
+
+class Cause(StrEnum):
+    """Cause of a difference between a predicted and a measured step, in the order in which inputs are replaced."""
+
+    COMPUTE = "compute"
+    OVERHEAD = "between actions"
+    MESSAGES = "messages"
+    SUMS = "sums"
+    UPDATE = "update"
+    SPREAD = "spread"
+    UNEXPLAINED = "not explained"
+    OUTSIDE = "around the step"
+
+
+_OP_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class Input(NamedTuple):
+    """One number that a step is simulated from.
+
+    kind: "F", "B", "I", "W", "overhead", "message", "sum", "gather", "update" or "norm".
+    at: its stage; of a message (sending rank, receiving rank); of a sum all stages whose gradients it adds up.
+    """
+
+    cause: Cause
+    kind: str
+    at: tuple[int, ...]
+
+    def __str__(self) -> str:
+        stages = f"stage {self.at[0]}" if len(self.at) == 1 else f"stages {', '.join(map(str, self.at))}"
+        match self.kind:
+            case "message":
+                return f"messages of link {self.at[0]}-{self.at[1]}"
+            case "norm":
+                return "norm of all gradients"
+            case "overhead":
+                return f"{stages} around an action"
+            case "sum":
+                return f"sum of {stages}"
+            case "gather":
+                return f"gather of {stages}"
+            case "update":
+                return f"update of {stages}"
+        return f"{_OP_WORDS[self.kind]} of {stages}"
+
+
+Values = Mapping[Input, float]
+
+
+class Passages:
+    """Ways of messages between ranks in a schedule, as its costs and links have them."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
+        self._latency = costs.table_for(schedule).latency
+        wiring = Wiring(schedule, costs.table_for(schedule), links)
+        self.by_pair: dict[tuple[int, int], list[Passage]] = {}
+        for each in wiring.passages:
+            self.by_pair.setdefault((each.sender, each.receiver), []).append(each)
+        self.sums = {each.stages: each.seconds for each in wiring.meetings if each.op is Op.REDUCE_GRAD}
+        self.gathers = {each.stages: each.seconds for each in wiring.meetings if each.op is Op.UNSHARD}
+
+    def seconds(self, pair: tuple[int, int]) -> float:
+        """Seconds of a message between two ranks on free links: of the slowest stage that sends there [s]."""
+        return max(
+            self._latency[each.stage] + each.way.latency + each.num_bytes * each.way.seconds_per_byte
+            for each in self.by_pair[pair]
+        )
+
+    def delay(self, pair: tuple[int, int]) -> float:
+        """The part of it that stages, not ways, say [s]."""
+        return max(self._latency[each.stage] for each in self.by_pair[pair])
+
+
+def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> dict[Input, float]:
+    """All inputs of a simulation [s]; of actions that differ by microbatch the mean, of messages on free links."""
+    table = replace(costs, overhead=0.0).table_for(schedule)
+    overhead = by_stage(costs.overhead, schedule.num_stages)
+    ways = Passages(schedule, costs, links)
+    ops = {(op, stage) for program in schedule.compute_programs for stage, op, _ in program if op in COMPUTE_OPS}
+    found = {action_input(op, stage): fmean(table.row(op, stage)) for op, stage in sorted(ops, key=_in_order)}
+    found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
+    found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
+    found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in ways.sums.items()}
+    found |= {Input(Cause.SUMS, "gather", stages): seconds for stages, seconds in ways.gathers.items()}
+    trained = [stage for stage in range(schedule.num_stages) if schedule.has_backward and schedule.trains(stage)]
+    found |= {Input(Cause.UPDATE, "update", (stage,)): table.update[stage] for stage in trained}
+    found[Input(Cause.UPDATE, "norm", ())] = table.norm or 0.0
+    return found
+
+
+def replaced(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> tuple[Costs, Links | None]:
+    """Costs and links with these inputs in place of their own; messages and sums that are replaced do not queue, since
+    what was measured has that in it."""
+    return _with_costs(schedule, costs, links, values), _with_links(schedule, costs, links, values)
+
+
+# --- costs and links in which some are replaced ---
+
+
+def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> Costs:
+    table = replace(costs, overhead=0.0).table_for(schedule)
+    columns = {op: [row if len(row) > 1 else row[0] for row in table.rows[op]] for op in (Op.F, Op.B, Op.I, Op.W)}
+    overhead = list(by_stage(costs.overhead, schedule.num_stages))
+    sums, update, norm, tied = list(table.reduce_grad), list(table.update), table.norm, dict(table.tied)
+    linked = () if links is None else [each.stage for each in links.sums]
+    latency = table.latency
+    for each, seconds in values.items():
+        match each.kind:
+            case "overhead":
+                overhead[each.at[0]] = seconds
+            case "message":
+                latency = (0.0,) * schedule.num_stages  # it stands in the ways
+            case "sum" if len(each.at) > 1:
+                tied[each.at] = seconds
+            case "sum" if each.at[0] not in linked:
+                sums[each.at[0]] = seconds
+            case "update":
+                update[each.at[0]] = seconds
+            case "norm":
+                norm = seconds
+            case "F" | "B" | "I" | "W":
+                columns[Op(each.kind)][each.at[0]] = seconds
+    return replace(
+        costs,
+        forward=columns[Op.F],
+        backward=columns[Op.B],
+        input_grad=columns[Op.I],
+        weight_grad=columns[Op.W],
+        index_factors=None,
+        overhead=overhead,
+        latency=latency,
+        reduce_grad=sums,
+        tied=tuple(tied.items()),
+        update=update,
+        norm=norm,
+    )
+
+
+def _with_links(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> Links | None:
+    messages = {each.at: seconds for each, seconds in values.items() if each.kind == "message"}
+    summed = {(each.kind, each.at): seconds for each, seconds in values.items() if each.kind in ("sum", "gather")}
+    if messages:
+        passages = Passages(schedule, costs, links)
+        ways: dict[tuple[int, int], Way] = {}
+        for pair in passages.by_pair:
+            if pair in messages:
+                ways[pair] = Way(latency=messages[pair])
+            else:
+                way = Way() if links is None else links.way(*pair)
+                ways[pair] = replace(way, latency=way.latency + passages.delay(pair))
+        if links is None:
+            return Links(network=ways)
+        around = {pair for each in links.sums for pair in each.ways} - ways.keys()
+        links = replace(links, network=ways | {pair: links.way(*pair) for pair in around})
+    if links is None or not summed:
+        return links
+    sums = []
+    for each in links.sums:
+        own, gather = summed.get(("sum", (each.stage,))), summed.get(("gather", (each.stage,)))
+        if own is not None or gather is not None:
+            each = replace(
+                each,
+                seconds=each.seconds if own is None else own,
+                gather=each.gather if gather is None or not each.gather else gather,
+                ways=(),
+            )
+        sums.append(each)
+    return replace(links, sums=tuple(sums))
+
+
+def action_input(op: Op, stage: int) -> Input:
+    """The input of an op of a stage."""
+    return Input(Cause.COMPUTE, op.value, (stage,))
+
+
+def _in_order(pair: tuple[Op, int]) -> tuple[int, int]:
+    return pair[1], "FBIW".index(pair[0].value)
+
+
+def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """One number each for all stages."""
+    return (value,) * num_stages if isinstance(value, float | int) else tuple(value)

@@ -1,0 +1,173 @@
+"""What measured steps show of the inputs of a simulation, in the sense in which the simulator takes them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from ..ir import COMPUTE_OPS, Collective, Op, Schedule
+from ..needs import Needs
+from .attribution import find_gaps
+from .costs import Costs
+from .inputs import Cause, Input, action_input, by_stage
+from .timeline import Timeline
+
+
+def measured_inputs(timelines: Sequence[Timeline], known: Costs | None = None) -> dict[Input, float]:
+    """Inputs that measured steps of one schedule show, medians [s]; those that they do not show are not among them.
+
+    Arguments:
+        timelines: at least one.
+        known: costs that the run measured itself over all of its steps: they know what goes on between actions, waits
+            left out, and whether there is a norm.
+    """
+    found: dict[Input, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for each, seconds in (*_actions(timeline), *_together(timeline)):
+            found[each].append(seconds)
+    between = _overheads(timelines, known)
+    for stage, seconds in between.items():
+        found[Input(Cause.OVERHEAD, "overhead", (stage,))].append(seconds)
+    ways = [way for timeline in timelines for way in _ways(timeline)]
+    seen_whole = {way.pair for way in ways if way.whole}
+    for way in ways:
+        if way.whole or way.pair not in seen_whole:
+            seconds = max(0.0, way.seconds - between.get(way.stage, 0.0))
+            found[Input(Cause.MESSAGES, "message", way.pair)].append(seconds)
+    if known is None or known.norm is not None:
+        norms = [norm for timeline in timelines if (norm := _norm(timeline, between)) is not None]
+        if len(norms) == len(timelines):
+            found[Input(Cause.UPDATE, "norm", ())] = norms
+        elif known is not None and known.norm is not None:
+            found[Input(Cause.UPDATE, "norm", ())] = [known.norm]
+    return {each: median(seconds) for each, seconds in found.items()}
+
+
+def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs:
+    """Costs with the durations of a measured step's own actions, one by one.
+
+    Of a stream of more batches than were measured those come again and again.
+    """
+    size = schedule.batch_indices
+    seen: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
+    for trace in timeline.ranks:
+        for (stage, op, index), start, end in trace.compute:
+            if op in COMPUTE_OPS:
+                seen[op, stage, index % size].append(end - start)
+    table = replace(costs, overhead=0.0).table_for(schedule)
+
+    def rows(op: Op) -> list[list[float]]:
+        made = []
+        for stage in range(schedule.num_stages):
+            usual = table.row(op, stage)
+            row = []
+            for index in range(schedule.total_indices):
+                batch, k = divmod(index, size)
+                own = seen.get((op, stage, k), ())
+                row.append(own[batch % len(own)] if own else usual[index % len(usual)])
+            made.append(row)
+        return made
+
+    return replace(
+        costs,
+        forward=rows(Op.F),
+        backward=rows(Op.B),
+        input_grad=rows(Op.I),
+        weight_grad=rows(Op.W),
+        index_factors=None,
+    )
+
+
+def _actions(timeline: Timeline) -> Iterator[tuple[Input, float]]:
+    """F, B, I, W and updates."""
+    for trace in timeline.ranks:
+        for (stage, op, _), start, end in trace.compute:
+            if op in COMPUTE_OPS:
+                yield action_input(op, stage), end - start
+            elif op is Op.U:
+                yield Input(Cause.UPDATE, "update", (stage,)), end - start
+
+
+def _overheads(timelines: Sequence[Timeline], known: Costs | None) -> dict[int, float]:
+    """Seconds around an action, by stage."""
+    if known is not None:
+        return dict(enumerate(by_stage(known.overhead, timelines[0].schedule.num_stages)))
+    found: dict[int, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for stage, seconds in _between(timeline):
+            found[stage].append(seconds)
+    return {stage: median(seconds) for stage, seconds in found.items()}
+
+
+def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
+    """(stage of the action before, seconds) where a rank went on without a wait."""
+    for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
+        for before, span in zip(trace.compute, trace.compute[1:], strict=False):
+            if Op.U in (before.what.op, span.what.op):
+                continue
+            gap = gaps.get(span.what)
+            if gap is None:
+                yield before.what.stage, 0.0
+            elif gap.late_peer == gap.transfer == 0:
+                yield before.what.stage, gap.unexplained
+
+
+class _Way(NamedTuple):
+    """One message that was waited for: seconds from made, behind an action of `stage`, until its user began [s].
+
+    whole: whether its receiver waited from before it was made; else only those that were late are seen.
+    """
+
+    pair: tuple[int, int]
+    stage: int
+    seconds: float
+    whole: bool
+
+
+def _ways(timeline: Timeline) -> Iterator[_Way]:
+    needs = Needs(timeline.schedule)
+    made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
+    for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
+        arrived = {message: (start, end) for message, start, end in trace.comm}
+        for action, gap in gaps.items():
+            for message, maker, sender, _, receiver in needs.arrivals(action):
+                if maker in made_at and message in arrived:
+                    made, (start, end) = made_at[maker], arrived[message]
+                    yield _Way((sender, receiver), maker.stage, end - made + gap.unexplained, start <= made)
+
+
+def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:
+    """Sums and gathers, each from when the last of its ranks began it."""
+    spans: dict[Collective, list[tuple[float, float]]] = defaultdict(list)
+    for trace in timeline.ranks:
+        for what, start, end in trace.collectives:
+            spans[what].append((start, end))
+    for what, each in spans.items():
+        # A rank sees that it is through when it looks: the first one to see it is the nearest to the truth.
+        begun, through = max(start for start, _ in each), min(end for _, end in each)
+        kind = "gather" if what.op is Op.UNSHARD else "sum"
+        yield Input(Cause.SUMS, kind, what.stages), max(0.0, through - begun)
+
+
+def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
+    """Seconds from the last backward and sum of all ranks to the first update; None where one came before.
+
+    Arguments:
+        between: seconds around an action, by stage; those behind the last backward are no part of the norm.
+    """
+    if not timeline.schedule.has_epilogue or timeline.missing:
+        return None
+    updates = [span.start for trace in timeline.ranks for span in trace.compute if span.what.op is Op.U]
+    ends = [
+        span.end + between.get(span.what.stage, 0.0)
+        for trace in timeline.ranks
+        for span in trace.compute
+        if span.what.op is not Op.U
+    ]
+    ends += [s.end for trace in timeline.ranks for s in trace.collectives if s.what.op is Op.REDUCE_GRAD]
+    if not updates or len(timeline.ranks) == 1 or min(updates) < max(ends):
+        return None
+    return min(updates) - max(ends)

@@ -1,0 +1,308 @@
+"""A predicted step held against measured ones, by cause.
+
+    predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> measured
+                 \\_________ one input after the other as it was measured ________/
+
+The step is simulated again and again, each time with the inputs of one more cause as they were measured, in this order;
+what the step changes by is that cause's. In front of the last come the durations of each step's own actions in place of
+their medians (ranks wait for the longest of them). What then is left to the measured step no input explains. So the
+causes add up to the difference of the steps, whatever it is; in another order each might be a little more or less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from ..ir import COMPUTE_OPS, Op, Schedule
+from ..wording import count
+from .attribution import attribute_idle
+from .clocks import clock_note
+from .costs import Costs
+from .difference import Change
+from .inputs import Cause, Input, predicted_inputs, replaced
+from .links import Links
+from .measured_inputs import measured_inputs, own_durations
+from .simulate import simulate
+from .timeline import Idle, Timeline
+
+_MOST_STEPS = 15  # of a run's traced ones, the newest
+_MOST_ALONE = 12  # inputs that are replaced one by one, to see what each does
+_OFF = 0.05  # ratio from which on an input is wrong
+_MATTERS = 0.01  # share of the step from which on it is worth measuring again
+_FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause.UPDATE)
+
+
+class InputCheck(NamedTuple):
+    """One input as it was predicted and measured [s].
+
+    times: the rank that has the most of it has it so many times a step.
+    alone: what the step would change by if this input alone were as measured [s]; None where that is not worth asking.
+    """
+
+    what: Input
+    predicted: float
+    measured: float
+    times: float
+    alone: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing was predicted."""
+        return self.measured / self.predicted if self.predicted > 0 else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds more than predicted, of all of them in a step on that rank."""
+        return (self.measured - self.predicted) * self.times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionCheck:
+    """A predicted step beside measured ones.
+
+    Arguments:
+        predicted: seconds a step, as simulated.
+        measured: seconds a step from the first action to the last, median over the traced steps.
+        causes: [C] in the order of `Cause`, each with the step before and after it: the first begins at `predicted`,
+            the last ends at the measured step, and each begins where the one before ends.
+        inputs: each that was measured.
+        ranks: [P] seconds a step of each rank, predicted and in the middle one of the measured steps: "compute",
+            "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm)
+            and "waits" add up to the step; () for a rank of which nothing was recorded.
+        num_steps: traced steps that were looked at.
+        notes: what is not known, a sentence each.
+    """
+
+    predicted: float
+    measured: float
+    causes: tuple[Change, ...]
+    inputs: tuple[InputCheck, ...]
+    ranks: tuple[tuple[Change, ...], ...]
+    num_steps: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the measured step, with what lies around its actions where that is known."""
+        return self.causes[-1].after
+
+    def cause(self, name: Cause) -> Change:
+        """The part of one cause."""
+        return next(each for each in self.causes if each.name == name.value)
+
+    @property
+    def wrong(self) -> tuple[InputCheck, ...]:
+        """Inputs to measure again, those first that change the step most.
+
+        They are off by 5% or more, and alone worth 1% of the step; where a cause is worth that and none of its inputs
+        is alone, the one of them that has most seconds.
+        """
+        least = _MATTERS * self.predicted
+        off = [each for each in self.inputs if abs(each.measured - each.predicted) >= _OFF * each.predicted]
+        found = [each for each in off if abs(each.alone or 0.0) >= least]
+        for cause in {each.what.cause for each in off} - {each.what.cause for each in found}:
+            if abs(self.cause(cause).seconds) >= least:
+                found.append(max((e for e in off if e.what.cause is cause), key=lambda each: abs(each.seconds)))
+        return tuple(sorted(found, key=lambda each: (-abs(each.alone or 0.0), -abs(each.seconds))))
+
+
+def check_prediction(
+    predicted: Timeline,
+    measured: Sequence[Timeline],
+    *,
+    costs: Costs,
+    links: Links | None = None,
+    known: Costs | None = None,
+    step_seconds: float | None = None,
+) -> PredictionCheck:
+    """Causes for which measured steps took longer, or less, than a predicted one.
+
+    Arguments:
+        predicted: simulated from `costs` and `links`.
+        measured: steps of the same schedule, in the order in which they ran; the newest 15 count.
+        known: costs that the run measured itself; see `measured_inputs`.
+        step_seconds: of a step as the training loop sees it; what it has beyond the timelines is a cause of its own.
+
+    O(causes + steps) simulations. Raises ValueError for no measured step, or steps of another schedule.
+    """
+    schedule = predicted.schedule
+    _refuse_others(schedule, measured)
+    steps = [each for each in measured if not schedule.is_asynchronous or _has_period(each)][-_MOST_STEPS:]
+    if not steps:
+        raise ValueError(
+            f"{count(len(measured), 'measured step')}: expected at least one"
+            f"{' that shows two batches of a stream' if measured else ''}"
+        )
+    asked = _Asked(schedule, costs, links)
+    before = predicted_inputs(schedule, costs, links)
+    seen = measured_inputs(steps, known)
+    seen = {each: seconds for each, seconds in seen.items() if _is_known(each, before)}
+    totals = [predicted.batch_seconds]
+    values: dict[Input, float] = {}
+    for cause in _FROM_INPUTS:
+        own = {each: seconds for each, seconds in seen.items() if each.cause is cause}
+        values |= own
+        totals.append(asked.step(values) if own else totals[-1])
+    with_medians = replaced(schedule, costs, links, values)
+    spread = [
+        simulate(schedule, own_durations(schedule, step, with_medians[0]), with_medians[1]).batch_seconds
+        for step in steps
+    ]
+    whole = median(each.batch_seconds for each in steps)
+    totals += [median(spread), whole]
+    names = [*_FROM_INPUTS, Cause.SPREAD, Cause.UNEXPLAINED]
+    if step_seconds is not None:
+        totals.append(step_seconds)
+        names.append(Cause.OUTSIDE)
+    middle = sorted(steps, key=lambda each: each.batch_seconds)[(len(steps) - 1) // 2]
+    return PredictionCheck(
+        predicted=predicted.batch_seconds,
+        measured=whole,
+        causes=tuple(Change(name.value, a, b) for name, a, b in zip(names, totals[:-1], totals[1:], strict=True)),
+        inputs=_inputs(schedule, before, seen, asked, predicted.batch_seconds),
+        ranks=_ranks(predicted, middle, costs),
+        num_steps=len(steps),
+        notes=tuple(_notes(steps, before, seen)),
+    )
+
+
+class _Asked:
+    """Seconds a step under replaced inputs."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
+        self._schedule, self._costs, self._links = schedule, costs, links
+
+    def step(self, values: dict[Input, float]) -> float:
+        costs, links = replaced(self._schedule, self._costs, self._links, values)
+        return simulate(self._schedule, costs, links).batch_seconds
+
+
+def _refuse_others(schedule: Schedule, measured: Sequence[Timeline]) -> None:
+    for each in measured:
+        other = each.schedule
+        if (other.placement, other.owners, other.num_microbatches, other.weight_rule) != (
+            schedule.placement,
+            schedule.owners,
+            schedule.num_microbatches,
+            schedule.weight_rule,
+        ):
+            raise ValueError(
+                f"measured under {other!r}, predicted for {schedule!r}: expected steps of the schedule that "
+                f"was predicted"
+            )
+
+
+def _has_period(timeline: Timeline) -> bool:
+    """Whether it shows two batches of a stream, so that there are seconds from one to the next."""
+    size = timeline.schedule.batch_indices
+    batches = [
+        {span.what.index // size for span in trace.compute if span.what.op is Op.F}
+        for trace in timeline.ranks
+        if trace.compute
+    ]
+    return len(set.intersection(*batches) if batches else ()) > 1
+
+
+def _is_known(each: Input, predicted: dict[Input, float]) -> bool:
+    """Whether the simulation takes it: sums over ranks that no plan knows (tied weights) are new to it."""
+    return each in predicted or each.kind == "sum"
+
+
+def _inputs(
+    schedule: Schedule, before: dict[Input, float], seen: dict[Input, float], asked: _Asked, step: float
+) -> tuple[InputCheck, ...]:
+    times = _Times(schedule)
+    found = [
+        InputCheck(each, before.get(each, 0.0), seconds, times(each))
+        for each, seconds in sorted(seen.items(), key=lambda pair: (list(Cause).index(pair[0].cause), pair[0].at))
+    ]
+    matters = [each for each in found if abs(each.seconds) >= _MATTERS * step]
+    asked_for = sorted(matters, key=lambda each: -abs(each.seconds))[:_MOST_ALONE]
+    alone = {each.what: asked.step({each.what: each.measured}) - step for each in asked_for}
+    return tuple(each._replace(alone=alone.get(each.what)) for each in found)
+
+
+class _Times:
+    """How many times a step the rank that has the most of an input has it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._batches = schedule.num_batches
+        self._groups = max(1, schedule.groups_per_batch)
+        self._actions: Counter[tuple[int, Op]] = Counter()
+        self._stages: Counter[int] = Counter()
+        for program in schedule.compute_programs:
+            own = Counter((stage, op) for stage, op, _ in program if op in COMPUTE_OPS)
+            for key, number in own.items():
+                self._actions[key] = max(self._actions[key], number)
+            for stage in {stage for stage, _ in own}:
+                number = sum(own[stage, op] for op in COMPUTE_OPS)
+                self._stages[stage] = max(self._stages[stage], number)
+        self._microbatches = schedule.num_microbatches
+
+    def __call__(self, each: Input) -> float:
+        match each.kind:
+            case "overhead":
+                return self._stages[each.at[0]] / self._batches
+            case "message":
+                return self._microbatches
+            case "sum" | "gather" | "update" | "norm":
+                return self._groups
+        return self._actions[each.at[0], Op(each.kind)] / self._batches
+
+
+def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple[Change, ...], ...]:
+    num_stages = predicted.schedule.num_stages
+    given = costs.overhead
+    overhead = (given,) * num_stages if isinstance(given, float) else tuple(given)
+    sides = [_by_rank(predicted, overhead), _by_rank(measured, (0.0,) * num_stages)]
+    lacking = {*predicted.missing, *measured.missing}
+    return tuple(
+        () if rank in lacking else tuple(Change(name, old[name], new[name]) for name in old)
+        for rank, (old, new) in enumerate(zip(*sides, strict=True))
+    )
+
+
+def _by_rank(timeline: Timeline, overhead: Sequence[float]) -> list[dict[str, float]]:
+    """[P] seconds a batch, by name.
+
+    Arguments:
+        overhead: [S] that is a part of each action [s].
+    """
+    size = timeline.schedule.batch_indices
+    shown = {s.what.index // size for trace in timeline.ranks for s in trace.compute if s.what.op is Op.F}
+    batches = max(1, len(shown))
+    found = []
+    for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
+        around = sum(overhead[span.what.stage] for span in trace.compute if span.what.op in COMPUTE_OPS)
+        parts = _parts(trace.busy, around, idle)
+        found.append({name: seconds / batches for name, seconds in parts.items()})
+    return found
+
+
+def _parts(busy: float, around: float, idle: Idle) -> dict[str, float]:
+    return {
+        "compute": busy - around,
+        "between actions": idle.unexplained + around,
+        "messages": idle.transfer,
+        "update": idle.update,
+        "waits": idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
+    }
+
+
+def _notes(steps: Sequence[Timeline], before: dict[Input, float], seen: dict[Input, float]) -> list[str]:
+    notes = []
+    lacking = [each for each in before if each not in seen and each.cause is Cause.COMPUTE]
+    if lacking:
+        notes.append(f"nothing was recorded of {', '.join(map(str, lacking))}: taken as predicted")
+    unseen = [each for each in before if each not in seen and each.kind == "message"]
+    if unseen:
+        links = ", ".join(f"{each.at[0]}-{each.at[1]}" for each in unseen[:8])
+        more = f" and {len(unseen) - 8} more" if len(unseen) > 8 else ""
+        notes.append(f"nobody waited for a message of link {links}{more}: taken as predicted")
+    if note := clock_note(steps[-1]):
+        notes.append(f"messages between hosts are known as well as their clocks: {note}")
+    return notes

@@ -1,0 +1,199 @@
+"""A prediction held against measured steps: causes that add up, and the one input that was wrong by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from support.sizes import fitting
+
+from stagewright.schedules import FAMILIES, Costs, Links, Op, Schedule, Sum, Timeline, Way, build, simulate
+from stagewright.schedules.needs import Needs
+from stagewright.schedules.timing.inputs import Cause, predicted_inputs
+from stagewright.schedules.timing.prediction import PredictionCheck, check_prediction
+from stagewright.schedules.timing.records import RankRecord, assemble_timeline
+
+
+def measured(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> Timeline:
+    """What ranks would have recorded of a simulated step: actions without what is around them, and their waits."""
+    schedule, needs, records = truth.schedule, Needs(truth.schedule), []
+    around = [overhead] * schedule.num_stages if isinstance(overhead, float) else overhead
+    for trace in truth.ranks:
+        came, free, arrivals = {span.what: span.end for span in trace.comm}, 0.0, []
+        for span in trace.compute:
+            for message, *_ in needs.arrivals(span.what):
+                if message in came:
+                    arrivals.append((message, free, max(free, came[message])))
+            free = span.end
+        compute = tuple(s if s.what.op is Op.U else s._replace(end=s.end - around[s.what.stage]) for s in trace.compute)
+        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), collectives=trace.collectives))
+    found = assemble_timeline(schedule, records)
+    # Of a simulated stream the first batches are no steady state; a run is in it when it is traced.
+    return replace(found, measured=not schedule.is_asynchronous)
+
+
+def uneven(schedule: Schedule) -> Costs:
+    stages = range(schedule.num_stages)
+    return Costs(
+        forward=[1.0 + s % 3 for s in stages],
+        input_grad=[1.5 + s % 2 for s in stages],
+        weight_grad=[1.25 + s % 2 for s in stages],
+        overhead=0.0625,
+        latency=0.125,
+        reduce_grad=0.5,
+        update=0.5,
+        norm=0.25 if schedule.has_epilogue else None,
+    )
+
+
+def seconds_of(found: PredictionCheck) -> dict[str, float]:
+    return {each.name: each.seconds for each in found.causes if abs(each.seconds) > 1e-12}
+
+
+def check_adds_up(found: PredictionCheck) -> None:
+    """From the predicted step to the measured one without a gap, in total and on each rank."""
+    assert found.causes[0].before == found.predicted
+    assert [each.after for each in found.causes[:-1]] == [each.before for each in found.causes[1:]]
+    assert sum(each.seconds for each in found.causes) == pytest.approx(found.step_seconds - found.predicted, abs=1e-9)
+    assert [each.name for each in found.causes] == [each.value for each in Cause][: len(found.causes)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_inputs_explain_all(name: str) -> None:
+    """Under each family: with every input wrong, those that were measured give the measured step to the last bit."""
+    P, M = fitting(name, 3, 6)
+    schedule = build(name, num_ranks=P, num_microbatches=M)
+    costs = uneven(schedule)
+    stages = range(schedule.num_stages)
+    true = replace(
+        costs,
+        forward=[1.25 + s % 3 for s in stages],
+        input_grad=[1.5 + s % 3 for s in stages],
+        overhead=[0.125 + s % 2 / 8 for s in stages],
+        latency=0.25,
+        reduce_grad=0.75,
+        update=1.0,
+    )
+    truth = simulate(schedule, true)
+    found = check_prediction(simulate(schedule, costs), [measured(truth, true.overhead)], costs=costs)
+    check_adds_up(found)
+    off, spread = (found.cause(each).seconds for each in (Cause.UNEXPLAINED, Cause.SPREAD))
+    assert (off, spread) == pytest.approx((0.0, 0.0), abs=1e-9)
+    for rank, changes in enumerate(found.ranks if not schedule.is_asynchronous else ()):
+        assert sum(change.after for change in changes) == pytest.approx(found.measured), rank
+        assert sum(change.before for change in changes) == pytest.approx(found.predicted), rank
+
+
+def linked(replicas: tuple[int, ...] = (2, 1), num_microbatches: int = 8) -> tuple[Schedule, Costs, Links]:
+    """A plan as `simulated` has it: stages on unequal replicas, links with bytes on cards, a sum that occupies them."""
+    schedule = build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], overhead=0.125, update=0.5, norm=0.25)
+    pairs = {(a, b) for a in range(sum(replicas)) for b in range(sum(replicas)) if a != b}
+    network = {(a, b): Way(latency=0.25, seconds_per_byte=0.125, sending=a, receiving=b) for a, b in pairs}
+    return (
+        schedule,
+        costs,
+        Links(network=network, activation_bytes=2.0, sums=(Sum(stage=0, seconds=1.0, ways=((0, 1),)),)),
+    )
+
+
+WRONG = {
+    "F of one stage": ("forward of stage 1", Cause.COMPUTE),
+    "B of one stage": ("backward of stage 0", Cause.COMPUTE),
+    "around an action": ("stage 1 around an action", Cause.OVERHEAD),
+    "a link": ("messages of link 0-2", Cause.MESSAGES),
+    "a sum": ("sum of stage 0", Cause.SUMS),
+    "an update": ("update of stage 0", Cause.UPDATE),
+    "the norm": ("norm of all gradients", Cause.UPDATE),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_one_wrong_input_is_named(wrong: str) -> None:
+    """Each in turn, on unequal replicas and links that queue: it alone is named, and its cause has all the seconds."""
+    schedule, costs, links = linked()
+    true, way = costs, links.way(0, 2)
+    match wrong:
+        case "F of one stage":
+            true = replace(costs, forward=[1.0, 2.0])
+        case "B of one stage":
+            true = replace(costs, backward=[2.5, 3.0])
+        case "around an action":
+            true = replace(costs, overhead=[0.125, 0.375])
+        case "an update":
+            true = replace(costs, update=[1.5, 0.5])
+        case "the norm":
+            true = replace(costs, norm=1.25)
+    true_links = links
+    if wrong == "a link":
+        assert isinstance(links.network, dict)
+        true_links = replace(links, network=links.network | {(0, 2): replace(way, latency=1.75)})
+    if wrong == "a sum":
+        true_links = replace(links, sums=(replace(links.sums[0], seconds=3.0),))
+    truth = simulate(schedule, true, true_links)
+    found = check_prediction(
+        simulate(schedule, costs, links), [measured(truth, true.overhead)], costs=costs, links=links
+    )
+    check_adds_up(found)
+    name, cause = WRONG[wrong]
+    assert [str(each.what) for each in found.wrong] == [name]
+    assert found.wrong[0].what.cause is cause
+    assert found.wrong[0].alone is not None
+    rest = {key: value for key, value in seconds_of(found).items() if key != cause.value}
+    assert sum(map(abs, rest.values())) <= 0.2 * abs(found.cause(cause).seconds)  # queues in front of others move
+
+
+def test_as_predicted_nothing_is_named() -> None:
+    schedule, costs, links = linked((1, 2))
+    truth = simulate(schedule, costs, links)
+    found = check_prediction(truth, [measured(truth, 0.125)] * 3, costs=costs, links=links)
+    assert found.wrong == ()
+    assert found.num_steps == 3
+    assert found.predicted == pytest.approx(found.measured)
+    known = predicted_inputs(schedule, costs, links)
+    for each in found.inputs:
+        assert each.measured >= each.predicted - 1e-9 == pytest.approx(known[each.what] - 1e-9), each.what
+        assert each.ratio is None or each.what.kind == "message" or each.ratio == pytest.approx(1.0)
+
+
+def test_what_varies_is_spread_and_no_input() -> None:
+    """One action in a hundred takes ten times as long: medians do not know it, and no input is named for it."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
+    costs = Costs(forward=1.0, backward=2.0)
+    row = [2.0] * 7 + [20.0]
+    truth = simulate(schedule, replace(costs, backward=[2.0, row]))
+    found = check_prediction(simulate(schedule, costs), [measured(truth)], costs=costs, step_seconds=60.0)
+    check_adds_up(found)
+    assert set(seconds_of(found)) == {Cause.SPREAD, Cause.OUTSIDE}
+    assert found.step_seconds == 60.0
+    assert found.wrong == ()
+
+
+def test_costs_that_the_run_measured_know_what_is_around_an_action() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = Costs()
+    truth = simulate(schedule, replace(costs, overhead=0.5))
+    known = replace(costs, overhead=0.5)
+    found = check_prediction(simulate(schedule, costs), [measured(truth, 0.5)], costs=costs, known=known)
+    around = [each for each in found.inputs if each.what.kind == "overhead"]
+    assert [(each.measured, each.ratio) for each in around] == [(0.5, None)] * 2
+
+
+def test_sums_of_tied_weights_that_no_plan_knows() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = Costs(update=0.5)
+    truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
+    found = check_prediction(simulate(schedule, costs), [measured(truth)], costs=costs)
+    assert [str(each.what) for each in found.wrong] == ["sum of stages 0, 1"]
+    assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
+
+
+def test_steps_of_another_schedule_are_refused() -> None:
+    costs = Costs()
+    predicted = simulate(build("1f1b", num_ranks=2, num_microbatches=4), costs)
+    other = simulate(build("1f1b", num_ranks=2, num_microbatches=8), costs)
+    with pytest.raises(ValueError, match="expected steps of the schedule that was predicted"):
+        check_prediction(predicted, [other], costs=costs)
+    with pytest.raises(ValueError, match="0 measured steps: expected at least one"):
+        check_prediction(predicted, [], costs=costs)
