@@ -1,0 +1,144 @@
+"""Iterations of measured uneven plans, simulated from each plan's own seconds of work and its link. No torch.
+
+The check is on waits: who waits for whom, and for how long, is what the simulator has to say. Of a rank's timers (see
+`mist_plans`) it is given
+
+    forward, backward   over the number of microbatches
+    allreduce           of the stage's rank with the least: the others' contain waits for it
+    embedding           of the two ends, the least: the one that is there first waits for the other
+    update              of the two ends, the larger: these are through with the embeddings last, so that they do not
+                        wait for the norm, while the ranks between them do
+    send                of the last stage but one alone, which sends one forward in its warm-up, to a stage that has
+                        done nothing but wait for it: bytes over these seconds are the link's bandwidth; its median
+                        over all plans on the platform
+
+and not the iteration, nor the other sends and receives, which say how long a rank waited.
+
+Aceso's engine computes nothing while it communicates: behind a forward a rank exchanges the activation for a gradient
+with the next stage, behind a backward the gradient for an activation with the one before. So each action is as long as
+its exchange longer. Of GPUs without a link of their own (L4, A10G) all bytes go through the host's memory, one message
+after the other: an exchange takes as long as both. NVLink carries both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+
+from ...schedules import Costs, Timeline, build, simulate
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+from .mist_messages import Message, message_behind
+from .mist_plans import MEASURED, MeasuredPlan, Rank, Stage, measured
+
+_OWN_LINKS = ("a100", "h100", "v100-sxm")  # GPUs that reach each other without the host's memory
+_RATIO, _LEFT_OUT = "simulated / measured", "left out"
+_OFF = 0.015  # of an iteration: rows beyond are named
+
+
+def simulate_plans(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Iteration of each plan of a file, simulated and measured.
+
+    Case: `plans`, "half" (the half of the published ones that this project holds) or the path of a CSV file.
+    """
+    del repetitions
+    found = measured(_path(case))
+    for number, plan in enumerate(found.plans, 1):
+        own = case.also(
+            number=number,
+            model=plan.model,
+            platform=plan.platform,
+            stages=len(plan.stages),
+            ranks=sum(len(stage.ranks) for stage in plan.stages),
+        )
+        seconds = simulated(plan, bandwidth(plan.platform, _path(case))).batch_seconds
+        for how, value in ((How.PUBLISHED, plan.seconds), (How.SIMULATED, seconds)):
+            yield Figure(case=own, name="iteration", value=value, unit="s", how=how)
+        ratio = seconds / plan.seconds
+        yield Figure(case=own, name=_RATIO, value=ratio, unit="ratio", how=How.SIMULATED)
+    if found.incomplete:
+        note = "; ".join(found.incomplete)
+        yield Figure(case=case, name=_LEFT_OUT, value=len(found.incomplete), unit="", how=How.PUBLISHED, note=note)
+
+
+def findings(figures: Sequence[Figure]) -> Iterator[str]:
+    """How far the iterations are off, which most, and what could not be simulated."""
+    ratios = {_named(figure): figure.value for figure in figures if figure.name == _RATIO}
+    off = {name: abs(ratio - 1) for name, ratio in ratios.items()}
+    mean, most = fmean(off.values()), max(off.values())
+    yield f"Iterations are off by {mean:.1%} on average, {most:.1%} at most ({len(off)} plans)."
+    beyond = [f"{name} ({ratios[name] - 1:+.1%})" for name, value in off.items() if value > _OFF]
+    if beyond:
+        yield (
+            f"Beyond {_OFF:.1%}: {', '.join(beyond)}. Where most bytes cross a cut (inside of an MLP, next to a stage "
+            "of two ranks), the seconds of an exchange count most, and these are the least known."
+        )
+    yield from (
+        f"Left out, since rows of ranks are missing: {each.note}." for each in figures if each.name == _LEFT_OUT
+    )
+
+
+def _named(figure: Figure) -> str:
+    case = figure.case
+    return f"{case.text('model')} on {case.text('platform')} in {case.count('stages')} stages"
+
+
+def _path(case: Case) -> Path:
+    given = case.text("plans")
+    return MEASURED if given == "half" else Path(given)
+
+
+@cache
+def bandwidth(platform: str, path: Path = MEASURED) -> float:
+    """One message's bytes a second on a platform: the median of what its plans' lone sends say.
+
+    1e12, of which no message is felt, where no plan of the platform has a message.
+    """
+    found = [
+        message_behind(plan, len(plan.stages) - 2).sent / seconds
+        for plan in measured(path).plans
+        if plan.platform == platform and len(plan.stages) > 1
+        if (seconds := min(rank.send for rank in plan.stages[-2].ranks)) > 0
+    ]
+    return median(found) if found else 1e12
+
+
+def simulated(plan: MeasuredPlan, bytes_per_second: float) -> Timeline:
+    """The iteration, from the seconds that the module lists."""
+    S, M = len(plan.stages), plan.num_microbatches
+    duplex = plan.platform.startswith(_OWN_LINKS)
+    behind = [_exchanges(message_behind(plan, stage), duplex, bytes_per_second) for stage in range(S - 1)]
+    first, last = plan.stages[0], plan.stages[-1]
+    update = max(_least(first, "update"), _least(last, "update"))
+    tied = (((0, S - 1), min(_least(first, "embedding"), _least(last, "embedding"))),) if S > 1 else ()
+    alone = _least(first, "embedding") if S == 1 else 0.0
+    to_next = [*(here for here, _ in behind), 0.0]
+    to_previous = [0.0, *(there for _, there in behind)]
+    costs = Costs(
+        forward=[_mean(stage, "forward") / M + more for stage, more in zip(plan.stages, to_next, strict=True)],
+        backward=[_mean(stage, "backward") / M + more for stage, more in zip(plan.stages, to_previous, strict=True)],
+        update=[_least(stage, "allreduce") + alone + update for stage in plan.stages],
+        tied=tied,
+        norm=0.0,
+    )
+    return simulate(build("1f1b", num_ranks=S, num_microbatches=M), costs)
+
+
+def _exchanges(message: Message, duplex: bool, bytes_per_second: float) -> tuple[float, float]:
+    """Seconds that the stage before a cut, and the one behind it, take to send one message and receive another."""
+    both = message.sent if duplex else 2 * message.sent
+    return (both + message.gathered_before) / bytes_per_second, (both + message.gathered_behind) / bytes_per_second
+
+
+def _least(stage: Stage, name: str) -> float:
+    return min(_of(rank, name) for rank in stage.ranks)
+
+
+def _mean(stage: Stage, name: str) -> float:
+    return fmean(_of(rank, name) for rank in stage.ranks)
+
+
+def _of(rank: Rank, name: str) -> float:
+    return float(getattr(rank, name))

@@ -1,0 +1,128 @@
+"""Mist's measured plans: the iteration follows from work and links, and from nothing that holds the answer."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.jobs.case import Case
+from stagewright.experiments.jobs.figure import How
+from stagewright.experiments.works.mist import bandwidth, findings, simulate_plans, simulated
+from stagewright.experiments.works.mist_messages import message_behind
+from stagewright.experiments.works.mist_plans import MEASURED, MeasuredPlan, measured
+
+PLANS = measured().plans
+Row = dict[str, str]
+
+
+def written(path: Path, change: Callable[[Row], Row | None]) -> Path:
+    """A copy of the measured rows, each changed, or left out."""
+    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
+    rows = [row for row in map(change, csv.DictReader(lines)) if row is not None]
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def test_iterations_are_those_measured() -> None:
+    figures = list(simulate_plans(Case.of({"plans": "half"}), 1))
+    off = [abs(figure.value - 1) for figure in figures if figure.name == "simulated / measured"]
+    assert len(off) == 8
+    assert sum(off) / len(off) < 0.01
+    assert max(off) < 0.03
+    assert sum(figure.how is How.PUBLISHED for figure in figures) == 8
+    assert "6_7B on l4 in 7 stages (+2.7%)" in list(findings(figures))[1]
+
+
+def test_links_count() -> None:
+    """Were messages for nothing, plans of many stages would come out 5% and more too short."""
+    off = [simulated(plan, 1e12).batch_seconds / plan.seconds - 1 for plan in PLANS if len(plan.stages) > 4]
+    assert max(off) < -0.04
+
+
+def test_nothing_goes_in_that_says_how_long_a_rank_waited(tmp_path: Path) -> None:
+    """Waits and the iteration itself scrambled: the same prediction, to the last bit."""
+
+    def scrambled(row: Row) -> Row:
+        middle = 0 < int(row["stage"]) < int(row["P"]) - 1
+        lone = int(row["stage"]) == int(row["P"]) - 2
+        waits = dict.fromkeys(("time_ms", "sendrecv_ms", "bwdrecv_ms"), "123456")
+        waits |= {} if lone else {"send_ms": "123456"}
+        waits |= {"opt_ms": "123456", "emb_ms": "123456"} if middle else {}
+        if not middle and row["stage"] != "0":
+            waits |= {"emb_ms": str(float(row["emb_ms"]) + 1000)}  # the last stage waits for the first
+        return row | waits
+
+    path = written(tmp_path / "plans.csv", scrambled)
+    assert bandwidth("l4", path) == bandwidth("l4")
+    for plan, other in zip(PLANS, measured(path).plans, strict=True):
+        assert other.seconds == pytest.approx(123.456)
+        assert simulated(other, bandwidth("l4")).batch_seconds == simulated(plan, bandwidth("l4")).batch_seconds
+
+
+def plan_cut_behind(operation: int, *, tensor: tuple[int, int] = (1, 1)) -> MeasuredPlan:
+    plan = next(plan for plan in PLANS if len(plan.stages) == 2)
+    first, last = plan.stages
+    return replace(
+        plan,
+        stages=(
+            replace(first, last=operation, tensor=tensor[0]),
+            replace(last, first=operation + 1, tensor=tensor[1]),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "times_wide"),
+    [(0, 1), (1, 2), (2, 4), (3, 2 + 32), (7, 2), (8, 1), (10, 5), (11, 5), (12, 2), (13, 1), (14, 2), (26, 1)],
+)
+def test_bytes_behind_each_operation(operation: int, times_wide: int) -> None:
+    """In activations of 2048 x 2048 values of 16 bits; scores are 32 heads of 2048 x 2048."""
+    message = message_behind(plan_cut_behind(operation), 0)
+    assert message.sent == times_wide * 2 * 2048 * 2048
+    assert message.gathered_before == message.gathered_behind == 0
+
+
+def test_tensor_ranks_send_their_share_and_gather_what_all_need() -> None:
+    wide = 2 * 2048 * 2048
+    between = message_behind(plan_cut_behind(11, tensor=(2, 2)), 0)
+    assert between.sent == 5 * wide / 2
+    assert between.gathered_before == between.gathered_behind == wide / 2
+    onto_two = message_behind(plan_cut_behind(13, tensor=(1, 2)), 0)
+    assert (onto_two.sent, onto_two.gathered_before, onto_two.gathered_behind) == (wide, 0, wide / 2)
+
+
+def test_where_gpus_reach_each_other_both_messages_of_an_exchange_go_at_once() -> None:
+    plan = PLANS[-1]
+    with_links = replace(plan, platform="a100-sxm4-40gb")
+    assert simulated(with_links, 1e10).batch_seconds < simulated(plan, 1e10).batch_seconds
+    assert simulated(with_links, 1e10).batch_seconds == pytest.approx(simulated(plan, 2e10).batch_seconds)
+
+
+def test_plans_with_missing_ranks_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "plans.csv", lambda row: None if (row["P"], row["rank"]) == ("6", "4") else row)
+    figures = list(simulate_plans(Case.of({"plans": str(path)}), 1))
+    assert sum(figure.name == "iteration" for figure in figures) == 14
+    assert list(findings(figures))[-1].startswith("Left out, since rows of ranks are missing: l4, 6_7B,")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fwd_ms": "soon"}, r"plans.csv, line 2: fwd_ms: 'soon': expected a finite number of at least 0"),
+        ({"m": "0"}, r"line 2: m: '0': expected a whole number of at least 1"),
+        ({"ops": "7"}, r"ops of all stages: 7: expected 13 of each layer and 3"),
+        ({"hidden": ""}, r"line 2: hidden: '': expected a value"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, change: Row, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measured(written(tmp_path / "plans.csv", lambda row: row | change if row["P"] == "1" else row))
+    with pytest.raises(ValueError, match=r"nowhere.csv: .*expected a CSV file"):
+        measured(tmp_path / "nowhere.csv")
