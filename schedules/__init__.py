@@ -22,10 +22,13 @@ from .timing.bounds import lower_bound
 from .timing.costs import Costs
 from .timing.critical_path import CriticalPath, PathKind, PathStep, critical_path
 from .timing.difference import Change, Departure, Difference, compare
+from .timing.estimate_spread import estimate_spread
 from .timing.links import LinkLevel, Links, Sum, Way
 from .timing.memory import MemoryCurve, MemoryPart, StageBytes, memory_curves
 from .timing.prediction import PredictionCheck, check_prediction
+from .timing.sampling import StepSamples, simulate_spread
 from .timing.simulate import ideal_makespan, simulate
+from .timing.spread import Spread
 from .timing.stragglers import Straggler, find_stragglers
 from .timing.timeline import Idle, RankTrace, Span, Timeline
 
@@ -76,7 +79,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Span",
+    "Spread",
     "StageBytes",
+    "StepSamples",
     "Straggler",
     "Sum",
     "Synthesis",
@@ -91,6 +96,7 @@ __all__ = [
     "compare",
     "critical_path",
     "equal_work_lengths",
+    "estimate_spread",
     "family",
     "find_stragglers",
     "ideal_makespan",
@@ -99,6 +105,7 @@ __all__ = [
     "memory_curves",
     "shortest_lengths",
     "simulate",
+    "simulate_spread",
     "slice_seconds",
     "synthesize",
     "synthesize_jointly",

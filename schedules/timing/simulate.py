@@ -53,7 +53,18 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     """
     if not isinstance(links, Links | None):
         raise ValueError(f"links={links!r:.60}: expected Links(...), or None for messages that take the costs' latency")
-    return _Simulation(schedule, costs.table_for(schedule), links).run()
+    table = costs.table_for(schedule)
+    return run_once(Wiring(schedule, table, links), table)
+
+
+def run_once(wiring: Wiring, table: CostTable, *, messages: bool = True) -> Timeline:
+    """The timeline of a schedule that is wired already, under costs of this table.
+
+    Arguments:
+        table: may differ from the one it was wired with in how long things take, not in which sums and moves there are.
+        messages: whether the timeline has them.
+    """
+    return _Simulation(wiring, table).run(messages=messages)
 
 
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
@@ -88,10 +99,10 @@ class _MeetingTimes:
 class _Simulation:
     """One run of a `Wiring`."""
 
-    def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
-        self.schedule, self.table = schedule, table
+    def __init__(self, wiring: Wiring, table: CostTable) -> None:
+        self.wiring, self.schedule, self.table = wiring, wiring.schedule, table
+        schedule, links = self.schedule, wiring.links
         self.has_messages = links is not None or any(table.latency)
-        self.wiring = wiring = Wiring(schedule, table, links)
         rows = [table.row(op, s) for op in OPS for s in range(schedule.num_stages)]
         # By code and index: [S * 5][M].
         self.durations = [row * (wiring.num_indices // len(row)) for row in rows]
@@ -121,7 +132,7 @@ class _Simulation:
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
 
-    def run(self) -> Timeline:
+    def run(self, *, messages: bool) -> Timeline:
         durations = self.durations
         starts = self._play()
         computes = []
@@ -133,7 +144,7 @@ class _Simulation:
                     for action, start, code, k in zip(program, starts[rank], codes, indices, strict=True)
                 ]
             )
-        comm = self._messages(computes) if self.has_messages else [()] * len(computes)
+        comm = self._messages(computes) if messages and self.has_messages else [()] * len(computes)
         if self.schedule.has_epilogue:
             self._add_epilogue(computes)
         return Timeline(

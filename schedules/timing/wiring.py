@@ -89,6 +89,7 @@ class Wiring:
         behind: by stage, the meeting that a rank begins behind an update of the epilogue.
         filled: slots that are filled from the start.
         num_slots, num_channels: how many there are.
+        links: over which it is wired.
 
     Raises ValueError for links and costs that do not fit the schedule, ScheduleError for an action without a cost.
     """
@@ -107,7 +108,7 @@ class Wiring:
         self.filled: list[int] = []
         self.num_slots = 0
         self._channels: dict[Hashable, int] = {}
-        self._links = links
+        self.links = links
         self.programs = self._encode()
         needs = Needs(schedule)
         self._lay_wires(needs)
@@ -151,7 +152,7 @@ class Wiring:
     def _lay_wires(self, needs: Needs) -> None:
         """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
         owners = self.schedule.owners
-        sizes = {} if self._links is None else wire_bytes(self.schedule, self._links, needs.wires)
+        sizes = {} if self.links is None else wire_bytes(self.schedule, self.links, needs.wires)
         for wire in needs.wires:
             if owners[wire.src] == owners[wire.dst]:
                 continue
@@ -175,8 +176,8 @@ class Wiring:
         return tuple(between[pair] for pair in pairs)
 
     def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
-        way = _FREE if self._links is None else self._links.way(src, dst)
-        channels = () if self._links is None else self._number(self._links.channels(src, dst))
+        way = _FREE if self.links is None else self.links.way(src, dst)
+        channels = () if self.links is None else self._number(self.links.channels(src, dst))
         self.passages.append(Passage(src, dst, stage, num_bytes, way, channels))
         return len(self.passages) - 1
 
@@ -190,7 +191,7 @@ class Wiring:
 
     def _arrange_meetings(self, table: CostTable) -> None:
         schedule = self.schedule
-        sums: Sequence[Sum] = () if self._links is None else self._links.sums
+        sums: Sequence[Sum] = () if self.links is None else self.links.sums
         for each in sums:
             if not 0 <= each.stage < self.num_stages:
                 raise ValueError(f"a sum of stage {each.stage}: expected a stage from 0 to {self.num_stages - 1}")
@@ -295,7 +296,7 @@ class Wiring:
 
     def _arrange_moves(self, moves: Mapping[tuple[int, int], Move], table: CostTable) -> None:
         """The ways of activations, by stage and ranks. Backwards of those that stay find their slots filled."""
-        sizes = (0.0,) * self.num_stages if self._links is None else lent_bytes(self.schedule, self._links)
+        sizes = (0.0,) * self.num_stages if self.links is None else lent_bytes(self.schedule, self.links)
         slots: dict[int, tuple[int, int]] = {}  # by stage: those of the way out, and of the way back
         numbers: dict[tuple[int, int, int | None], int] = {}  # the way out; the way back is the next
         for stage in sorted({stage for stage, _ in moves}):
@@ -343,8 +344,8 @@ class Wiring:
         ]
 
     def _around(self, each: Sum) -> tuple[int, ...]:
-        assert self._links is not None
-        return self._number(self._links.channels_of_sum(each))
+        assert self.links is not None
+        return self._number(self.links.channels_of_sum(each))
 
 
 def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...], float]:

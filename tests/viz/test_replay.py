@@ -6,13 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from support.replay_cases import Case, cases
 
 from stagewright.schedules import Op, Timeline, simulate
 from stagewright.viz import Exhibit
 from stagewright.viz.explorer.panel_data import Programs, timeline_panel
 from stagewright.viz.explorer.replay_data import replay_data
-
-from .replay_cases import Case, cases
 
 TICK = 1e-6  # [s]
 REPLAY = """

@@ -1,4 +1,4 @@
-"""Random schedules of all families and random orders, with unequal costs and links, for the page's replay."""
+"""Random schedules of all families and random orders, with unequal costs and links: for what plays a schedule again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from support.random_moves import with_random_moves
-
 from stagewright.schedules import FAMILIES, Action, Costs, Edge, Links, Op, Schedule, Sum, Way, build
 from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.builders.replicas import replicate
 from stagewright.schedules.ir import chain
+
+from .random_moves import with_random_moves
 
 KNOBS = ("F", "B", "I", "W", "U", "latency", "bandwidth")
 

@@ -1,0 +1,171 @@
+"""What a step takes when durations vary: many simulated steps, their median and their range.
+
+A step ends when its last rank ends: it is a maximum of sums of durations. So its mean lies above what the means of its
+actions give, and it varies less than each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from ..ir import Op, Schedule
+from ..wording import duration
+from .costs import Costs, CostTable
+from .links import Links
+from .simulate import run_once
+from .spread import Spread
+from .wiring import OPS, Wiring
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+DEFAULT_SAMPLES = 200
+SHARE = 0.9  # of steps, within a range that is printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSamples:
+    """What many simulated steps took.
+
+    Arguments:
+        seconds: from batch to batch, ascending [s].
+        bubbles: likewise, ascending.
+    """
+
+    seconds: tuple[float, ...]
+    bubbles: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds: above those of a simulation with mean durations."""
+        return fmean(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """The prediction that is printed [s]: half of all steps take longer."""
+        return median(self.seconds)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that this share of steps stays below, between samples linearly; ValueError outside of 0 to 1."""
+        return _quantile(self.seconds, share)
+
+    def range(self, share: float = SHARE) -> tuple[float, float]:
+        """Seconds between which this share of steps lies, as many below as above."""
+        return _quantile(self.seconds, (1 - share) / 2), _quantile(self.seconds, (1 + share) / 2)
+
+    def bubble_range(self, share: float = SHARE) -> tuple[float, float]:
+        """Bubbles between which this share of steps lies."""
+        return _quantile(self.bubbles, (1 - share) / 2), _quantile(self.bubbles, (1 + share) / 2)
+
+    def __str__(self) -> str:
+        """The median and the range, for people."""
+        low, high = map(duration, self.range())
+        return f"{duration(self.median)} ({SHARE:.0%}: {low} .. {high})"
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    """Of n samples the i-th is the quantile i / (n + 1): as large a share of fresh draws stays below it."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"share={share!r}: expected a number from 0 to 1")
+    at = min(max(share * (len(ascending) + 1) - 1, 0.0), len(ascending) - 1.0)
+    low = min(int(at), len(ascending) - 2) if len(ascending) > 1 else 0
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (at - low) * (ascending[high] - ascending[low])
+
+
+def simulate_spread(
+    schedule: Schedule,
+    costs: Costs,
+    spread: Spread,
+    links: Links | None = None,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    seed: int = 0,
+) -> StepSamples:
+    """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
+
+    Each is what `simulate` says for its durations; of ratios of 1 alone, for these costs. Of an asynchronous schedule a
+    sample is a whole program: what is drawn once a step is drawn once for all of its batches. The same seed gives the
+    same samples.
+
+    Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
+
+    >>> from stagewright.schedules import Costs, Op, build, simulate
+    >>> schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    >>> noise = Spread(actions={Op.F: [[0.5, 1.5]] * 2})
+    >>> taken = simulate_spread(schedule, Costs(forward=1.0), noise)
+    >>> taken.mean > simulate(schedule, Costs(forward=1.0)).makespan == 15.0
+    True
+    """
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
+    table = costs.table_for(schedule)
+    wiring = Wiring(schedule, table, links)
+    seconds, bubbles = [], []
+    draws = _Draws(schedule, table, spread, seed)
+    for _ in range(samples):
+        timeline = run_once(wiring, draws.table(), messages=False)
+        seconds.append(timeline.batch_seconds)
+        bubbles.append(timeline.bubble)
+    return StepSamples(seconds=tuple(sorted(seconds)), bubbles=tuple(sorted(bubbles)))
+
+
+class _Draws:
+    """Cost tables with durations drawn for one step after the other.
+
+    Arguments:
+        table: of the schedule, what ratios of 1 leave.
+    """
+
+    def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
+        import numpy as np  # simulating one step needs none
+
+        self._table, self._spread = table, spread
+        self._random = np.random.default_rng(seed)
+        self._ops = sorted(
+            {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
+        )
+        self._num_ranks, num_stages, num_indices = schedule.num_ranks, schedule.num_stages, schedule.total_indices
+        for op, stages in spread.actions.items():
+            if len(stages) != num_stages:
+                raise ValueError(f"a spread of {len(stages)} stages ({op}) for a schedule of {num_stages}")
+        rows = [(op, stage) for op in self._ops for stage in range(num_stages)]
+        self._shape = len(rows), num_indices
+        self._seconds = np.array([np.resize(table.row(op, stage), num_indices) for op, stage in rows])
+        self._ranks = np.array(
+            [[schedule.owner(stage, 0 if op is Op.U else k) for k in range(num_indices)] for op, stage in rows]
+        )
+        # The ratios of all rows stand in one array: `first` and `number` say where those of a row are.
+        lists = [list(spread.actions[op][stage]) if op in spread.actions else [] for op, stage in rows]
+        lists = [each or [1.0] for each in lists]
+        number = np.array([len(each) for each in lists])
+        self._ratios = np.concatenate([np.array(each) for each in lists])
+        self._number, self._first = number[:, None], (np.cumsum(number) - number)[:, None]
+
+    def table(self) -> CostTable:
+        """Durations of one more step."""
+        import numpy as np
+
+        step = self._of_step(self._spread.steps, 1)[0]
+        ranks = self._of_step(self._spread.ranks, self._num_ranks)
+        at = self._first + (self._random.random(self._shape) * self._number).astype(np.intp)
+        seconds = (self._seconds * (step * ranks[self._ranks]) * self._ratios[at]).tolist()
+        width = len(self._table.latency)
+        rows = {op: tuple(map(tuple, seconds[n * width : (n + 1) * width])) for n, op in enumerate(self._ops)}
+        return replace(self._table, rows={**self._table.rows, **rows}, update=tuple(row[0] for row in rows[Op.U]))
+
+    def _of_step(self, ratios: Sequence[float], number: int) -> NDArray[np.float64]:
+        """Factors of one step, wider than the ratios say as there are fewer steps that these were found in."""
+        import numpy as np
+
+        if not ratios:
+            return np.ones(number)
+        drawn = np.array(ratios)[self._random.integers(len(ratios), size=number)]
+        steps = self._spread.num_steps
+        if steps:
+            drawn = drawn ** np.sqrt((steps + 1) / self._random.chisquare(steps - 1))
+        return drawn

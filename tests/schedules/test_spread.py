@@ -1,0 +1,216 @@
+"""Durations that vary: samples against the simulator and against cases by hand, and the spread that steps tell."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from math import comb, exp, log, sqrt
+from random import Random
+from statistics import fmean, pvariance
+
+import pytest
+from support.replay_cases import cases
+
+from stagewright.schedules import Costs, Op, Schedule, Spread, build, estimate_spread, simulate, simulate_spread
+from stagewright.schedules.timing.estimate_spread import LEAST_STEPS, Ran
+from stagewright.schedules.timing.sampling import StepSamples
+
+FIXED = Spread(actions={})
+LEAST_OF_600, MOST_OF_600 = 518, 561
+
+
+def test_a_sample_is_what_the_simulator_says() -> None:
+    """With ratios of 1 to the last bit, of any schedule, links that queue, sums, norms, streams and replicas included;
+    and with others what costs times these give."""
+    random = Random(3)
+    for case in cases(60, seed=11):
+        S = case.schedule.num_stages
+        exact = simulate_spread(case.schedule, case.costs, FIXED, case.links, samples=1)
+        timeline = simulate(case.schedule, case.costs, case.links)
+        assert exact.seconds == (timeline.batch_seconds,)
+        assert exact.bubbles == (timeline.bubble,)
+        ratios = {op: [random.uniform(0.5, 2.0) for _ in range(S)] for op in (Op.F, Op.B, Op.I, Op.W, Op.U)}
+        spread = Spread(actions={op: [[r] for r in row] for op, row in ratios.items()}, ranks=[1.25], steps=[0.5])
+        table = case.costs.table_for(case.schedule)
+        rows = {
+            op: [[each * 0.625 * r for each in table.row(op, s)] for s, r in enumerate(row)]
+            for op, row in ratios.items()
+        }
+        costs = replace(
+            case.costs,
+            forward=rows[Op.F],
+            backward=rows[Op.B],
+            input_grad=rows[Op.I],
+            weight_grad=rows[Op.W],
+            update=[row[0] for row in rows[Op.U]],
+            overhead=0.0,
+            index_factors=None,
+        )
+        costs = replace(costs, **{name: _short(getattr(costs, name)) for name in ROWS})
+        again = simulate(case.schedule, costs, case.links).batch_seconds
+        (sampled,) = simulate_spread(case.schedule, case.costs, spread, case.links, samples=1).seconds
+        assert sampled == pytest.approx(again, rel=1e-9, abs=1e-12)
+
+
+ROWS = ("forward", "backward", "input_grad", "weight_grad")
+
+
+def _short(rows: list[list[float]]) -> list[float | list[float]]:
+    return [row[0] if len(row) == 1 else row for row in rows]
+
+
+def test_each_factor_is_drawn_as_often_as_it_stands_for() -> None:
+    """One microbatch through two ranks, F then B: the distribution of the sum, enumerated."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    costs = Costs(forward=[1.0, 10.0], backward=[100.0, 1000.0])
+
+    def seconds(spread: Spread) -> list[float]:
+        return sorted({round(s, 6) for s in simulate_spread(schedule, costs, spread, samples=300).seconds})
+
+    own = seconds(Spread(actions={op: [[0.5, 1.5]] * 2 for op in (Op.F, Op.B)}))
+    assert own == sorted(sum(pick) for pick in itertools.product((0.5, 1.5), (5, 15), (50, 150), (500, 1500)))
+    by_rank = seconds(Spread(actions={}, ranks=[0.5, 1.5]))
+    assert by_rank == [555.5, 1.5 * 101 + 0.5 * 1010, 0.5 * 101 + 1.5 * 1010, 1666.5]
+    assert seconds(Spread(actions={}, steps=[0.5, 1.5])) == [555.5, 1666.5]
+    mean = simulate_spread(schedule, costs, Spread(actions={Op.B: [[1.0], [0.5, 1.5]]}), samples=800).mean
+    assert mean == pytest.approx(1111, rel=0.04)
+
+
+def test_few_steps_widen_what_differs_between_steps() -> None:
+    schedule = build("gpipe", num_ranks=1, num_microbatches=1)
+    steps = [exp(0.1 * n) for n in (-2, -1, 0, 1, 2)]
+
+    def width(num_steps: int) -> float:
+        taken = simulate_spread(schedule, Costs(), Spread(actions={}, steps=steps, num_steps=num_steps), samples=600)
+        low, high = taken.range()
+        return high / low
+
+    assert width(0) == pytest.approx(exp(0.4))
+    assert width(5) > 1.3 * width(0)
+    assert width(1000) == pytest.approx(width(0), rel=0.06)
+
+
+def test_quantiles() -> None:
+    taken = StepSamples(seconds=tuple(float(n) for n in range(1, 100)), bubbles=(0.1,) * 99)
+    assert taken.median == taken.mean == taken.quantile(0.5) == 50.0
+    assert taken.range() == pytest.approx((5.0, 95.0))
+    assert taken.quantile(0.001) == 1.0  # no further than the samples
+    assert str(taken) == "50.0 s (90%: 5.00 s .. 95.0 s)"
+    one = StepSamples(seconds=(2.0,), bubbles=(0.0,))
+    assert one.range() == (2.0, 2.0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        taken.quantile(90)
+
+
+def test_the_same_seed_gives_the_same_samples() -> None:
+    schedule = build("1f1b", num_ranks=4, num_microbatches=8)
+    noise = Spread(actions={Op.F: [[0.5, 1.0, 2.0]] * 4})
+    one, same, other = (simulate_spread(schedule, Costs(), noise, samples=20, seed=seed) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+# --- from measured steps ---
+
+Step = dict[int, list[Ran]]
+
+
+class Machine:
+    """Steps of a schedule on a machine whose noise is known: it slows steps, ranks and actions, and seldom one much."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, seed: int, *, step: float, rank: float, action: float) -> None:
+        self.schedule, self.costs, self.table = schedule, costs, costs.table_for(schedule)
+        self.step, self.rank, self.action = step, rank, action
+        self.random = Random(seed)
+
+    def draw(self) -> tuple[Step, float]:
+        """What each rank ran in one step, and the seconds from batch to batch."""
+        gauss = self.random.gauss
+        common, ran = exp(gauss(0, self.step)), Step()
+        rows = {op: [[0.0] * self.schedule.total_indices for _ in self.table.latency] for op in (Op.F, Op.B)}
+        for rank, program in enumerate(self.schedule.programs):
+            own = common * exp(gauss(0, self.rank))
+            for stage, op, k in program:
+                tail = 3.0 if self.random.random() < 0.02 else 1.0
+                seconds = self.table.of(op, stage, k) * own * exp(gauss(0, self.action)) * tail
+                ran.setdefault(rank, []).append(Ran(stage, op, seconds))
+                rows[op][stage][k] = seconds
+        taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
+        return ran, taken.batch_seconds
+
+    def steps(self, number: int) -> list[Step]:
+        return [self.draw()[0] for _ in range(number)]
+
+
+SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
+COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
+
+
+def _share_within(machine: Machine, *, num_steps: int, fresh: int, seed: int) -> float:
+    spread = estimate_spread(machine.steps(num_steps), machine.table)
+    assert spread is not None
+    low, high = simulate_spread(machine.schedule, machine.costs, spread, seed=seed).range()
+    return fmean(low <= machine.draw()[1] <= high for _ in range(fresh))
+
+
+@pytest.mark.parametrize(("step", "rank", "action"), [(0.0, 0.0, 0.1), (0.1, 0.15, 0.1)])
+def test_90_percent_ranges_hold_90_percent_of_fresh_steps(step: float, rank: float, action: float) -> None:
+    """Ten trainings, each with a spread of 50 steps and 60 fresh ones: what chance leaves of 90% of 600."""
+    machine = Machine(SCHEDULE, COSTS, seed=5, step=step, rank=rank, action=action)
+    shares = [_share_within(machine, num_steps=50, fresh=60, seed=seed) for seed in range(10)]
+    assert LEAST_OF_600 <= round(600 * fmean(shares)) <= MOST_OF_600
+
+
+def test_variance_goes_to_where_it_is_from() -> None:
+    """Deviations of 200 steps, by part: at the logarithms that the machine draws from."""
+
+    def parts(**noise: float) -> tuple[float, float]:
+        machine = Machine(build("1f1b", num_ranks=3, num_microbatches=8), Costs(), seed=1, **noise)
+        spread = estimate_spread(machine.steps(200), machine.table)
+        assert spread is not None
+        return tuple(sqrt(pvariance([log(each) for each in own])) for own in (spread.steps, spread.ranks))  # type: ignore[return-value]
+
+    assert parts(step=0.1, rank=0.05, action=0.1) == pytest.approx((0.1, 0.05), abs=0.012)
+    assert parts(step=0.0, rank=0.1, action=0.1) == pytest.approx((0.0, 0.1), abs=0.025)
+    alone = parts(step=0.0, rank=0.0, action=0.2)
+    assert max(alone) < 0.04  # a step's median of 16 actions alone has 0.06
+
+
+def test_one_step_tells_no_spread() -> None:
+    machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
+    assert estimate_spread(machine.steps(1), machine.table) is None
+    assert estimate_spread(machine.steps(LEAST_STEPS - 1), machine.table) is None
+    assert estimate_spread(machine.steps(LEAST_STEPS), machine.table) is not None
+
+
+def test_a_spread_as_json() -> None:
+    machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
+    spread = estimate_spread(machine.steps(40), machine.table)
+    assert spread is not None
+    assert Spread.from_json(spread.to_json()) == spread
+    assert max(len(own) for own in spread.actions[Op.F]) == 120
+    many = estimate_spread(machine.steps(100), machine.table)
+    assert many is not None
+    assert {len(own) for own in many.actions[Op.B]} == {256}  # of 300
+    for text, why in [
+        ('{"actions": {"F": [[1, 0]]}}', "above 0"),
+        ('{"actions": {"X": []}}', "'X'"),
+        ('{"actions": {"F": [[1]], "B": []}}', "as many for each op"),
+        ('{"actions": {}, "step": []}', "step"),
+        ('{"actions": {}, "num_steps": 1}', "at least 2"),
+        ("[]", "not a spread"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            Spread.from_json(text)
+
+
+def test_a_spread_of_other_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="a spread of 3 stages"):
+        simulate_spread(SCHEDULE, COSTS, Spread(actions={Op.F: [[1.0]] * 3}))
+    with pytest.raises(ValueError, match="at least 1"):
+        simulate_spread(SCHEDULE, COSTS, FIXED, samples=0)
+
+
+def test_binomial_bounds_of_the_tests_are_what_they_say() -> None:
+    """At 90% within, fewer or more of 600 lie there once in 250 times."""
+    outside = (*range(LEAST_OF_600), *range(MOST_OF_600 + 1, 601))
+    assert sum(comb(600, k) * 0.9**k * 0.1 ** (600 - k) for k in outside) < 0.004
