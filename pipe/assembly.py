@@ -146,6 +146,7 @@ def assemble(
             collectives=ground.collectives,
             guard=guard,
             plan=layout.plan,
+            flush_first=settings.flush_first,
         ),
     )
 

@@ -114,9 +114,9 @@ def _execution(ground: Ground, placed: Placed) -> FlushExecution | StreamExecuti
             sharding=sharding,
             max_grad_norm=settings.max_grad_norm,
             scales_loss=settings.grad_scaler is not None,
+            flush_first=settings.flush_first,
         )
-    if settings.delay_correction is not None:
-        settings.delay_correction.refuse_flush(schedule.name)
+    settings.refuse_flush(schedule.name)
     return make_flush_execution(
         schedule,
         placed.ownership,

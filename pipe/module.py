@@ -88,6 +88,8 @@ class PipelineModule(RunFacts):
         delay_correction: "error-feedback": under an asynchronous schedule each update also gets lambda times its
             difference to the one before, where lambda is the number of updates by which gradients of the stage are
             late; or stagewright.ErrorFeedback(factor=, delay=). For any torch optimizer (docs/asynchronous.md).
+        flush_first: under an asynchronous schedule: so many batches, the first ones of the run, are trained on with a
+            flush behind each update, before batches follow each other without one (docs/asynchronous.md).
         max_grad_norm: `train_step` clips the global gradient norm to it.
         grad_scaler: torch.amp.GradScaler of training under torch.autocast to float16. `train_step` scales losses,
             divides gradients before clipping, skips the update of all stages where a gradient of any overflowed, and
@@ -156,6 +158,7 @@ class PipelineModule(RunFacts):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         delay_correction: ErrorFeedback | str | None = None,
+        flush_first: int = 0,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -189,6 +192,7 @@ class PipelineModule(RunFacts):
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             delay_correction=read_delay_correction(delay_correction),
+            flush_first=flush_first,
             max_grad_norm=max_grad_norm,
             grad_scaler=read_grad_scaler(grad_scaler),
             seed=seed,
@@ -221,8 +225,8 @@ class PipelineModule(RunFacts):
         self._building = Building(
             model, stages, settings=self._settings, world=self.world, guard=self._guard, verify=verify
         )
-        if make_layout is None and self._settings.delay_correction is not None:
-            self._settings.delay_correction.refuse_flush("auto")
+        if make_layout is None:
+            self._settings.refuse_flush("auto")
         if make_layout is not None:
             self._building.start(make_layout(self.world), example)
         else:

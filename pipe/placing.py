@@ -220,6 +220,7 @@ def _agree(ground: Ground, parts: CutModel, *, tensor: str) -> None:
         slice_lengths=settings.sequence.lengths,
         max_grad_norm=settings.max_grad_norm,
         delay_correction=settings.delay_correction,
+        flush_first=settings.flush_first,
         grad_scaler=None if settings.grad_scaler is None else settings.grad_scaler.state_dict(),
         loss_fn=_kind_of_loss(settings),
         verify=ground.verify,

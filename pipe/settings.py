@@ -36,6 +36,7 @@ class Settings:
     compile: Mapping[str, Any] | None = None
     post_validation: bool = False
     delay_correction: ErrorFeedback | None = None
+    flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +45,9 @@ class Settings:
         limit = self.max_grad_norm
         if limit is not None and not (isinstance(limit, Real) and limit > 0):
             raise ValueError(f"max_grad_norm={limit!r}: expected a number above 0, or None")
+        first = self.flush_first
+        if isinstance(first, bool) or not isinstance(first, Integral) or first < 0:
+            raise ValueError(f"flush_first={first!r}: expected a number of batches, at least 0")
         if not isinstance(self.seed, Integral):
             raise ValueError(f"seed={self.seed!r}: expected a whole number")
         for name in ("loss_fn", "optimizer", "lr_scheduler", "on_step"):
@@ -51,13 +55,30 @@ class Settings:
             if value is not None and not callable(value):
                 such = "on_step=lambda record: print(record.loss)" if name == "on_step" else _SUCH
                 raise ValueError(f"{name}={value!r}: expected a callable; {such}")
-        for name in ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation"):
+        for name in (
+            "lr_scheduler",
+            "delay_correction",
+            "max_grad_norm",
+            "grad_scaler",
+            "post_validation",
+            "flush_first",
+        ):
             value = getattr(self, name)
-            if value not in (None, False) and self.optimizer is None:
+            if value not in (None, False, 0) and self.optimizer is None:
                 raise ValueError(
                     f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
+
+    def refuse_flush(self, schedule: str) -> None:
+        """ValueError for options of an asynchronous schedule under one that flushes."""
+        if self.flush_first:
+            raise ValueError(
+                f"flush_first={self.flush_first} under the schedule {schedule!r}, which flushes behind every batch: "
+                f"expected an asynchronous schedule such as '2bw', or flush_first=0"
+            )
+        if self.delay_correction is not None:
+            self.delay_correction.refuse_flush(schedule)
 
     @property
     def model_loss(self) -> ModelLoss | None:

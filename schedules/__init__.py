@@ -8,6 +8,7 @@ build -> Schedule -> check     complete, free of deadlock, versions as claimed; 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .builders.flushed import flushed
 from .builders.offload import with_offload
 from .check import Report, check, check_lowered
 from .families import Family
@@ -99,6 +100,7 @@ __all__ = [
     "estimate_spread",
     "family",
     "find_stragglers",
+    "flushed",
     "ideal_makespan",
     "lower",
     "lower_bound",

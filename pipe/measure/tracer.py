@@ -75,6 +75,7 @@ class Traced:
         num_steps: batches trained on so far.
         snapshots: records of the newest one, to be read now or later.
         plan: that is carried out, if there is one.
+        flush_first: batches that end in a flush, of a schedule without one.
     """
 
     schedule: Schedule
@@ -86,6 +87,7 @@ class Traced:
     collectives: Collectives
     guard: Guard
     plan: Plan | None
+    flush_first: int
 
 
 class Tracer:
@@ -189,6 +191,7 @@ class Tracer:
             first_step=self._next,
             digest=digest(schedule),
             schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
+            flush_first=traced.flush_first,
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )
         before = b"\n" if self._next else b""  # the last line of a file that goes on may have been cut off

@@ -22,6 +22,9 @@ Muon, Adafactor); any other decay, of unknown optimizers too, counts as part of 
 of few bits; what hooks behind a step do (`register_step_post_hook`) does not: they run behind the correction. A group
 without "lr" has the rate 1. Groups with other rates, and rates that change, need nothing: d(t - 1) is without its rate.
 
+**Gradients that are not late**, since the first batches of a run each have a flush (`flush_first`): there lambda is
+`fresh`, 1 by default, as it were one late, wherever lambda is not 0 later. The last d goes over into what follows.
+
 **Steps that are none.** A parameter without a gradient, an update that is skipped (float16), a rate of 0: there is no
 d, the weights and the last d stay as they are, and the next d is compared with the last that there was. So what
 was applied in all is always the sum of all d + lambda (the last d - the first).
@@ -52,6 +55,8 @@ class ErrorFeedback:
     Arguments:
         factor: of the derived strength, 1.
         delay: [updates] on every stage; None: of each stage, as the schedule's rule has it in its steady state.
+        fresh: lambda of the first batches under `flush_first`, whose gradients are not late, on all stages that are
+            corrected behind them; 0: their updates are as they are.
 
     Raises ValueError for what is no number from 0 on.
 
@@ -61,12 +66,13 @@ class ErrorFeedback:
 
     factor: float = 1.0
     delay: float | None = None
+    fresh: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("factor", "delay"):
+        for name in ("factor", "delay", "fresh"):
             value = getattr(self, name)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-            if not is_number and (name == "factor" or value is not None):
+            if not is_number and (name != "delay" or value is not None):
                 optional = ", or None for that of the schedule" if name == "delay" else ""
                 raise ValueError(f"ErrorFeedback({name}={value!r}): expected a finite number from 0 on{optional}")
             if value is not None:  # numpy's numbers are shown otherwise, and ranks compare what is shown
@@ -114,19 +120,24 @@ class Feedback:
     Arguments:
         names: by id of a parameter.
         factors: lambda by name; a tensor without a name is not corrected.
+        fresh: lambda of those that are corrected, in steps whose gradients are not late.
     """
 
-    def __init__(self, names: Mapping[int, str], factors: Mapping[str, float]) -> None:
+    def __init__(self, names: Mapping[int, str], factors: Mapping[str, float], *, fresh: float = 0.0) -> None:
         self.factors = factors
+        self._fresh = fresh
+        self._is_fresh = False
         self._names = names
 
     def factor(self, parameter: torch.Tensor) -> float:
-        """Lambda of a parameter."""
-        return self.factors.get(self._names.get(id(parameter), ""), 0.0)
+        """Lambda of a parameter, in this step."""
+        steady = self.factors.get(self._names.get(id(parameter), ""), 0.0)
+        return self._fresh if self._is_fresh and steady else steady
 
     @contextmanager
-    def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def around(self, optimizer: torch.optim.Optimizer, *, is_fresh: bool = False) -> Iterator[None]:
         """Correct the step that the optimizer makes within. Hooks behind that step run behind its correction."""
+        self._is_fresh = is_fresh
         groups = [(group, rate) for group in optimizer.param_groups if (rate := float(group.get("lr", 1.0))) != 0.0]
         before = [self._before(optimizer, group, rate) for group, rate in groups]
         hooks = getattr(optimizer, "_optimizer_step_post_hooks", OrderedDict())  # none where nobody called __init__

@@ -137,6 +137,7 @@ class UpdateParts:
             model={id(parameter) for parameter in self.model.root.parameters()},
             may_hold_others=may_hold_others,
             feedback=feedback,
+            fresh=0.0 if self.correction is None else self.correction.fresh,
         )
         made.refuse_to_divide([name for name, _ in parameters if self.ownership.group.is_divided(name)])
         return made

@@ -32,6 +32,7 @@ class StageOptimizers:
         model: ids of all of the model's parameters.
         may_hold_others: whether an optimizer may hold a tensor beside the model's.
         feedback: lambda of each parameter by name, where late gradients are corrected; None: they are not.
+        fresh: lambda of these in updates whose gradients are not late.
 
     Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
 
@@ -54,11 +55,12 @@ class StageOptimizers:
         model: Collection[int],
         may_hold_others: bool,
         feedback: Mapping[str, float] | None = None,
+        fresh: float = 0.0,
     ) -> None:
         self.stage = stage
         self.names = {id(parameter): name for name, parameter in parameters}
         self._parameters = [parameter for _, parameter in parameters]
-        self._feedback = None if feedback is None else Feedback(self.names, feedback)
+        self._feedback = None if feedback is None else Feedback(self.names, feedback, fresh=fresh)
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
         self.parts: Mapping[str, Part] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
@@ -178,12 +180,13 @@ class StageOptimizers:
         """Whether updates of a parameter are corrected, and its state has the last one."""
         return self._feedback is not None and self._feedback.factors.get(name, 0.0) > 0
 
-    def step(self, loss: float | None, *, skipped: bool = False) -> None:
+    def step(self, loss: float | None, *, skipped: bool = False, is_fresh: bool = False) -> None:
         """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
 
         Arguments:
             loss: mean of the batch whose last update this is, for schedules that follow it; None for an earlier update.
             skipped: whether gradients are dropped alone, since they overflowed.
+            is_fresh: whether gradients are not late, though the schedule's are.
         """
         if self._take is not None:
             for parameter in self._parameters:
@@ -192,7 +195,7 @@ class StageOptimizers:
                 self._take(name, own.grad)
         elif not skipped:
             for optimizer in self.optimizers:
-                with nullcontext() if self._feedback is None else self._feedback.around(optimizer):
+                with nullcontext() if self._feedback is None else self._feedback.around(optimizer, is_fresh=is_fresh):
                     optimizer.step()
             for scheduler in self.schedulers:
                 if not required_arguments(type(scheduler).step):

@@ -1,6 +1,7 @@
 """Updates within a stream: batch after batch without a flush, an asynchronous schedule fed by train_step.
 
-    begin(batch t)   every local rank runs call t of the stream; batches t - 1, t - 2, ... are still under way
+    begin(batch t)   every local rank runs call t of the stream; batches t - 1, t - 2, ... are still under way; one of
+                     the first batches, if these are to be alone in the pipeline, runs to its end
     drain()          every local rank runs what is left; the next batch begins an empty pipeline again
 
 Calls and drains are collective, like every step: all ranks make them in the same order.
@@ -14,7 +15,7 @@ import torch
 
 from ...comm import Collectives
 from ...schedules import Schedule, Timeline
-from ...schedules.lowering.stream import Stream
+from ...schedules.lowering.course import Course
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ..batch.batches import Batch
 from ..stages.weights import WeightVersions
@@ -26,22 +27,22 @@ class StreamUpdate(Update):
     """The stream of one process.
 
     Arguments:
-        stream: the schedule, call by call.
+        course: the schedule, call by call.
         ranks: of this process.
     """
 
-    def __init__(self, stream: Stream, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
+    def __init__(self, course: Course, ranks: Mapping[int, StreamRank], collectives: Collectives) -> None:
         stages = [
             StageState(stage, one.optimizers[stage], one.weights[stage])
             for one in ranks.values()
             for stage in sorted(one.weights)
         ]
         scales = [one.loss_scale for one in ranks.values() if one.loss_scale is not None]
-        super().__init__(stream.schedule, ranks, stages, scales)
+        super().__init__(course.schedule, ranks, stages, scales)
         self._ranks = ranks
         for rank in ranks.values():
             rank.gate = self.gate
-        self._stream = stream
+        self._course = course
         self._divided = next(iter(ranks.values())).divided  # nothing is, where a process has several ranks
         self._collectives = collectives
         self._first: int | None = None  # the batch that the stream began with; None: it is empty
@@ -65,11 +66,11 @@ class StreamUpdate(Update):
         """
         self._require_whole()
         self._take_changes()
-        first = self._first = batch.step if self._first is None else self._first
-        self._last = batch.step
+        first = batch.step if self._first is None else self._first
+        self._first, self._last = None if self._course.is_alone(batch.step) else first, batch.step
         for rank in self._ranks.values():
             rank.enter(batch, first_batch=first)
-        return {r: self._stream.call(r, batch.step, first_batch=first) for r in self._ranks}
+        return {r: self._course.call(r, batch.step, first_batch=first) for r in self._ranks}
 
     def step(self) -> Known | None:
         """The program has made the updates; batches are known a little later."""
@@ -108,7 +109,7 @@ class StreamUpdate(Update):
         if self._first is None:
             return None
         first, self._first = self._first, None
-        return {r: self._stream.drain(r, self._last, first_batch=first) for r in self._ranks}
+        return {r: self._course.drain(r, self._last, first_batch=first) for r in self._ranks}
 
     def rest(self) -> list[Known]:
         """The speaker's, each once."""
@@ -168,9 +169,9 @@ class StreamUpdate(Update):
         self._first, self._lost, self._newest = None, None, None
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
-        """The last few batches."""
+        """The last few batches; of those with a flush and those without it, the newest kind."""
         del schedule
-        return assemble_stream(self._stream, records)
+        return assemble_stream(self._course, records)
 
     def _publish_scale(self) -> None:
         for scale in self.loss_scales[-1:]:

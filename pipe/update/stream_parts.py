@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...comm import Collectives
 from ...schedules import Schedule, check
 from ...schedules.builders.late_updates import defer_updates
-from ...schedules.lowering.stream import Stream, make_stream
+from ...schedules.lowering.course import Course, make_course
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ..parallel.sharding import Sharding
@@ -26,21 +26,21 @@ from .stream_rank import ParameterPlace, SharedGradient, StreamRank
 class StreamExecution:
     """Batch after batch, call by call."""
 
-    stream: Stream
+    course: Course
 
     @property
     def programs(self) -> Sequence[RankProgram]:
         """One call and the drain, of all ranks."""
-        return (*self.stream.calls, *self.stream.drains)
+        return tuple(self.course.programs)
 
     def make_update(self, parts: UpdateParts) -> StreamUpdate:
         """With weight versions and optimizers of each local rank."""
-        schedule = self.stream.schedule
+        schedule = self.course.schedule
         refuse_sparse_modules(parts.model.root, {name for name, _ in parts.ownership.tied()})
         peaks = check(schedule).peak_versions
         taken: set[str] = set()  # parameters that another rank of this process has already
         ranks: dict[int, StreamRank] = {}
-        delays = [self.stream.delay(stage) for stage in range(schedule.num_stages)]
+        delays = [self.course.stream.delay(stage) for stage in range(schedule.num_stages)]
         for rank in parts.recorders:
             count = schedule.rule.versions_kept(peaks[rank])
             weights = _weights_of(rank, schedule, parts, taken=taken, count=count)
@@ -59,7 +59,7 @@ class StreamExecution:
             shared, counted = _shared_and_counted(rank, parts.ownership, weights, divided)
             ranks[rank] = StreamRank(
                 rank,
-                stream=self.stream,
+                course=self.course,
                 weights=weights,
                 optimizers=optimizers,
                 divided=divided,
@@ -70,7 +70,7 @@ class StreamExecution:
                 group=parts.ownership.group,
                 device=parts.device,
             )
-        return StreamUpdate(self.stream, ranks, parts.collectives)
+        return StreamUpdate(self.course, ranks, parts.collectives)
 
 
 def make_stream_execution(
@@ -81,15 +81,17 @@ def make_stream_execution(
     sharding: Sharding,
     max_grad_norm: float | None,
     scales_loss: bool,
+    flush_first: int,
 ) -> StreamExecution:
-    """Calls of an asynchronous schedule. Collective over the processes.
+    """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
     """
     sharing = _sharing_of(schedule, ownership, sharding, max_grad_norm=max_grad_norm, scales_loss=scales_loss)
     for ranks in sharing.parts:
         collectives.subgroup(ranks)  # for what is done with an empty pipeline
-    return StreamExecution(stream=make_stream(_with_late_updates(schedule, sharing), sharing=sharing))
+    late = _with_late_updates(schedule, sharing)
+    return StreamExecution(course=make_course(schedule, sharing=sharing, flush_first=flush_first, late=late))
 
 
 def _sharing_of(

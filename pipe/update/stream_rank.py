@@ -18,7 +18,7 @@ import torch
 from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
 from ...schedules import Message, MessageKind, Op
-from ...schedules.lowering.stream import Stream
+from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import Batch, GroupLoss
 from ..parallel.group_shares import GroupShares
@@ -80,7 +80,7 @@ class StreamRank(RankUpdate):
         self,
         rank: int,
         *,
-        stream: Stream,
+        course: Course,
         weights: Mapping[int, WeightVersions],
         optimizers: Mapping[int, StageOptimizers],
         shared: Sequence[SharedGradient],
@@ -91,13 +91,13 @@ class StreamRank(RankUpdate):
         group: GroupShares,
         device: torch.device,
     ) -> None:
-        schedule = stream.schedule
+        schedule = course.schedule
         super().__init__(rank, schedule, loss_scale)
         self.weights = weights
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
         self.gate = UpdateGate()  # that of the process, once it has all its ranks
-        self._stream = stream
+        self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
         self._last_stage = schedule.num_stages - 1
@@ -135,8 +135,8 @@ class StreamRank(RankUpdate):
         self._first_batch = first_batch
 
     def version(self, stage: int, index: int) -> int:
-        """As the schedule's rule asks for."""
-        return self._stream.version(stage, index, first_batch=self._first_batch)
+        """As the schedule's rule asks for; of the first batches, where they are alone in the pipeline, the newest."""
+        return self._course.version(stage, index, first_batch=self._first_batch)
 
     def scale_of(self, group: int) -> float:
         """Scale of the weights which the group computes with, on every stage the same version."""
@@ -235,8 +235,9 @@ class StreamRank(RankUpdate):
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
         loss = self._batch_loss(batch) if is_batchs_last else None
+        is_fresh = self._course.is_alone(batch)
         self.gate.enter()
-        self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped))
+        self.weights[stage].update(index, lambda: optimizers.step(loss, skipped=group.skipped, is_fresh=is_fresh))
         if self.divided.parts:
             self._made[stage, index] = self.weights[stage].newest
         group.updates += 1

@@ -45,6 +45,10 @@ class Stream:
         """The program with which `rank` ends a stream from `first_batch` to `last_batch`."""
         return _moved(self.schedule, self.drains[rank], last_batch, first_batch)
 
+    def whole(self, rank: int, batch: int) -> RankProgram:
+        """The program of `rank` for a batch that is alone in the pipeline, from empty to empty."""
+        return _joined([self.call(rank, batch, first_batch=batch), self.drain(rank, batch, first_batch=batch)])
+
     def version(self, stage: int, index: int, *, first_batch: int) -> int:
         """The weight version of the forward (and backward) of microbatch `index` of a stage.
 
@@ -245,6 +249,17 @@ def _check_progress(programs: Sequence[RankProgram]) -> None:
 
 def _joined(parts: Sequence[RankProgram]) -> RankProgram:
     inputs: dict[Work, tuple[Message, ...]] = {}
+    proves: dict[Message, tuple[Message, ...]] = {}
+    shared: dict[Message, tuple[Work, ...]] = {}
     for part in parts:
         inputs |= part.inputs
-    return replace(parts[0], steps=tuple(step for part in parts for step in part.steps), inputs=inputs)
+        proves |= part.proves
+        shared |= part.shared
+    return replace(
+        parts[0],
+        steps=tuple(step for part in parts for step in part.steps),
+        inputs=inputs,
+        proves=proves,
+        shared=shared,
+        finally_needs=tuple(message for part in parts for message in part.finally_needs),
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
-from ..lowering.stream import Stream
+from ..lowering.course import Course
 from ..messages import MOVE_KINDS, STAGE_KINDS, Message, MessageKind
 from ..needs import Needs
 from .timeline import RankTrace, Span, Timeline
@@ -126,17 +126,21 @@ def _ends_of_moves(needs: Needs, records: Sequence[RankRecord]) -> dict[Action, 
     return came
 
 
-def assemble_stream(stream: Stream, records: Sequence[RankRecord | None]) -> Timeline:
+def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Timeline:
     """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
-    batch 0."""
-    size, groups = stream.schedule.num_microbatches, stream.schedule.groups_per_batch
+    batch 0. Where the stream began among them, behind batches with a flush, these are left out."""
+    size, groups = course.schedule.num_microbatches, course.schedule.groups_per_batch
 
     def batch(action: Action) -> int:
         return action.index // (groups if action.op is Op.U else size)
 
-    known = [record for record in records if record is not None]
-    batches = [batch(span.what) for record in known for span in record.compute]
-    first, last = min(batches, default=0), max(batches, default=0)
+    def batch_of_message(message: Message) -> int:
+        return message.index // (size if message.kind in STAGE_KINDS else groups)
+
+    batches = [batch(span.what) for record in records if record is not None for span in record.compute]
+    last = max(batches, default=0)
+    since = 0 if course.is_alone(last) else course.flush_first
+    first = min((each for each in batches if each >= since), default=0)
 
     def moved(action: Action) -> Action:
         return action._replace(index=action.index - first * (groups if action.op is Op.U else size))
@@ -147,13 +151,18 @@ def assemble_stream(stream: Stream, records: Sequence[RankRecord | None]) -> Tim
     def moved_record(record: RankRecord) -> RankRecord:
         return replace(
             record,
-            compute=tuple(Span(moved(what), start, end) for what, start, end in record.compute),
-            arrivals=tuple((moved_message(message), start, end) for message, start, end in record.arrivals),
+            compute=tuple(Span(moved(what), start, end) for what, start, end in record.compute if batch(what) >= since),
+            arrivals=tuple(
+                (moved_message(message), start, end)
+                for message, start, end in record.arrivals
+                if batch_of_message(message) >= since
+            ),
             collectives=tuple(
                 Span(what._replace(index=what.index - first * groups), start, end)
                 for what, start, end in record.collectives
+                if what.index // groups >= since
             ),
         )
 
     rebased = [None if record is None else moved_record(record) for record in records]
-    return assemble_timeline(stream.unrolled(last - first + 1), rebased)
+    return assemble_timeline(course.stream_of(last).unrolled(last - first + 1), rebased)

@@ -48,6 +48,7 @@ class TraceHeader:
         host: name, for people.
         first_step: number of the first step behind this start; steps from here on of earlier starts do not count.
         digest: of the schedule that runs.
+        flush_first: batches that end in a flush, of a schedule without one.
         schedule: None where another file has it.
         versions: of packages, by name.
     """
@@ -63,6 +64,7 @@ class TraceHeader:
     first_step: int
     digest: str
     schedule: Schedule | None
+    flush_first: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -113,7 +115,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 def parse_header(data: Mapping[str, Any]) -> TraceHeader:
     """The header of a line."""
     schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
-    values = {name: data[name] for name in TraceHeader.__slots__}
+    values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name != "flush_first"}
     return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ir import Schedule
-from ..lowering.stream import make_stream
+from ..lowering.course import make_course
 from ..messages import NOTHING_SHARED
 from .clocks import ClockReading, offset_at
 from .records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
@@ -219,7 +219,10 @@ class _Start:
     def _together(self, numbers: Sequence[int]) -> dict[int, Timeline]:
         schedule = self._schedule
         assert schedule is not None
-        stream = make_stream(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
+        flush_first = max((header.flush_first for header in self._headers), default=0)
+        course = (
+            make_course(schedule, sharing=NOTHING_SHARED, flush_first=flush_first) if schedule.is_asynchronous else None
+        )
         steps: dict[int, Timeline] = {}
         for number in numbers:
             records: list[RankRecord | None] = [None] * schedule.num_ranks
@@ -231,8 +234,8 @@ class _Start:
             try:
                 steps[number] = (
                     assemble_timeline(as_it_ran(schedule, records), records)
-                    if stream is None
-                    else assemble_stream(stream, records)
+                    if course is None
+                    else assemble_stream(course, records)
                 )
             except _UNREADABLE as error:
                 self._notes.append(f"step {number} does not fit its schedule {schedule.name!r} ({error!r}); left out")

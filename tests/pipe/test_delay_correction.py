@@ -248,7 +248,7 @@ def test_what_is_refused(option: str, schedule: str, story: str) -> None:
             delay_correction=option,
             example_inputs=(torch.zeros(2, 2),),
         )
-    for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}):
+    for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
         with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number from 0 on"):
             ErrorFeedback(**options)
 
@@ -355,7 +355,7 @@ def _differing() -> str:
 def test_ranks_that_would_correct_differently_are_refused(gloo: Pool) -> None:
     for story in gloo.run(_differing, ranks=2):
         assert "delay_correction=None" in story
-        assert "delay_correction=ErrorFeedback(factor=1.0, delay=None)" in story
+        assert "delay_correction=ErrorFeedback(factor=1.0, delay=None, fresh=1.0)" in story
 
 
 def test_a_hook_behind_the_step_has_the_last_word() -> None:

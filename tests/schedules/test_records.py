@@ -21,7 +21,7 @@ from stagewright.schedules import (
     memory_curves,
     simulate,
 )
-from stagewright.schedules.lowering.stream import make_stream
+from stagewright.schedules.lowering.course import make_course
 from stagewright.schedules.messages import NOTHING_SHARED, Message, MessageKind
 from stagewright.schedules.needs import Needs
 from stagewright.schedules.timing.attribution import find_gaps
@@ -85,8 +85,8 @@ def test_a_missing_rank_is_an_empty_row_that_no_figure_counts(missing: int) -> N
 
 def test_a_window_of_a_stream_begins_with_batch_0() -> None:
     schedule = build("2bw", num_ranks=2, num_microbatches=2)
-    stream = make_stream(schedule, sharing=NOTHING_SHARED)
-    simulated = simulate(stream.unrolled(3), Costs(latency=0.25, update=0.5))
+    course = make_course(schedule, sharing=NOTHING_SHARED)
+    simulated = simulate(course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
 
     def later(record: RankRecord) -> RankRecord:
         """Two batches on in the stream."""
@@ -99,11 +99,11 @@ def test_a_window_of_a_stream_begins_with_batch_0() -> None:
             collectives=(Span(Collective((0,), Op.REDUCE_GRAD, 3), 1.0, 2.0),),
         )
 
-    measured = assemble_stream(stream, [later(record) for record in records_of(simulated)])
+    measured = assemble_stream(course, [later(record) for record in records_of(simulated)])
     assert measured.schedule == simulated.schedule
     assert [rank.compute for rank in measured.ranks] == [rank.compute for rank in simulated.ranks]
     assert {span.what for rank in measured.ranks for span in rank.collectives} == {Collective((0,), Op.REDUCE_GRAD, 1)}
-    alone = assemble_stream(stream, [None, later(records_of(simulated)[1])])
+    alone = assemble_stream(course, [None, later(records_of(simulated)[1])])
     assert (alone.schedule, alone.missing) == (simulated.schedule, (0,))
 
 
@@ -167,8 +167,8 @@ def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() 
 def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: str) -> None:
     """Nothing raises, and nothing takes less than no time."""
     schedule = build(name, num_ranks=4, num_microbatches=4)
-    stream = make_stream(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
-    simulated = simulate(schedule if stream is None else stream.unrolled(3), Costs(latency=0.25, update=0.5))
+    course = make_course(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
+    simulated = simulate(schedule if course is None else course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
     stages = [StageBytes(weights=1.0, activations=1.0)] * schedule.num_stages
     for missing in ((), (0,), (1, 2), (0, 1, 2, 3)):
         for off in (-0.7, 0.6):
@@ -176,7 +176,7 @@ def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: s
                 None if rank in missing else replace(record, offset=off * rank, error=0.1 * rank)
                 for rank, record in enumerate(records_of(simulated))
             ]
-            measured = assemble_timeline(schedule, records) if stream is None else assemble_stream(stream, records)
+            measured = assemble_timeline(schedule, records) if course is None else assemble_stream(course, records)
             assert all(step.end >= step.start for step in critical_path(measured).steps)
             assert len(memory_curves(measured, stages)) == 4
             for gaps in find_gaps(measured):

@@ -26,11 +26,14 @@ def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
         "mesh": {"pipe": case.num_ranks},
         "recompute": case.recompute,
         "seed": case.seed,
+        "flush_first": case.flush_first,
     }
     if case.feedback is not None:
         from stagewright import ErrorFeedback
 
-        settings["delay_correction"] = ErrorFeedback(factor=case.feedback, delay=case.feedback_delay)
+        settings["delay_correction"] = ErrorFeedback(
+            factor=case.feedback, delay=case.feedback_delay, fresh=case.feedback_fresh
+        )
     if isinstance(settings["schedule"], str):
         settings["num_microbatches"] = case.num_microbatches
     if isinstance(model, nn.Sequential):
@@ -71,7 +74,10 @@ def _train(case: AsyncCase, outcome: AsyncOutcome) -> None:
     pipe = make_pipeline(case, make_model(case), **({"example_inputs": None} if case.autocast else {}))
     for t, size in enumerate(case.sizes):
         inputs, target = make_batch(case, t, size)
-        _note(pipe.train_step(*inputs, target), t, outcome)
+        result = pipe.train_step(*inputs, target)
+        _note(result, t, outcome)
+        if t < case.flush_first and result.loss_step != t:
+            outcome.complaints.append(f"call {t}, with a flush: the loss of step {result.loss_step}")
         if t in case.evals:
             inputs, target = make_batch(case, 100 + t, case.sizes[0])
             outcome.evals.append(pipe.eval_step(*inputs, target).loss)

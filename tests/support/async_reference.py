@@ -8,6 +8,7 @@ other, each stage of each one on a copy of the weights that the rule names:
     vertical sync   the number that stage 0 has there, on every stage
     paci            as pipedream in the forward; in the backward the newest weights stand where those of the forward did
     1f1b            batch t: version t, as in any flush schedule; it shows that the rest of the replay is right
+    flush_first=N   batches below N: the newest version on every stage; behind them the rule, and no version before that
 
 Why one after the other is enough: each stage runs its backwards in the order of microbatches, so gradients add up in
 that order, and no microbatch sees an update that waits for a later one.
@@ -42,6 +43,7 @@ class AsyncCase:
     warmup: only under 2bw; it changes no number.
     replicas: under 2bw and 1f1b they change no number; under paci, when which update is there.
     sizes: samples of each batch.
+    flush_first: batches that have a flush behind each update.
     flushes, evals: the batches behind which the pipeline is flushed, or evaluated (which drains it too).
     as_stages: the stages are given one by one.
     bounds: the first child of each stage but the first, of an nn.Sequential; equal numbers by default.
@@ -56,6 +58,7 @@ class AsyncCase:
     warmup: str | tuple[int, ...] = "plain"
     replicas: tuple[int, ...] | None = None
     sizes: tuple[int, ...] = (11,) * 6
+    flush_first: int = 0
     flushes: tuple[int, ...] = ()
     evals: tuple[int, ...] = ()
     optimizer: str = "sgd"
@@ -63,6 +66,7 @@ class AsyncCase:
     decay: bool | str = False
     feedback: float | None = None  # factor of the delay correction; None: gradients are used as late as they are
     feedback_delay: float | None = None  # of all stages
+    feedback_fresh: float = 1.0  # lambda of what is corrected, in the first batches
     recompute: str = "none"
     autocast: bool = False  # float32 weights, bfloat16 around the whole loop
     as_stages: bool = False
@@ -184,8 +188,9 @@ def uses(case: AsyncCase) -> list[list[Use]]:
     """[microbatch of the run][stage]."""
     M, stages = case.num_microbatches, range(case.num_stages)
     if case.schedule not in ("pipedream", "paci"):
-        delay = 1 if case.schedule == "2bw" else 0
-        return [[Use(right=max(i // M - delay, 0), newest=i // M)] * len(stages) for i in range(M * len(case.sizes))]
+        delay, first = 1 if case.schedule == "2bw" else 0, case.flush_first
+        batches = [t for t in range(len(case.sizes)) for _ in range(M)]
+        return [[Use(right=t if t < first else max(t - delay, first), newest=t)] * len(stages) for t in batches]
     table = zip(*(_pipedream_uses(case, s) for s in stages), strict=True)
     first = case.vertical_sync and case.schedule == "pipedream"
     return [[Use(right=(row[0] if first else use).right, newest=use.newest) for use in row] for row in table]
@@ -196,9 +201,10 @@ def _pipedream_uses(case: AsyncCase, stage: int) -> list[Use]:
     stream."""
     M, counts = case.num_microbatches, case.replicas or (1,) * case.num_ranks
     reach = min((-(-sum(counts[s:]) // counts[s]) - 1) * counts[s] for s in range(stage + 1))
-    drains = sorted({*case.flushes, *case.evals, len(case.sizes) - 1})
-    found: dict[int, Use] = {}
-    for first, last in zip([0, *(t + 1 for t in drains)], drains, strict=False):
+    drains = sorted({t for t in (*case.flushes, *case.evals, len(case.sizes) - 1) if t >= case.flush_first})
+    group = case.update_every
+    found = {i: Use(right=i // group, newest=i // group) for i in range(case.flush_first * M)}
+    for first, last in zip([case.flush_first, *(t + 1 for t in drains)], drains, strict=False):
         for replica in range(counts[stage]):
             own = range(first * M + replica, (last + 1) * M, counts[stage])
             version, begun = first * M // case.update_every, iter(own)
@@ -313,14 +319,14 @@ class _Replay:
             norm = nn.utils.clip_grad_norm_(self.live.parameters(), self.case.max_grad_norm)
             self.outcome.grad_norms.append(norm.item())
         for optimizer in self.optimizers:
-            self.step(optimizer)
+            self.step(optimizer, is_fresh=t < self.case.flush_first)
             optimizer.zero_grad()
         for scheduler in self.schedulers:
             step_scheduler(scheduler, loss)
         self.gradients, self.count = {}, 0
         self.keep()
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, *, is_fresh: bool) -> None:
         """W(t+1) = (1 - lr wd) W(t) - lr (d(t) + lambda (d(t) - d(t-1))); d is what the optimizer does to W(t)."""
         if self.case.feedback is None:
             optimizer.step()
@@ -334,6 +340,7 @@ class _Replay:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 strength = self.case.feedback * delay_of(self.case, self.stage(name))
+                strength = self.case.feedback_fresh if is_fresh and strength else strength
                 if parameter.grad is None or not rate or not strength:
                     continue
                 d = (before[id(parameter)] * (1 - rate * decay) - parameter.detach()) / rate

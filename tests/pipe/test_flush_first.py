@@ -1,0 +1,228 @@
+"""A stream whose first batches have a flush behind each update, against the replay of support/async_reference.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.async_pipeline import make_pipeline, run
+from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
+from support.cases import same
+from support.grids import nightly
+from support.pool import Pool
+from support.reference import copied
+from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
+from stagewright.schedules import Costs, check, simulate
+from stagewright.schedules.timing.trace_reader import find_traces, read_traces
+
+CASE = AsyncCase(
+    task="mlp", num_ranks=3, sizes=UNEVEN, flush_first=3, feedback=2.0, flushes=(1, 4), decay=True, optimizer="momentum"
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "muon"},
+        nightly({"feedback": None, "optimizer": "adamw-fused", "evals": (0, 2, 3), "flushes": ()}),
+        {"feedback_fresh": 0.0, "flushes": (), "flush_first": 2, "decay": "plateau"},
+        {"task": "conv-norm", "num_ranks": 4, "replicas": (2, 1, 1), "max_grad_norm": 0.05, "sizes": UNEVEN[:4]},
+        nightly({"task": "small-tied", "flush_first": 1}),
+        {"schedule": "pipedream", "optimizer": "adamw", "evals": (0, 2, 3), "flushes": ()},
+        nightly({"schedule": "pipedream", "update_every": 2, "vertical_sync": True, "evals": (2,), "flushes": ()}),
+        {"schedule": "pipedream", "num_microbatches": 2, "num_ranks": 4, "flushes": (), "flush_first": 2},
+        {"schedule": "paci", "update_every": 2},
+        nightly({"schedule": "paci", "update_every": 4, "num_ranks": 4, "replicas": (2, 1, 1)}),
+        nightly({"task": "batchnorm", "feedback": None, "sizes": (19, 23, 16, 18, 20, 11), "recompute": "full"}),
+        nightly({"flush_first": 6, "evals": (3,)}),
+    ],
+    ids=str,
+)
+def test_it_equals_one_process(change: dict[str, Any]) -> None:
+    case = replace(CASE, **change)
+    agree(run(case), case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flush_first", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", ["adamw", "rates-by-name", "muon"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"schedule": "pipedream"},
+        {"schedule": "pipedream", "update_every": 2, "vertical_sync": True},
+        {"schedule": "paci", "update_every": 4},
+    ],
+    ids=str,
+)
+def test_every_rule_and_optimizer(rule: dict[str, Any], optimizer: str, num_ranks: int, flush_first: int) -> None:
+    case = replace(CASE, task="small-gpt", num_ranks=num_ranks, optimizer=optimizer, flush_first=flush_first, **rule)
+    agree(run(case), case)
+
+
+def _trained(pipe: Any, case: AsyncCase, steps: range, folder: Path | None = None) -> dict[str, Tensor]:
+    """The weights and all that the optimizers keep behind these steps; each is saved, which drains the pipeline."""
+    for t in steps:
+        inputs, target = make_batch(case, t, case.sizes[t])
+        pipe.train_step(*inputs, target)
+        if folder is not None:
+            pipe.save(folder / str(t))
+    pipe.flush()
+    found = copied(pipe.full_state_dict())
+    for number, optimizer in enumerate(pipe.optimizers):
+        for place, state in enumerate(optimizer.state.values()):
+            found |= {f"{number} {place} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", nightly("paci")])
+def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, tmp_path: Path) -> None:
+    case = replace(CASE, schedule=schedule, num_ranks=2, flush_first=2, flushes=(), update_every=2)
+    whole = _trained(make_pipeline(case, make_model(case)), case, range(5), tmp_path)
+    for saved in (0, 1, 2):
+        pipe = make_pipeline(case, make_model(case))
+        pipe.load(tmp_path / str(saved))
+        same(f"from {saved}", _trained(pipe, case, range(saved + 1, 5), tmp_path / f"again-{saved}"), whole, 0.0)
+
+
+def test_it_is_a_checkpoint_of_1f1b_carried_on(tmp_path: Path) -> None:
+    """So were the figures of docs/convergence.md found."""
+    case = replace(CASE, flushes=())
+    flush = replace(case, schedule="1f1b", flush_first=0, feedback=1.0, feedback_delay=1.0)
+    pipe = make_pipeline(flush, make_model(flush))
+    _trained(pipe, flush, range(3))
+    pipe.save(tmp_path)
+    later = make_pipeline(replace(case, flush_first=0), make_model(case))
+    later.load(tmp_path)
+    one = make_pipeline(case, make_model(case))
+    same("state", _trained(one, case, range(6)), _trained(later, case, range(3, 6)), 0.0)
+
+
+def _pipe(**options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "schedule": "2bw",
+        "num_microbatches": 4,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.01),
+        "mesh": {"pipe": 3},
+        "example_inputs": (torch.zeros(8, 4),),
+    }
+    return PipelineModule(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), **(settings | options))
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
+def test_timelines_and_traces_are_of_one_kind_of_batches(schedule: str, tmp_path: Path) -> None:
+    """A timeline shows the last four batches; behind the first ones, those of the stream."""
+    pipe, costs = _pipe(schedule=schedule, flush_first=5), Costs()
+    with pipe, pipe.tracer(tmp_path, every=1) as tracer:
+        kinds = []
+        for _ in range(9):
+            timeline = pipe.train_step(torch.ones(8, 4), torch.zeros(8, 4)).timeline()
+            tracer.step()
+            check(timeline.schedule)
+            kinds.append((timeline.schedule.name, timeline.schedule.num_batches))
+    with_flush = f"{schedule} with a flush"
+    assert kinds == [(with_flush, min(t + 1, 4)) for t in range(5)] + [(schedule, min(t + 1, 4)) for t in range(4)]
+    flushed = simulate(timeline.schedule, costs), simulate(pipe.schedule, costs)
+    assert all(one.bubble == 0 for one in flushed)
+    traces = read_traces(find_traces([tmp_path]))
+    assert not traces.notes
+    assert [(one.timeline.schedule.name, one.timeline.schedule.num_batches) for one in traces.steps] == kinds[3:]
+
+
+def test_an_overflow_is_skipped_as_under_1f1b() -> None:
+    def trained(schedule: str, flush_first: int) -> tuple[list[bool], dict[str, Tensor], float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+        pipe = _pipe(schedule=schedule, flush_first=flush_first, grad_scaler=scaler)
+        skipped = []
+        for t in range(5):
+            x = torch.full((8, 4), 1e30 if t == 2 else 0.5)
+            skipped.append(pipe.train_step(x, torch.zeros(8, 4)).skipped)
+        return skipped, copied(pipe.full_state_dict()), scaler.get_scale()
+
+    found, expected = trained("2bw", 5), trained("1f1b", 0)
+    assert found[0] == expected[0] == [False, False, True, False, False]
+    same("state", found[1], expected[1], 0.0)
+    assert found[2] == expected[2]
+
+
+def test_verify_and_changes_by_hand_between_the_first_batches() -> None:
+    """Nothing is under way there: no flush is asked for, and what is written becomes every version."""
+    pipe, x, y = _pipe(flush_first=2, verify=True), torch.ones(8, 4), torch.zeros(8, 4)
+    pipe.train_step(x, y)
+    pipe.verify(x, y)
+    with torch.no_grad():
+        for _, parameter in pipe.named_parameters():
+            parameter.zero_()
+    assert pipe.train_step(x, y).loss == pytest.approx(0.0)
+    pipe.train_step(x, y)
+    with torch.no_grad():
+        next(iter(pipe.named_parameters()))[1].add_(1.0)
+    with pytest.raises(ValueError, match="while batches 2 to 2 are in the pipeline"):
+        pipe.train_step(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "story"),
+    [
+        ({"schedule": "1f1b"}, "flush_first=2 under the schedule '1f1b', which flushes.*expected an asynchronous"),
+        ({"schedule": "auto", "num_microbatches": None}, "flush_first=2 under the schedule 'auto'"),
+        ({"flush_first": -1}, "flush_first=-1: expected a number of batches"),
+        ({"flush_first": True}, "flush_first=True: expected a number of batches"),
+        ({"flush_first": 0.3}, "flush_first=0.3: expected a number of batches"),
+        ({"optimizer": None}, "flush_first=2 without an optimizer"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options: dict[str, Any], story: str) -> None:
+    with pytest.raises(ValueError, match=story):
+        _pipe(**({"flush_first": 2} | options))
+
+
+def _over_processes(case: AsyncCase, folder: str) -> tuple[AsyncOutcome, dict[str, Tensor], list[str]]:
+    outcome = run(case)
+    pipe = make_pipeline(case, make_model(case), data_parallel="zero1")
+    _trained(pipe, case, range(3))
+    pipe.save(folder)
+    pipe.close()
+    again = make_pipeline(case, make_model(case), data_parallel="zero1")
+    again.load(folder)
+    _trained(again, case, range(3, 5))
+    state = copied(again.full_state_dict())
+    again.close()
+    told = []
+    for flush_first in (torch.distributed.get_rank(), 1):
+        try:
+            make_pipeline(replace(case, flush_first=flush_first), make_model(case)).close()
+        except ValueError as error:
+            told.append(str(error))
+    return outcome, state, told
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("first", [2, nightly(5)])
+def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool, tmp_path: Path, first: int) -> None:
+    case = AsyncCase(
+        task="small-tied",
+        num_ranks=3,
+        replicas=(2, 1),
+        optimizer="momentum",
+        sizes=UNEVEN[:5],
+        feedback=1.0,
+        flush_first=first,
+        max_grad_norm=0.5,
+    )
+    found = gloo.run(_over_processes, ranks=3, args=(case, str(tmp_path)))
+    agree([outcome for outcome, _, _ in found], case)
+    for _, state, told in found:
+        same("state", state, replay(case).state, 1e-12)
+        assert len(told) == 1
+        assert "flush_first=0" in told[0]
