@@ -22,7 +22,7 @@ after the other: an exchange takes as long as both. NVLink carries both at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -30,8 +30,9 @@ from statistics import fmean, median
 from ...schedules import Costs, Timeline, build, simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
+from . import mist_memory
 from .mist_messages import Message, message_behind
-from .mist_plans import MEASURED, MeasuredPlan, Rank, Stage, measured
+from .mist_plans import MEASURED, MeasuredPlan, Rank, Stage, measured, path_of
 
 _OWN_LINKS = ("a100", "h100", "v100-sxm")  # GPUs that reach each other without the host's memory
 _RATIO, _LEFT_OUT = "simulated / measured", "left out"
@@ -41,10 +42,10 @@ _OFF = 0.015  # of an iteration: rows beyond are named
 def simulate_plans(case: Case, repetitions: int) -> Iterator[Figure]:
     """Iteration of each plan of a file, simulated and measured.
 
-    Case: `plans`, "half" (the half of the published ones that this project holds) or the path of a CSV file.
+    Case: `plans`, as `path_of` has it.
     """
     del repetitions
-    found = measured(_path(case))
+    found = measured(path_of(case))
     for number, plan in enumerate(found.plans, 1):
         own = case.also(
             number=number,
@@ -53,7 +54,7 @@ def simulate_plans(case: Case, repetitions: int) -> Iterator[Figure]:
             stages=len(plan.stages),
             ranks=sum(len(stage.ranks) for stage in plan.stages),
         )
-        seconds = simulated(plan, bandwidth(plan.platform, _path(case))).batch_seconds
+        seconds = simulated(plan, bandwidth(plan.platform, path_of(case))).batch_seconds
         for how, value in ((How.PUBLISHED, plan.seconds), (How.SIMULATED, seconds)):
             yield Figure(case=own, name="iteration", value=value, unit="s", how=how)
         ratio = seconds / plan.seconds
@@ -64,9 +65,18 @@ def simulate_plans(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def findings(figures: Sequence[Figure]) -> Iterator[str]:
-    """How far the iterations are off, which most, and what could not be simulated."""
-    ratios = {_named(figure): figure.value for figure in figures if figure.name == _RATIO}
+    """How far iterations and peaks of memory are off, which most, and what could not be simulated."""
+    yield from _of_iterations({_named(figure): figure.value for figure in figures if figure.name == _RATIO})
+    yield from mist_memory.findings(figures)
+    yield from (
+        f"Left out, since rows of ranks are missing: {each.note}." for each in figures if each.name == _LEFT_OUT
+    )
+
+
+def _of_iterations(ratios: Mapping[str, float]) -> Iterator[str]:
     off = {name: abs(ratio - 1) for name, ratio in ratios.items()}
+    if not off:
+        return
     mean, most = fmean(off.values()), max(off.values())
     yield f"Iterations are off by {mean:.1%} on average, {most:.1%} at most ({len(off)} plans)."
     beyond = [f"{name} ({ratios[name] - 1:+.1%})" for name, value in off.items() if value > _OFF]
@@ -75,19 +85,11 @@ def findings(figures: Sequence[Figure]) -> Iterator[str]:
             f"Beyond {_OFF:.1%}: {', '.join(beyond)}. Where most bytes cross a cut (inside of an MLP, next to a stage "
             "of two ranks), the seconds of an exchange count most, and these are the least known."
         )
-    yield from (
-        f"Left out, since rows of ranks are missing: {each.note}." for each in figures if each.name == _LEFT_OUT
-    )
 
 
 def _named(figure: Figure) -> str:
     case = figure.case
     return f"{case.text('model')} on {case.text('platform')} in {case.count('stages')} stages"
-
-
-def _path(case: Case) -> Path:
-    given = case.text("plans")
-    return MEASURED if given == "half" else Path(given)
 
 
 @cache

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .mist_plans import MeasuredPlan
+from .mist_plans import OPERATIONS, MeasuredPlan
 
 VALUE_BYTES = 2
 
@@ -39,12 +39,11 @@ class Message:
     gathered_behind: float
 
 
-def message_behind(plan: MeasuredPlan, stage: int) -> Message:
-    """What crosses the cut behind a stage, for one microbatch."""
-    here, there = plan.stages[stage], plan.stages[stage + 1]
+def crossing(plan: MeasuredPlan, operation: int) -> tuple[int, int]:
+    """Values that go on behind an operation, for one microbatch: whole on each tensor rank, and divided over them."""
     tokens = plan.microbatch_size * plan.length
     wide, scores = tokens * plan.hidden, tokens * plan.heads * plan.length
-    whole, divided = (
+    return (
         (2 * wide, 0),  # norm
         (wide, 3 * wide),
         *((wide, scores + wide),) * 3,
@@ -55,7 +54,13 @@ def message_behind(plan: MeasuredPlan, stage: int) -> Message:
         *((wide, 4 * wide),) * 2,
         (2 * wide, 0),
         (wide, 0),
-    )[(here.last - 1) % 13]  # operation 0 is the embedding, and gives what the end of a layer does
+    )[(operation - 1) % OPERATIONS]  # operation 0 is the embedding, and gives what the end of a layer does
+
+
+def message_behind(plan: MeasuredPlan, stage: int) -> Message:
+    """What crosses the cut behind a stage, for one microbatch."""
+    here, there = plan.stages[stage], plan.stages[stage + 1]
+    whole, divided = crossing(plan, here.last)
 
     def gathered(tensor: int, data: int) -> float:
         return VALUE_BYTES * whole / data * (1 - 1 / tensor)

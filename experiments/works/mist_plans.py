@@ -25,8 +25,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...partition.strict import fail, number
+from ..jobs.case import Case
 
 MEASURED = Path(__file__).parent / "data" / "mist_plans.csv"
+OPERATIONS = 13  # of a layer
 _MIB = 2.0**20
 _HEADS = {1024: 16, 2048: 32, 2560: 32, 4096: 32, 5120: 40, 6144: 64, 8192: 64}  # by hidden size, of Mist's models
 
@@ -139,6 +141,12 @@ def measured(path: Path = MEASURED) -> Measurements:
     )
 
 
+def path_of(case: Case) -> Path:
+    """The file that a case names by `plans`: "half" (the published ones that this project holds), or a path."""
+    given = case.text("plans")
+    return MEASURED if given == "half" else Path(given)
+
+
 class _Row:
     """Cells of one line by column."""
 
@@ -178,7 +186,7 @@ def _plan(rows: list[_Row]) -> MeasuredPlan | None:
     if any(len(group) != group[0].whole("gpus") for group in groups):
         return None
     ends = list(accumulate(group[0].whole("ops") for group in groups))
-    if ends[-1] != 13 * one.whole("layers") + 3:
+    if ends[-1] != OPERATIONS * one.whole("layers") + 3:
         fail(f"plan {one.text('plan')}: ops of all stages", ends[-1], "13 of each layer and 3")
     return MeasuredPlan(
         platform=one.text("platform"),

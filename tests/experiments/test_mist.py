@@ -12,8 +12,12 @@ import pytest
 from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.figure import How
 from stagewright.experiments.works.mist import bandwidth, findings, simulate_plans, simulated
+from stagewright.experiments.works.mist_memory import LayerBytes, memory_of_plans, predicted
 from stagewright.experiments.works.mist_messages import message_behind
-from stagewright.experiments.works.mist_plans import MEASURED, MeasuredPlan, measured
+from stagewright.experiments.works.mist_plans import MEASURED, OPERATIONS, MeasuredPlan, measured
+from stagewright.partition.formulas.device_model import DeviceModel
+from stagewright.partition.formulas.layers import transformer_profile
+from stagewright.partition.formulas.transformer import Transformer
 
 PLANS = measured().plans
 Row = dict[str, str]
@@ -126,3 +130,53 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, change: Row, message: str)
         measured(written(tmp_path / "plans.csv", lambda row: row | change if row["P"] == "1" else row))
     with pytest.raises(ValueError, match=r"nowhere.csv: .*expected a CSV file"):
         measured(tmp_path / "nowhere.csv")
+
+
+def test_peaks_of_memory_are_those_measured() -> None:
+    figures = list(memory_of_plans(Case.of({"plans": "half"}), 1))
+    off = [abs(figure.value - 1) for figure in figures if figure.name == "tensors, predicted / measured"]
+    assert len(off) == 33
+    assert sum(off) / len(off) < 0.025
+    assert max(off) < 0.045
+    assert next(iter(findings(figures))) == "Peaks of tensors are off by 2.0% on average, 4.0% at most (33 stages)."
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_operations_of_a_layer_keep_and_hold_what_the_formulas_say_of_it(tensor: int) -> None:
+    plan = PLANS[0]
+    operations = LayerBytes.of(plan, replace(plan.stages[0], tensor=tensor))
+    model = Transformer(layers=1, hidden=plan.hidden, heads=32, vocabulary=512, length=plan.length)
+    device = DeviceModel.preset("A100-80GB")
+    layer = transformer_profile(model, microbatch_size=1, tensor=tensor, device=device).nodes[1]
+    assert sum(operations.kept) == pytest.approx(layer.stash_bytes)
+    assert sum(operations.parameters) == pytest.approx(layer.parameter_bytes, rel=1e-3)
+    assert sum(operations.saved) < sum(operations.kept)
+    # All of them again: what is left is less than the layer's input, since an input is the last layer's to keep.
+    assert sum(operations.kept) - sum(operations.saved) <= 4 * 2048 * plan.hidden
+
+
+def test_memory_follows_recomputation_and_microbatches_in_flight() -> None:
+    plan = next(plan for plan in PLANS if len(plan.stages) == 4)
+
+    def activations(number: int, recomputed: int) -> float:
+        stages = [*plan.stages]
+        stages[number] = replace(stages[number], recomputed=recomputed)
+        return predicted(replace(plan, stages=tuple(stages)), number).activations
+
+    layers = (plan.stages[1].last - plan.stages[1].first + 1) // OPERATIONS
+    scores = 32 * 2048 * 2048
+    held = activations(1, 0) - activations(1, 2 * layers)  # dropouts of scores and contexts, of 3 microbatches
+    assert held == pytest.approx(3 * layers * 3 * scores)
+    again = predicted(plan, 1).workspace - predicted(replace(plan, num_microbatches=1), 1).workspace
+    assert again == 0
+    assert predicted(replace(plan, num_microbatches=1), 1).activations == pytest.approx(
+        predicted(plan, 1).activations / 3
+    )
+
+
+def test_behind_the_batch_gradients_are_in_float32() -> None:
+    plan = PLANS[0]
+    small = replace(plan, length=2, microbatch_size=1)
+    use = predicted(small, 0)
+    assert use.total == pytest.approx(9 * use.parameters)  # 18 bytes a parameter, of which 2 are weights
+    assert use.activations == 0
