@@ -20,7 +20,7 @@ import torch
 from .collectives import Collectives
 from .groups import link_lanes
 from .mesh import MeshPlace, World
-from .ping_pong import one_way_seconds
+from .ping_pong import PingPong, ping_pong
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
@@ -54,9 +54,11 @@ class LinkLevel:
     Arguments:
         name: "host" or "network".
         size: how many ranks, or groups of the level below, it joins.
-        bandwidth, latency, residual: medians over the pairs [bytes/s], [s], relative.
+        bandwidth, residual: medians over the pairs [bytes/s], relative.
+        latency: the same, without the time for which both ends are busy [s].
         reduce_bandwidth: that each of its members moves in a ring while they sum gradients, with the copies into and
             out of the buffer [bytes/s].
+        message_seconds: for which the rank at either end of a message is busy with it, in none of the others [s].
         pairs: of ranks, as measured.
         fits: of each pair.
         seconds: by message size [bytes], of the first pair, one way [s].
@@ -71,6 +73,7 @@ class LinkLevel:
     pairs: tuple[tuple[int, int], ...]
     fits: tuple[LineFit, ...]
     seconds: tuple[tuple[int, float], ...]
+    message_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +143,10 @@ def measure_links(
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
     levels = []
     for name, pairs in wanted:
-        times: list[tuple[float, ...]] = []
+        times: list[tuple[PingPong, ...]] = []
         for pair in pairs:
             mine = tuple(
-                one_way_seconds(
+                ping_pong(
                     transport,
                     rank=world.rank,
                     specs=[TensorSpec.of(torch.empty(max(1, size // 4), device=device))],
@@ -151,6 +154,7 @@ def measure_links(
                     timeout=timeout,
                     pair=pair,
                     rounds=_rounds(size),
+                    ranks_of_host=max(map(len, hosts)),
                 )
                 for size in sizes
             )
@@ -203,23 +207,25 @@ def _level(
     size: int,
     pairs: Sequence[tuple[int, int]],
     sizes: Sequence[int],
-    times: Sequence[Sequence[float]],
+    times: Sequence[Sequence[PingPong]],
     *,
     sum_seconds: float,
 ) -> LinkLevel:
-    fits = tuple(fit_line(sizes, each) for each in times)
-    latency = statistics.median(fit.latency for fit in fits)
+    fits = tuple(fit_line(sizes, [one.seconds for one in each]) for each in times)
+    busy = statistics.median(each[0].busy for each in times)  # of the smallest message
+    latency = max(0.0, statistics.median(fit.latency for fit in fits) - 2 * busy)
     hops = 2 * (size - 1)
     return LinkLevel(
         name=name,
         size=size,
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
         latency=latency,
+        message_seconds=busy,
         reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * latency, sum_seconds / 10),
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),
         fits=fits,
-        seconds=tuple(zip(sizes, times[0], strict=True)),
+        seconds=tuple((size, one.seconds) for size, one in zip(sizes, times[0], strict=True)),
     )
 
 
@@ -239,6 +245,7 @@ def _as_levels(levels: Sequence[LinkLevel], hosts: Sequence[Sequence[int]], num_
         pairs=slowest.pairs,
         fits=slowest.fits,
         seconds=slowest.seconds,
+        message_seconds=max(level.message_seconds for level in levels),
     )
     counts = ", ".join(str(list(ranks)) for ranks in hosts)
     note = f"ranks by host: {counts}: not equal groups of neighbours, so all links count as slow as the slowest"

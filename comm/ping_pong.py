@@ -1,10 +1,12 @@
-"""The latency of a link, measured by itself."""
+"""The latency of a link, and what a message takes of the ranks at its ends, measured by itself."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +17,22 @@ _ROUNDS = 30
 _WARM_UP = 5
 
 
-def one_way_seconds(
+class PingPong(NamedTuple):
+    """Medians of a message between two ranks, as LogGP has them: seconds = 2 busy + latency + bytes / bandwidth.
+
+    seconds: one way, from its send to the return of the wait for it [s].
+    busy: of the processor at either end: to post, to send, to take [s]. It is within `seconds`, but for what threads of
+        the transport do beside.
+    """
+
+    seconds: float
+    busy: float
+
+
+NOTHING = PingPong(0.0, 0.0)
+
+
+def ping_pong(
     transport: Transport,
     *,
     rank: int,
@@ -24,20 +41,26 @@ def one_way_seconds(
     timeout: float,
     pair: tuple[int, int] = (0, 1),
     rounds: int = _ROUNDS,
-) -> float:
-    """Median one-way time of a message of these tensors between two ranks [s]; 0 on the other ranks.
+    ranks_of_host: int = 1,
+) -> PingPong:
+    """Messages of these tensors between two ranks, to and fro; nothing on the other ranks.
 
-    Half a round trip. Both ranks of the pair must call it; their links must exist in both directions.
+    Both ranks of the pair must call it; their links must exist in both directions.
+
+    Arguments:
+        ranks_of_host: on this host. Where each has a core at most, what the transport's own threads compute is taken
+            from the ranks, and counts to `busy`.
     """
     if rank not in pair:
-        return 0.0
+        return NOTHING
+    processor = _processor(device, ranks_of_host)
     first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
-    times = []
+    times, busy = [], []
     for turn in range(_WARM_UP + rounds):
         ping = Message(MessageKind.ACT, -1, -2, turn)
         pong = Message(MessageKind.GRAD, -2, -1, turn)
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), processor()
         if first:
             transport.post(pong, peer, specs)
             transport.send(ping, peer, tensors, specs)
@@ -51,5 +74,13 @@ def one_way_seconds(
             transport.send(pong, peer, tensors, specs)
             transport.end_of_program()
         times.append(time.perf_counter() - start)
+        busy.append(processor() - worked)
     transport.drain(timeout)
-    return statistics.median(times[_WARM_UP:]) / 2
+    return PingPong(*(statistics.median(each[_WARM_UP:]) / 2 for each in (times, busy)))
+
+
+def _processor(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
+    """The clock of what a rank is busy with; one that stands still where another device computes and sends."""
+    if device.type != "cpu":
+        return lambda: 0.0
+    return time.thread_time if len(os.sched_getaffinity(0)) > ranks_of_host else time.process_time

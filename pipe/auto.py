@@ -29,6 +29,7 @@ from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
+from .action_seconds import measure_action_seconds
 from .batch.given import Given, check_batch
 from .layout import Layout, layout_of_plan
 from .replan import Replan, Sizer
@@ -71,6 +72,7 @@ class AutoLayout:
         self._replans = replans
         self._sizer = Sizer(model)
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
+        self._action_seconds: float | None = None
         self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
 
     def decide(self, given: Given) -> Layout:
@@ -159,7 +161,7 @@ class AutoLayout:
         kind = settings.device.type
 
         def measure() -> str:
-            return profile_model(
+            found = profile_model(
                 self._model.to(settings.device),
                 first.arguments,
                 target=target,
@@ -167,7 +169,10 @@ class AutoLayout:
                 optimizer=None if settings.optimizer is None else named(self._optimizers),
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
-            ).to_json()
+            )
+            if self._action_seconds is None:
+                self._action_seconds = measure_action_seconds(settings.device)
+            return replace(found, action_seconds=self._action_seconds).to_json()
 
         self._collectives.gather(None, what="profiling together")  # all begin at once
         texts = self._together(measure, what="profiling the model")
@@ -233,6 +238,7 @@ def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) ->
             bandwidth=each.bandwidth,
             latency=each.latency,
             reduce_bandwidth=each.reduce_bandwidth,
+            message_seconds=each.message_seconds,
         )
         for each in measured.levels
     )
@@ -253,6 +259,7 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
         nodes=nodes,
         step_seconds=statistics.median(wholes) if wholes else None,
         slowdown=statistics.median(profile.slowdown for profile in profiles),
+        action_seconds=statistics.median(profile.action_seconds for profile in profiles),
     )
 
 

@@ -19,7 +19,7 @@ from ..comm import (
     link_lanes,
     machine,
 )
-from ..comm.ping_pong import one_way_seconds
+from ..comm.ping_pong import ping_pong
 from ..comm.process_group import Link
 from ..partition.profiler.clock import clock_for
 from ..schedules.messages import Sharing
@@ -60,7 +60,8 @@ class Connected:
         transport = self.transports[rank]
         if isinstance(transport, InProcessTransport) or not self.links >= {(0, 1), (1, 0)} or not specs:
             return 0.0
-        return one_way_seconds(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)
+        found = ping_pong(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)
+        return max(0.0, found.seconds - 2 * found.busy)  # that is in the overhead of actions
 
 
 def connect(ground: Ground, placed: Placed) -> Connected:

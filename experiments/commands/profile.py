@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +149,7 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
+    from ...pipe.action_seconds import measure_action_seconds
     from ...pipe.parallel.measured import profile_cut
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
@@ -179,7 +180,7 @@ def measure(options: ProfileOptions) -> Profile:
     model = GPT(config).to(options.device, weights)
     shape = (options.microbatch, options.length)
     tokens, targets = (torch.randint(config.vocabulary, shape, device=options.device) for _ in range(2))
-    return profile_cut(
+    profile = profile_cut(
         model,
         (tokens,),
         tensor=options.tensor,
@@ -191,6 +192,7 @@ def measure(options: ProfileOptions) -> Profile:
         seconds=options.seconds,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
+    return replace(profile, action_seconds=measure_action_seconds(torch.device(options.device)))
 
 
 # --- what is printed ---
@@ -263,6 +265,9 @@ def summary(profile: Profile) -> list[str]:
         "",
         f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch",
     ]
+    if profile.action_seconds:
+        around = f"{profile.action_seconds * 1e6:.0f} us around each F, B, I and W, messages apart"
+        lines.append(f"runtime      {around}")
     if profile.parts_over_step is not None and profile.step_seconds is not None:
         lines.append(
             f"whole step   {profile.step_seconds * 1e3:.2f} ms (spread {profile.step_spread:.1%}) for F + B at once; "
@@ -366,9 +371,20 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
         print(cluster.to_json())
         return
     table = _table(
-        "links, one way: seconds = latency + bytes / bandwidth",
+        "links, one way: seconds = 2 busy + latency + bytes / bandwidth, either end busy with a message",
         ("level",),
-        ("joins", "latency", "bandwidth", "line off by", "pairs", "range of bandwidths", "sums", "1 KiB", "largest"),
+        (
+            "joins",
+            "latency",
+            "busy",
+            "bandwidth",
+            "line off by",
+            "pairs",
+            "range of bandwidths",
+            "sums",
+            "1 KiB",
+            "largest",
+        ),
     )
     for level in measured.levels:
         speeds = [fit.bandwidth / 1e9 for fit in level.fits]
@@ -376,6 +392,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
             level.name,
             str(level.size),
             f"{level.latency * 1e6:.1f} us",
+            f"{level.message_seconds * 1e6:.1f} us",
             f"{level.bandwidth / 1e9:.3f} GB/s",
             f"{level.residual:.0%}",
             ", ".join(f"{a}-{b}" for a, b in level.pairs),

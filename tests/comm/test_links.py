@@ -14,14 +14,17 @@ from support.pool import Pool
 from stagewright.comm import World
 from stagewright.comm.links import (
     SIZES,
+    SUM_BYTES,
     LinkLevel,
     MeasuredLinks,
     _as_levels,
     _between,
     _inside,
+    _level,
     fit_line,
     measure_links,
 )
+from stagewright.comm.ping_pong import PingPong
 
 CPU = torch.device("cpu")
 
@@ -97,6 +100,18 @@ def test_unequal_hosts_make_one_level_of_the_slowest_links() -> None:
         assert "not equal groups of neighbours" in found.notes[0]
 
 
+def test_a_message_takes_both_ends_and_the_way() -> None:
+    """What both ends are busy is no latency, also not that of a ring's hops."""
+    sizes, way, busy = (1000, 2000), 5e-6, 40e-6
+    pairs = [[PingPong(2 * busy + way + size / 1e9, busy + size / 1e12) for size in sizes]] * 2
+    hops, part = 2, SUM_BYTES / 1e9
+    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sum_seconds=hops * way + part)
+    assert found.message_seconds == pytest.approx(busy, rel=1e-3)
+    assert found.latency == pytest.approx(way, rel=1e-3)
+    assert found.reduce_bandwidth == pytest.approx(1e9, rel=1e-3)
+    assert found.seconds == ((1000, pairs[0][0].seconds), (2000, pairs[0][1].seconds))
+
+
 def test_a_world_of_one_has_no_links() -> None:
     assert measure_links(World(rank=0, size=1), device=CPU, timeout=1.0) == MeasuredLinks(levels=())
 
@@ -116,4 +131,5 @@ def test_over_gloo_all_ranks_get_the_same_answer(gloo: Pool, ranks: int) -> None
     assert host["pairs"] == (((0, 1),) if ranks == 2 else ((0, 1), (0, 2)))
     assert 1e6 < host["bandwidth"] < 1e12  # a loopback on any machine
     assert 0 <= host["latency"] < 1.0
+    assert 0 < host["message_seconds"] < 1.0
     assert [size for size, _ in host["seconds"]] == [1024, 65536, 1 << 20]

@@ -151,12 +151,14 @@ def test_levels_become_a_cluster() -> None:
             pairs=(),
             fits=(),
             seconds=(),
+            message_seconds=3e-5,
         )
 
     cluster = cluster_of(MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9))))
     assert cluster.num_devices == 8
     assert cluster.path_bandwidths == (1e10, 1e9)
     assert cluster.ring_bandwidths == (5e9, 5e8)
+    assert [level.message_seconds for level in cluster.levels] == [3e-5, 3e-5]
 
 
 # --- mistakes ---

@@ -1,0 +1,120 @@
+"""Seconds that the runtime takes of a rank around each action, whatever the stage computes.
+
+    per microbatch    two stages under the engine, in this process - the same modules in a plain loop
+    per action        a fourth of that: F and B of either stage
+
+Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
+thread's processor, so that a busy host changes little.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..comm import Guard, World
+from ..partition.graph.forms import Arguments
+from .assembly import Pipeline, assemble
+from .batch.given import Given
+from .layout import choose_layout
+from .settings import Settings
+
+_SHORT, _LONG = 4, 16  # microbatches
+_ROUNDS = 15
+_ACTIONS = 4  # a microbatch
+_WIDTH = 8
+_TIMEOUT = 60.0
+
+
+def measure_action_seconds(device: torch.device) -> float:
+    """Seconds of the runtime around each F, B, I and W, messages through a network apart [s]; about half a second.
+
+    0 where stages run on another device than the host's processor: there the host works ahead of it.
+    """
+    if device.type != "cpu":
+        return 0.0
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        return _measured()
+
+
+def _measured() -> float:
+    modules = [nn.Linear(_WIDTH, _WIDTH) for _ in range(2)]
+    runs: list[Callable[[], object]] = [_batch(_SHORT), _batch(_LONG), partial(_plain, modules, _LONG - _SHORT)]
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(_ROUNDS):
+        for run, seconds in zip(runs, times, strict=True):
+            begun = time.thread_time()
+            run()
+            seconds.append(time.thread_time() - begun)
+    short, long, plain = map(statistics.median, times)
+    return max(0.0, (long - short - plain) / (_LONG - _SHORT) / _ACTIONS)
+
+
+def _batch(num_microbatches: int) -> Callable[[], object]:
+    """Runs one batch of so many microbatches."""
+    x = _samples(num_microbatches)
+    given = Given(arguments=Arguments.of((x,)), target=x)
+    return partial(_pipeline(num_microbatches).training.accumulate, given)
+
+
+def _samples(number: int) -> torch.Tensor:
+    return torch.ones(number, _WIDTH)
+
+
+def _pipeline(num_microbatches: int) -> Pipeline:
+    """Two ranks of this process, whatever other processes there are."""
+    stages = [nn.Linear(_WIDTH, _WIDTH) for _ in range(2)]
+    make_layout = choose_layout(
+        schedule="1f1b",
+        plan=None,
+        mesh={"pipe": 2},
+        num_microbatches=num_microbatches,
+        num_chunks=None,
+        num_slices=None,
+        split_points=None,
+        stages=stages,
+        recompute="none",
+        data_parallel="replicate",
+    )
+    assert make_layout is not None
+    settings = Settings(
+        loss_fn=F.mse_loss,
+        optimizer=None,
+        lr_scheduler=None,
+        max_grad_norm=None,
+        grad_scaler=None,
+        seed=0,
+        device=torch.device("cpu"),
+        timeout=_TIMEOUT,
+    )
+    return assemble(
+        Arguments.of((_samples(1),)),
+        model=None,
+        stages=stages,
+        layout=make_layout(World(rank=0, size=1)),
+        settings=settings,
+        guard=Guard(None),
+        verify=False,
+    )
+
+
+def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:
+    """F and B of each module as a profile times them, one microbatch after the other."""
+    x = _samples(1)
+    for _ in range(num_microbatches):
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        value = x
+        for module in modules:
+            inputs.append(value.detach().requires_grad_(bool(inputs)))
+            value = module(inputs[-1])
+            outputs.append(value)
+        torch.autograd.backward(F.mse_loss(outputs[-1], x))
+        for behind, output in zip(inputs[:0:-1], outputs[-2::-1], strict=True):
+            torch.autograd.backward(output, behind.grad)
