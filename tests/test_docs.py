@@ -21,7 +21,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SLOW = re.compile(r"schedule=\"auto\"")  # a model profiled
 SMALLER = {"layers=100": "layers=4", "128x8": "1x8", "1536": "16"}  # a plan for 1,024 devices is made nightly
 QUICK = ("schedule", "simulate", "plan")  # commands that need no run before them
-NEEDS_FILES = re.compile(r"--profile|--model|--cluster \S+\.json")
+NEEDS_FILES = re.compile(r"--profile|--model|--cluster \S+\.json|--check")
 FILES = {  # that commands take for granted
     "my_models.py": "def small(): ...",
     "my_data.py": "def digits(): ...",
@@ -30,7 +30,11 @@ FILES = {  # that commands take for granted
     "def zigzag(): return build('gpipe', num_ranks=2, num_microbatches=3)\n"
     "def few(action, so_far): return action.op != 'F' or so_far.in_flight < 2",
 }
-OPTIONS = {"train": "training.options.TrainOptions", "profile": "commands.profile.ProfileOptions"}
+OPTIONS = {
+    "train": "training.options.TrainOptions",
+    "profile": "commands.profile.ProfileOptions",
+    "plan --check": "commands.plan_check.CheckOptions",
+}
 
 
 def named(page: Path) -> str:
@@ -82,11 +86,13 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Path(name).write_text(text)
     if command in QUICK and not NEEDS_FILES.search(line):
         assert main(words) == 0
-    elif command in OPTIONS:
+    elif (read_by := OPTIONS.get(" ".join(words[:2]), OPTIONS.get(command))) is not None:
         import tyro
 
-        module, _, name = OPTIONS[command].rpartition(".")
-        tyro.cli(getattr(importlib.import_module(f"stagewright.experiments.{module}"), name), args=words[1:]).check()
+        module, _, name = read_by.rpartition(".")
+        options = tyro.cli(getattr(importlib.import_module(f"stagewright.experiments.{module}"), name), args=words[1:])
+        if command != "plan":
+            options.check()
 
 
 @pytest.mark.parametrize(

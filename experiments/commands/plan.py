@@ -5,6 +5,7 @@ stagewright plan --model m.py:make --data m.py:batches --ranks 2 --batch 32
 stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
 stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
     --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
+stagewright plan --check runs/gpt                         what the plan of a run promised beside what was measured
 """
 
 from __future__ import annotations
@@ -95,10 +96,16 @@ class PlanOptions(OwnOptions):
     """Write the plan to this file, as JSON."""
     json: bool = False
     """Print the plan as JSON and no tables."""
+    check: tuple[str, ...] = ()
+    """A run: show by cause what its plan promised and what was measured (`stagewright plan --check RUN --help`)."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, plan, write, print."""
+    """Read, plan, write, print; or, with --check, compare."""
+    if any(word.partition("=")[0] == "--check" for word in argv):
+        from . import plan_check
+
+        return plan_check.run(argv)
     options = tyro.cli(PlanOptions, args=argv, prog="stagewright plan")
     options.check_own({})
     if not 0 <= options.order_seconds < math.inf:

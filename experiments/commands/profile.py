@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -25,6 +25,7 @@ from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..tensor_options import read_tensor_parallel
 from .files import read_file, write_out
+from .tables import console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -209,35 +210,18 @@ def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
 
 
 def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions) -> None:
-    console = _console()
-    console.print(_node_table(profile))
+    out = console()
+    out.print(_node_table(profile))
     for line in summary(profile):
-        console.print(line, markup=False, highlight=False)
+        out.print(line, markup=False, highlight=False)
     if memory:
-        console.print(_memory_table(memory, options))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(width=150, highlight=False)
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        out.print(_memory_table(memory, options))
 
 
 def _node_table(profile: Profile) -> Table:
     size = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
     size += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
-    table = _table(
+    rows = table(
         f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{size} ({profile.origin}); in ms and MB",
         ("part", ""),
         ("F", "B", "I", "W", "spread", "update", "stash", "output", "workspace", "parameters"),
@@ -245,7 +229,7 @@ def _node_table(profile: Profile) -> Table:
     for node, count in folded(profile.nodes):
         times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)
         sizes = (node.stash_bytes, node.activation_bytes, node.workspace_bytes, node.parameter_bytes)
-        table.add_row(
+        rows.add_row(
             node.name,
             f"x{count}" if count > 1 else "",
             *(f"{seconds * 1e3:.3f}" for seconds in times),
@@ -253,7 +237,7 @@ def _node_table(profile: Profile) -> Table:
             f"{node.update_seconds * 1e3:.3f}",
             *(f"{size / 1e6:.2f}" for size in sizes),
         )
-    return table
+    return rows
 
 
 def summary(profile: Profile) -> list[str]:
@@ -301,7 +285,7 @@ def summary(profile: Profile) -> list[str]:
 
 def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table:
     names = ("parameters", "gradients", "optimizer", "activations", "workspace", "communication", "buffers")
-    table = _table(
+    rows = table(
         f"\nmemory at the peak of {options.schedule}, {options.microbatches} microbatches, in MB (predicted)",
         ("stage", "holds"),
         ("in flight", *names, "total"),
@@ -310,13 +294,13 @@ def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table
         assert stage.memory is not None
         first, last = stage.nodes[0], stage.nodes[-1]
         sizes = [getattr(stage.memory, name) for name in names]
-        table.add_row(
+        rows.add_row(
             str(number),
             first if first == last else f"{first} .. {last}",
             str(stage.in_flight),
             *(f"{size / 1e6:.1f}" for size in (*sizes, stage.memory.total)),
         )
-    return table
+    return rows
 
 
 # --- links ---
@@ -370,7 +354,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
     if options.json:
         print(cluster.to_json())
         return
-    table = _table(
+    rows = table(
         "links, one way: seconds = 2 busy + latency + bytes / bandwidth, either end busy with a message",
         ("level",),
         (
@@ -388,7 +372,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
     )
     for level in measured.levels:
         speeds = [fit.bandwidth / 1e9 for fit in level.fits]
-        table.add_row(
+        rows.add_row(
             level.name,
             str(level.size),
             f"{level.latency * 1e6:.1f} us",
@@ -401,7 +385,7 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
             f"{level.seconds[0][1] * 1e6:.1f} us",
             f"{level.seconds[-1][0] / 2**20:g} MiB in {level.seconds[-1][1] * 1e3:.2f} ms",
         )
-    console = _console()
-    console.print(table)
+    out = console()
+    out.print(rows)
     for note in measured.notes:
-        console.print(note, markup=False)
+        out.print(note, markup=False)

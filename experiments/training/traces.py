@@ -32,7 +32,7 @@ def read_run(*folders: Path) -> Exhibit:
     notes += traces.notes
     measured = tuple(MeasuredStep(*step) for step in traces.steps)
     first = next((folder for folder in folders if (folder / NAME).exists()), folders[0])
-    summary = _read_summary(first)
+    summary = read_summary(first)
     if file is not None and file.measured is not None and not measured:
         steps = summary.get("steps")
         measured = (MeasuredStep(steps - 1 if isinstance(steps, int) else 0, file.measured),)
@@ -111,7 +111,7 @@ def _beside(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
     return simulate(measured[-1].timeline.schedule, file.costs)
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """summary.json as far as it can be read: a run that was ended has none."""
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -68,6 +68,15 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
     assert len(summary["peak_tensor_bytes"]) == 2
     assert min(summary["peak_tensor_bytes"]) > 10_000
     assert Plan.load(tmp_path / "runs" / "one" / "plan.json") == Plan.load(path)
+    # What it promised beside what came of it: the causes add up to the difference.
+    done = command("plan", "--check", "one", "--json")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["predicted"], found["step_seconds"]) == (pytest.approx(0.15), summary["step_seconds"])
+    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["predicted"])
+    assert {(each["kind"], *each["at"]) for each in found["inputs"]} >= {(op, s) for op in "FB" for s in (0, 1)}
+    assert all(0 < each["measured"] < found["measured"] for each in found["inputs"] if each["kind"] in "FB")
+    assert any("forward of stage 0 takes 0." in line for each in found["measure_again"] for line in each["why"])
 
 
 @pytest.mark.gloo

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from support.recorded import recorded
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Costs, Links, Op, Schedule, Sum, Timeline, Way, build, simulate
-from stagewright.schedules.needs import Needs
+from stagewright.schedules import FAMILIES, Costs, Links, Schedule, Sum, Way, build, simulate
 from stagewright.schedules.timing.inputs import Cause, predicted_inputs
 from stagewright.schedules.timing.prediction import PredictionCheck, check_prediction
-from stagewright.schedules.timing.records import RankRecord, assemble_timeline
-
-
-def measured(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> Timeline:
-    """What ranks would have recorded of a simulated step: actions without what is around them, and their waits."""
-    schedule, needs, records = truth.schedule, Needs(truth.schedule), []
-    around = [overhead] * schedule.num_stages if isinstance(overhead, float) else overhead
-    for trace in truth.ranks:
-        came, free, arrivals = {span.what: span.end for span in trace.comm}, 0.0, []
-        for span in trace.compute:
-            for message, *_ in needs.arrivals(span.what):
-                if message in came:
-                    arrivals.append((message, free, max(free, came[message])))
-            free = span.end
-        compute = tuple(s if s.what.op is Op.U else s._replace(end=s.end - around[s.what.stage]) for s in trace.compute)
-        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), collectives=trace.collectives))
-    found = assemble_timeline(schedule, records)
-    # Of a simulated stream the first batches are no steady state; a run is in it when it is traced.
-    return replace(found, measured=not schedule.is_asynchronous)
 
 
 def uneven(schedule: Schedule) -> Costs:
@@ -76,7 +56,7 @@ def test_all_inputs_explain_all(name: str) -> None:
         update=1.0,
     )
     truth = simulate(schedule, true)
-    found = check_prediction(simulate(schedule, costs), [measured(truth, true.overhead)], costs=costs)
+    found = check_prediction(simulate(schedule, costs), [recorded(truth, true.overhead)], costs=costs)
     check_adds_up(found)
     off, spread = (found.cause(each).seconds for each in (Cause.UNEXPLAINED, Cause.SPREAD))
     assert (off, spread) == pytest.approx((0.0, 0.0), abs=1e-9)
@@ -133,7 +113,7 @@ def test_the_one_wrong_input_is_named(wrong: str) -> None:
         true_links = replace(links, sums=(replace(links.sums[0], seconds=3.0),))
     truth = simulate(schedule, true, true_links)
     found = check_prediction(
-        simulate(schedule, costs, links), [measured(truth, true.overhead)], costs=costs, links=links
+        simulate(schedule, costs, links), [recorded(truth, true.overhead)], costs=costs, links=links
     )
     check_adds_up(found)
     name, cause = WRONG[wrong]
@@ -147,7 +127,7 @@ def test_the_one_wrong_input_is_named(wrong: str) -> None:
 def test_as_predicted_nothing_is_named() -> None:
     schedule, costs, links = linked((1, 2))
     truth = simulate(schedule, costs, links)
-    found = check_prediction(truth, [measured(truth, 0.125)] * 3, costs=costs, links=links)
+    found = check_prediction(truth, [recorded(truth, 0.125)] * 3, costs=costs, links=links)
     assert found.wrong == ()
     assert found.num_steps == 3
     assert found.predicted == pytest.approx(found.measured)
@@ -163,7 +143,7 @@ def test_what_varies_is_spread_and_no_input() -> None:
     costs = Costs(forward=1.0, backward=2.0)
     row = [2.0] * 7 + [20.0]
     truth = simulate(schedule, replace(costs, backward=[2.0, row]))
-    found = check_prediction(simulate(schedule, costs), [measured(truth)], costs=costs, step_seconds=60.0)
+    found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs, step_seconds=60.0)
     check_adds_up(found)
     assert set(seconds_of(found)) == {Cause.SPREAD, Cause.OUTSIDE}
     assert found.step_seconds == 60.0
@@ -175,7 +155,7 @@ def test_costs_that_the_run_measured_know_what_is_around_an_action() -> None:
     costs = Costs()
     truth = simulate(schedule, replace(costs, overhead=0.5))
     known = replace(costs, overhead=0.5)
-    found = check_prediction(simulate(schedule, costs), [measured(truth, 0.5)], costs=costs, known=known)
+    found = check_prediction(simulate(schedule, costs), [recorded(truth, 0.5)], costs=costs, known=known)
     around = [each for each in found.inputs if each.what.kind == "overhead"]
     assert [(each.measured, each.ratio) for each in around] == [(0.5, None)] * 2
 
@@ -184,7 +164,7 @@ def test_sums_of_tied_weights_that_no_plan_knows() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     costs = Costs(update=0.5)
     truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
-    found = check_prediction(simulate(schedule, costs), [measured(truth)], costs=costs)
+    found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
     assert [str(each.what) for each in found.wrong] == ["sum of stages 0, 1"]
     assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
 

@@ -1,0 +1,33 @@
+"""Tables for people, by rich."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def console() -> Any:
+    """Where tables are printed: as wide as the terminal, or in a file wide enough for all columns."""
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(width=150, highlight=False)
+
+
+def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table.
+
+    Arguments:
+        left, right: names of the columns of words, and of those of numbers behind them.
+    """
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in left:
+        made.add_column(name)
+    for name in right:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made

@@ -1,0 +1,226 @@
+"""`stagewright plan --check RUN`: what it tells of a run whose inputs were wrong on purpose, and of a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Done
+from support.recorded import records_of
+
+from stagewright.experiments.cli import main
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.plans.simulated import simulated
+from stagewright.schedules import Costs, simulate
+from stagewright.schedules.timing.inputs import Cause
+from stagewright.schedules.timing.run_file import RunFile
+from stagewright.schedules.timing.trace_file import TraceHeader, digest, header_line, step_line, trace_path
+
+CLUSTER = Cluster.parse("4:net=100MB/s@1ms")
+
+
+@pytest.fixture
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(schedule: str = "1f1b", *, batch: int = 8, **restrictions: Any) -> Plan:
+    nodes = [
+        Node(
+            name=name,
+            forward_seconds=0.01,
+            backward_seconds=0.02,
+            activation_bytes=1e6,
+            parameter_bytes=1e6,
+            update_seconds=0.002,
+        )
+        for name in "abcdef"
+    ]
+    profile = Profile(nodes=nodes, microbatch_size=1, optimizer_ratio=2.0)
+    settings: dict[str, Any] = {"pipeline_sizes": (4,), "data_sizes": (1,), "schedules": (schedule,)}
+    return plan(profile, CLUSTER, global_batch=batch, runnable=True, **(settings | restrictions))
+
+
+def write_run(
+    folder: Path,
+    carried_out: Plan,
+    *,
+    costs: Mapping[str, Any] | None = None,
+    processes: Mapping[int, Path] | None = None,
+) -> None:
+    """What a run leaves whose steps took what the plan says, but for some costs.
+
+    Arguments:
+        processes: folders of their own, by rank.
+    """
+    promised = simulated(carried_out)
+    given = costs or {}
+    true = replace(promised.costs, **{name: value(promised.costs) for name, value in given.items()})
+    truth = simulate(promised.timeline.schedule, true, promised.links)
+    schedule, records = truth.schedule, records_of(truth, true.overhead)  # type: ignore[arg-type]
+    for place in {folder, *(processes or {}).values()}:
+        place.mkdir(parents=True, exist_ok=True)
+    RunFile(schedule=schedule, predicted=truth, costs=true).write(folder)
+    for rank, record in enumerate(records):
+        header = TraceHeader(
+            run="a",
+            started="2026",
+            process=rank,
+            num_processes=len(records),
+            ranks=(rank,),
+            machine="a",
+            origin="a",
+            host="a",
+            first_step=0,
+            digest=digest(schedule),
+            schedule=schedule,
+        )
+        place = (processes or {}).get(rank, folder)
+        lines = [step_line("a", step, {rank: record}) for step in (3, 23)]
+        trace_path(place, rank).write_bytes(header_line(header) + b"".join(lines))
+    (folder / "plan.json").write_text(carried_out.to_json())
+    config = {"model": None, "layers": 4, "width": 64, "heads": None, "length": 32}
+    (folder / "manifest.json").write_text(json.dumps({"name": folder.name, "config": config}))
+    peaks = [1.1 * each for _, each in sorted(carried_out.memory_bytes.items())]
+    (folder / "summary.json").write_text(
+        json.dumps({"step_seconds": truth.batch_seconds + 0.001, "peak_tensor_bytes": peaks})
+    )
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--check", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def slower_backward(costs: Costs) -> list[float]:
+    assert isinstance(costs.backward, tuple)
+    return [1.25 * each if stage == 1 else each for stage, each in enumerate(costs.backward)]  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_slow_backward_is_named_with_the_command_that_measures_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
+    found = answer(capsys, "one")
+    (again,) = found["measure_again"]
+    assert "backward of stage 1 takes 1.25 times as long as predicted" in again["why"][0]
+    assert again["command"] == (
+        "stagewright profile --layers 4 --width 64 --length 32 --microbatch 1 --out profile.json"
+    )
+    changes = {each["name"]: each["change"] for each in found["causes"]}
+    assert changes["compute"] == pytest.approx(found["measured"] - found["predicted"])
+    assert changes["around the step"] == pytest.approx(0.001)
+    assert found["step_seconds"] == pytest.approx(found["predicted"] + sum(changes.values()))
+    assert all(there == pytest.approx(1.1 * expected) for expected, there in found["tensor_bytes"])
+    # The same for people, with a picture.
+    assert main(["plan", "--check", "runs/one", "-o", "check.svg"]) == 0
+    printed = capsys.readouterr().out
+    assert "one: 1f1b, 4 stages on 4 ranks, medians of 2 traced steps" in printed
+    assert "measured, first action to last" in printed
+    assert "    stagewright profile --layers 4" in printed
+    assert printed.rstrip().endswith("check.svg")
+    picture = Path("check.svg").read_text()
+    assert all(cause.value in picture for cause in Cause)
+    assert "compute" in picture
+
+
+def times(factor: float, name: str) -> Any:
+    return {name: lambda costs: [factor * each for each in getattr(costs, name)]}
+
+
+TWO_BY_TWO = {"pipeline_sizes": (2,), "data_sizes": (2,)}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the plan, and what was wrong
+    "F": ({"schedule": "2bw"}, times(2.0, "forward")),
+    "W": ({"schedule": "zb-h1"}, times(2.0, "weight_grad")),
+    "overhead": ({"schedule": "interleaved", "chunk_sizes": (3,), **TWO_BY_TWO}, {"overhead": lambda _: 0.002}),
+    "update": ({"pipeline_sizes": (1,), "data_sizes": (4,)}, times(3.0, "update")),
+    "norm": (TWO_BY_TWO, {"norm": lambda _: 0.05}),
+    "message": (TWO_BY_TWO, {"latency": lambda _: 0.02}),
+}
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("kind", CASES)
+def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Streams, split backwards, chunks, replicas: what was wrong at all stages is the cause, and is what is named."""
+    settings, wrong = CASES[kind]
+    write_run(Path("one"), planned(**settings), costs=wrong)
+    found = answer(capsys, "one")
+    causes = {each["name"]: abs(each["change"]) for each in found["causes"]}
+    (cause,) = {each["cause"] for each in found["inputs"] if each["kind"] == kind}
+    assert max(causes, key=causes.__getitem__) == cause
+    assert sum(seconds for name, seconds in causes.items() if name != cause) < 0.1 * causes[cause]
+    named = {each["name"] for each in found["inputs"] if each["kind"] == kind}
+    why = [line for each in found["measure_again"] for line in each["why"]]
+    assert any(why[0].startswith(name) for name in named), why
+
+
+@pytest.mark.usefixtures("_here")
+def test_hosts_whose_folders_are_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_run(Path("a/one"), planned(), processes={2: Path("b/one"), 3: Path("b/one")})
+    assert answer(capsys, "a/one", "b/one")["measure_again"] == []
+    alone = answer(capsys, "a/one")
+    assert any("nothing was recorded of forward of stage 2" in note for note in alone["notes"])
+    assert alone["ranks"][2] == []
+
+
+@pytest.mark.usefixtures("_here")
+def test_what_cannot_be_compared_says_what_to_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = planned()
+    write_run(Path("runs/one"), own)
+    Path("again.json").write_text(replace(own, simulated_step_time=1.0).to_json())
+    Path("other.json").write_text(planned(batch=16).to_json())
+    assert answer(capsys, "one", "again.json")["measure_again"] == []
+    for words, message in {
+        ("one", "other.json"): "other.json is another plan than runs/one/plan.json, which was carried out: num microb",
+        ("two",): "no run folder two: expected runs/<name>; there are one",
+        ("one", "again.json", "other.json"): "1 run and 2 plans: expected a run and at most one plan",
+        ("again.json",): "0 runs and 1 plan",
+        ("one", "-o", "check.html"): "-o check.html: expected a name that ends in .png or .svg",
+    }.items():
+        assert main(["plan", "--check", *words]) == 2
+        assert message in capsys.readouterr().err
+    Path("runs/one/plan.json").unlink()
+    assert main(["plan", "--check", "one"]) == 2
+    assert "has no plan.json: it ran without a plan" in capsys.readouterr().err
+    assert main(["plan", "--check", "one", "other.json"]) == 2
+    assert "expected the plan that the run carried out" in capsys.readouterr().err
+    assert answer(capsys, "one", "again.json")["measure_again"] == []
+
+
+@pytest.mark.gloo
+@pytest.mark.nightly
+def test_profile_links_plan_train_check(command: Callable[..., Done], tmp_path: Path) -> None:
+    """The whole way on two processes, each file taken by the next command."""
+    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    gpt = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16")
+    batch = ("--batch", "16", "--pipeline", "2", "--runnable")
+    for words in (
+        ("profile", *gpt, "--microbatch", "2", "--seconds", "0.2", "--out", "profile.json"),
+        ("profile", "--links", "--ranks", "2", "--out", "cluster.json"),
+        ("plan", "--profile", "profile.json", "--cluster", "cluster.json", *batch, "--out", "plan.json"),
+        ("train", *gpt, "--plan", "plan.json", "--steps", "6", "--text", "text.txt", "--name", "one", "--json"),
+    ):
+        done = command(*words)
+        assert done.status == 0, done.stderr
+    summary = json.loads(done.stdout)
+    done = command("plan", "--check", "one", "--json")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["predicted"] == pytest.approx(summary["planned_step_seconds"])
+    assert found["step_seconds"] == summary["step_seconds"]
+    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["predicted"])
+    assert {each["kind"] for each in found["inputs"]} >= {"F", "B", "overhead", "update"}
+    assert all(each["measured"] > 0 for each in found["inputs"] if each["kind"] in "FB")
+    assert len(found["tensor_bytes"]) == 2

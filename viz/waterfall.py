@@ -1,0 +1,87 @@
+"""A predicted step and a measured one as bars, and between them what each cause adds or takes.
+
+    predicted |==============================|
+    compute                                  |##|
+    messages                                    |#|
+    update                                     |-|
+    measured  |================================|
+
+Loads matplotlib when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..schedules import Change, Op, PredictionCheck
+from ..schedules.wording import duration
+from .palette import OP_HUES
+from .panels import time_unit
+from .sheet import FigureStyle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .shown_figure import ShownFigure
+
+_MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
+_ROW = 0.34  # height of a bar with what is around it [inch]
+_USUAL = FigureStyle(width=9.0)
+
+
+def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = _USUAL) -> ShownFigure:
+    """The step from predicted to measured, cause by cause.
+
+    Arguments:
+        title: above it; nothing where the style has no titles.
+    """
+    from .shown_figure import ShownFigure
+
+    bars = [("predicted", 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
+    scale = style.font / FigureStyle().font
+    height = (_ROW * len(bars) + 1.0) * scale
+    figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)
+    left, foot, head = 1.5 * scale / style.width, 0.55 * scale / height, 0.35 * scale / height
+    axes = figure.add_axes((left, foot, 1.0 - left - 0.3 * scale / style.width, 1.0 - foot - head))
+    _draw(axes, bars, check.predicted, style.font)
+    if style.title and title:
+        figure.text(left, 1.0 - 0.1 * scale / height, title, ha="left", va="top", fontsize=style.font)
+    return figure
+
+
+def _draw(axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predicted: float, font: float) -> None:
+    """Bars from the top, the wholes from 0 and each change from where the one before ended."""
+    ends = [each for _, before, after in bars for each in (before, after) if each > 0]
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    name, unit = time_unit(high)
+    # The changes are what is looked at: the axis begins where they have room, and the wholes are cut there.
+    first = max(0.0, low - 2 * (high - low)) if high - low < low / 2 else 0.0
+    room = (high - first) or unit
+    for row, (_, before, after) in enumerate(bars):
+        is_whole = row in (0, len(bars) - 1)
+        start, end = (first, after) if is_whole else sorted((before, after))
+        colour = _WHOLE if is_whole else _MORE if after > before else _LESS
+        axes.barh(
+            row, (end - start) / unit, left=start / unit, height=0.66, color=colour, edgecolor=_EDGE, linewidth=0.5
+        )
+        words = duration(after) if is_whole else _change(after - before, predicted)
+        axes.text((end + 0.01 * room) / unit, row, words, va="center", ha="left", fontsize=font)
+        if row + 1 < len(bars):
+            axes.plot([after / unit] * 2, [row + 0.33, row + 0.67], color=_EDGE, linewidth=0.8)
+    axes.set_yticks(range(len(bars)), [each[0] for each in bars], fontsize=font)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(first / unit, (high + 0.28 * room) / unit)
+    axes.tick_params(axis="x", labelsize=font)
+    cut = f", from {duration(first)} on" if first > 0 else ""
+    axes.set_xlabel(f"a step [{name}]{cut}", fontsize=font)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _change(seconds: float, predicted: float) -> str:
+    if seconds == 0:
+        return "0"
+    sign = "+" if seconds > 0 else "-"
+    share = f" ({100 * seconds / predicted:+.1f}%)" if predicted > 0 else ""
+    return f"{sign}{duration(abs(seconds))}{share}"
