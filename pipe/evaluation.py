@@ -138,7 +138,7 @@ class Evaluation:
         engine = forwards.engine
         for rank, local in zip(forwards.ranks, engine.ranks, strict=True):
             rank.enter(batch)
-            local.recorder.begin()
+            local.recorder.begin(counts=False)
         torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
             with evaluating(*forwards.modules), self._guard.together(), self._seeder.call():

@@ -8,7 +8,7 @@ import torch
 
 from ..comm import World
 from ..partition.plans.plan import Plan
-from ..schedules import Costs, Schedule, StageBytes
+from ..schedules import Costs, Schedule, Spread, StageBytes
 from .building import Building
 from .run.action_memory import ActionMemory
 from .settings import Settings
@@ -107,6 +107,14 @@ class RunFacts:
         For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
         """
         return self._building.built("measured_costs").measurement.costs()
+
+    def measured_spread(self) -> Spread | None:
+        """How durations varied around `measured_costs()` in the last 50 steps: by action, by rank and by step.
+
+        For `simulate_spread(pipe.schedule, pipe.measured_costs(), spread)`; None for fewer than ten steps, which do not
+        tell it. Collective over the processes.
+        """
+        return self._building.built("measured_spread").measurement.spread()
 
     def forget_measurements(self) -> None:
         """Drop the durations so far (the first steps are slower)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedules import Costs, Links, MemoryCurve, StageBytes, Timeline, memory_curves
+from ..schedules import Costs, Links, MemoryCurve, StageBytes, StepSamples, Timeline, memory_curves
 from ..schedules.wording import duration
 
 
@@ -53,6 +53,7 @@ class Exhibit:
         predicted: simulated; None where nothing is.
         measured: traced steps, in ascending order.
         costs, links: under which `predicted` was simulated; None: they are not known, and nothing can be varied.
+        sampled: steps simulated with durations as they vary; None where nobody knows how they do.
         foreign: rows of a trace whose slices are no actions of a schedule; there is no timeline then.
         memory: [S] bytes of each stage, of which `curves` makes memory over time; empty where they are not known.
         memory_limit: [P] of each rank's device [bytes]; None where nobody said.
@@ -66,6 +67,7 @@ class Exhibit:
     measured: tuple[MeasuredStep, ...] = ()
     costs: Costs | None = None
     links: Links | None = None
+    sampled: StepSamples | None = None
     foreign: tuple[Row, ...] = ()
     memory: tuple[StageBytes, ...] = ()
     memory_limit: tuple[float, ...] | None = None

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from ..schedules import Costs, Schedule
 from ..schedules.timing.expected import busy_seconds, closed_form_seconds, least_seconds, median_costs
+from ..schedules.timing.sampling import SHARE
+from ..schedules.wording import duration
 from .exhibit import Exhibit
 
 
@@ -67,6 +69,10 @@ def _closed_form(schedule: Schedule, costs: Costs) -> list[HeadFigure]:
 def _predicted(exhibit: Exhibit) -> list[HeadFigure]:
     if exhibit.predicted is None:
         return []
+    if (sampled := exhibit.sampled) is not None:
+        low, high = map(duration, sampled.range())
+        how = f"{SHARE:.0%}: {low} .. {high}; median of {len(sampled.seconds)} steps with durations drawn as they vary"
+        return [HeadFigure("predicted", sampled.median, sampled.bubble, how)]
     return [HeadFigure("predicted", exhibit.predicted.batch_seconds, exhibit.predicted.bubble, "simulated")]
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ...partition.plans.plan import Plan
 from ...pipe import StepRecord, StepResult
 from ...pipe.measure.tracer import FIRST_TRACED
-from ...schedules import Schedule, Timeline, simulate
+from ...schedules import Schedule, StepSamples, Timeline, simulate
+from ...schedules.timing.sampling import with_range
 from ...schedules.wording import count, duration, size
 from ...viz import Exhibit, MeasuredStep
 from ..host import MemoryMeter
@@ -64,6 +65,7 @@ class _Record:
     predicted_bubbles: list[float] = field(default_factory=list)
     predicted: Timeline | None = None
     measured: Timeline | None = None  # step
+    sampled: StepSamples | None = None  # steps drawn from how durations varied, in process 0
     samples: int = 0
     seconds: float = 0.0
     tensor_bytes: int = 0  # of this process at the peak of the watched step
@@ -152,7 +154,7 @@ class _Training:
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
-        self.tracer.close()
+        self.record.sampled = self.tracer.close()
         val_loss = self._validate()
         weights = self.pipe.full_state_dict()
         resident, tensors = gather(self.meter.peak()), gather(self.record.tensor_bytes)
@@ -180,6 +182,8 @@ class _Training:
             batch = next(self.source)
             if step == 1:
                 self.pipe.measured_costs()  # the link's latency: measured while little is under way
+            if step == first + FIRST_TRACED:
+                self.pipe.forget_measurements()  # those of the slower first steps, and of the one that was watched
             before = time.perf_counter()
             result = self._step(step, batch)
             self.record.step_seconds.append(time.perf_counter() - before)
@@ -261,6 +265,7 @@ class _Training:
         weights: dict[str, torch.Tensor],
     ) -> None:
         record, schedule, plan, saved = self.record, self.pipe.schedule, self.pipe.plan, self.checkpoints.saved
+        sampled = record.sampled
         assert record.predicted is not None
         assert record.measured is not None
         text = self.task.sample_bytes
@@ -282,9 +287,10 @@ class _Training:
             val_loss=val_loss,
             val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
             step_seconds=statistics.median(record.step_seconds),
-            predicted_step_seconds=record.predicted.batch_seconds,
+            predicted_step_seconds=record.predicted.batch_seconds if sampled is None else sampled.median,
+            predicted_step_range=None if sampled is None else sampled.range(),
             bubble=statistics.median(record.bubbles),
-            predicted_bubble=statistics.median(record.predicted_bubbles),
+            predicted_bubble=statistics.median(record.predicted_bubbles) if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
@@ -300,7 +306,8 @@ class _Training:
         folder.write_summary(summary)
         newest = MeasuredStep(self.options.steps - 1, record.measured)
         picture, trace = draw(
-            Exhibit(name=str(self.options.name), predicted=record.predicted, measured=(newest,)), folder.path
+            Exhibit(name=str(self.options.name), predicted=record.predicted, measured=(newest,), sampled=sampled),
+            folder.path,
         )
         if self.options.json:
             print(json.dumps({**asdict(summary), "folder": str(folder.path)}))
@@ -323,8 +330,7 @@ def report(summary: Summary) -> str:
     """The summary for people."""
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
     lines += [
-        f"step         {duration(summary.step_seconds)} measured, {duration(summary.predicted_step_seconds)} predicted "
-        f"without clipping",
+        f"step         {duration(summary.step_seconds)} measured, {_predicted(summary)} predicted without clipping",
         f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
         f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above what stood at its start",
     ]
@@ -344,6 +350,11 @@ def report(summary: Summary) -> str:
             f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
     return "\n".join(lines)
+
+
+def _predicted(summary: Summary) -> str:
+    found, ends = summary.predicted_step_seconds, summary.predicted_step_range
+    return duration(found) if ends is None else with_range(found, ends)
 
 
 def _loss_line(summary: Summary) -> str:

@@ -106,8 +106,10 @@ class Summary:
         train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
             end, None without any.
         samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation.
-        step_seconds: median of a whole step; predicted_step_seconds: simulated from the measured costs.
-        bubble, predicted_bubble: makespan bubbles, medians over the traced steps.
+        step_seconds: median of a whole step.
+        predicted_step_seconds, predicted_step_range: median of steps simulated with durations as they varied, and where
+            90% of these lie; of fewer than ten measured steps a simulation with their medians, and None.
+        bubble, predicted_bubble: makespan bubbles: median over the traced steps, and over the simulated ones.
         peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
         peak_tensor_bytes: per process, bytes of tensors at the peak of one watched step; None where none was, as of a
             stream without a plan.
@@ -138,6 +140,7 @@ class Summary:
     predicted_bubble: float
     peak_memory_bytes: tuple[int, ...]
     peak_tensor_bytes: tuple[int, ...] | None = None
+    predicted_step_range: tuple[float, float] | None = None
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
     resumed_at: tuple[int, ...] = ()

@@ -48,6 +48,7 @@ def read_run(*folders: Path) -> Exhibit:
         predicted=None if file is None else _beside(file, measured),
         measured=measured,
         costs=None if file is None else file.costs,
+        sampled=None if file is None else file.sampled,
         memory=() if file is None else file.memory,
         memory_limit=None if file is None else file.memory_limit,
         predicted_peak=None if file is None else file.predicted_peak,

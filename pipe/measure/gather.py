@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...comm import Collectives, HostClocks
-from ...schedules import Costs, Op, Timeline
+from ...schedules import Costs, Op, Spread, Timeline, estimate_spread
+from ...schedules.timing.costs import CostTable
 from ...schedules.timing.records import RankRecord
 from .recorder import Recorder, Timed, costs_from_medians
 
@@ -57,3 +58,11 @@ def gather_costs(
     if not merged:
         return None
     return costs_from_medians(merged, overheads, num_stages=num_stages, latency=latency, norm=norm)
+
+
+def gather_spread(recorders: Sequence[Recorder], collectives: Collectives, costs: CostTable) -> Spread | None:
+    """How the durations of the last steps vary around these costs, on every rank; None where too few were measured."""
+    if len(recorders) > 1:  # all ranks are here
+        return estimate_spread([recorder.steps() for recorder in recorders], costs)
+    (recorder,) = recorders
+    return estimate_spread(collectives.gather_ranks(recorder.steps(), what="gathering the measured durations"), costs)

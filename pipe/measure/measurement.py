@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...comm import Collectives, Guard
-from ...schedules import Costs
-from .gather import gather_costs
+from ...schedules import Costs, Spread
+from .gather import gather_costs, gather_spread
 from .recorder import Recorder
 
 
@@ -38,15 +38,26 @@ class Measurement:
 
     def costs(self) -> Costs:
         """See PipelineModule.measured_costs."""
+        costs = self._costs()
+        if costs is None:
+            raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
+        return costs
+
+    def _costs(self) -> Costs | None:
         if self._latency is None:
             self._drain()
         with self._guard.together():
             if self._latency is None:
                 self._latency = self._one_way_seconds()
-            costs = gather_costs(self._recorders, self._collectives, num_stages=self._num_stages, latency=self._latency)
+            return gather_costs(self._recorders, self._collectives, num_stages=self._num_stages, latency=self._latency)
+
+    def spread(self) -> Spread | None:
+        """See PipelineModule.measured_spread."""
+        costs = self._costs()
         if costs is None:
-            raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
-        return costs
+            return None
+        with self._guard.together():
+            return gather_spread(self._recorders, self._collectives, costs.table(num_stages=self._num_stages))
 
     def forget(self) -> None:
         """See PipelineModule.forget_measurements."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Costs, Message, Op, Span
+from ...schedules.timing.estimate_spread import Ran
 from ...schedules.timing.records import RankRecord
 
 _WINDOW = 400  # durations remembered of each (stage, op)
+_STEPS = 50  # of which each action's is remembered
 
 Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 _Stamps = tuple[
@@ -42,10 +44,20 @@ class Recorder:
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
+        self._steps: deque[tuple[Ran, ...]] = deque(maxlen=_STEPS)
+        self._is_kept = True  # whether the step that runs is to be one of them
+        self._counts = True  # whether durations of the step that runs are remembered
 
-    def begin(self) -> None:
-        """A new step: the one before goes into the durations."""
+    def begin(self, *, counts: bool = True) -> None:
+        """A new step: the one before goes into the durations.
+
+        Arguments:
+            counts: whether this one is to; not one that evaluates, whose forwards keep nothing for a backward.
+        """
         self._remember()
+        if self._actions and self._is_kept:
+            self._steps.append(self._ran())
+        self._is_kept = self._counts = counts
         self._before.append((self._actions, self._waits, self._collectives, self._fused))
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
         self._waited, self._fused = [], set()
@@ -113,14 +125,22 @@ class Recorder:
         self._remember()
         return {stage: statistics.median(seconds) for stage, seconds in self._overheads.items()}
 
+    def steps(self) -> list[tuple[Ran, ...]]:
+        """What ran in each of the last steps, oldest first, with what came between it and the next action."""
+        return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
+
     def forget(self) -> None:
         """Drop the durations (the first steps are slower)."""
+        self._steps.clear()
+        self._is_kept = not self._actions
         self._remembered = len(self._actions)
         self._durations.clear()
         self._overheads.clear()
         self._norms.clear()
 
     def _remember(self) -> None:
+        if not self._counts:
+            return
         pair: tuple[Action, float] | None = None  # an I, and the seconds of it and its W
         for action, start, end in self._actions[self._remembered :]:
             seconds = self.clock.between(start, end)
@@ -135,14 +155,40 @@ class Recorder:
         self._remembered = len(self._actions)
 
     def _remember_overheads(self) -> None:
+        for number, seconds in self._between(max(1, self._remembered)):
+            self._overheads[self._actions[number][0].stage].append(seconds)
+
+    def _between(self, first: int) -> Iterator[tuple[int, float]]:
+        """For each action of the step, from `first` on: the number of the one before, and the seconds between, without
+        waits."""
         between = self.clock.between
         waited: dict[int, float] = defaultdict(float)
         for behind, start, end in self._waited:
             waited[behind] += between(start, end)
-        for number in range(max(1, self._remembered), len(self._actions)):
+        for number in range(first, len(self._actions)):
             (action, _, end), (_, start, _) = self._actions[number - 1 : number + 1]
             if action.op is not Op.U and action not in self._fused:
-                self._overheads[action.stage].append(max(0.0, between(end, start) - waited[number]))
+                yield number - 1, max(0.0, between(end, start) - waited[number])
+
+    def _ran(self) -> tuple[Ran, ...]:
+        """What ran in this step, with what came behind each action.
+
+        Behind the last one, and in front of an update, comes what is no overhead (sums, the norm, the end of the
+        batch): there it is what mostly comes between two.
+        """
+        behind = {} if self._takes_turns else dict(self._between(1))
+        inner = [n for n in behind if self._actions[n + 1][0].op is not Op.U]
+        usual = statistics.median(behind[n] for n in inner) if inner else 0.0
+        ran: list[Ran] = []
+        for number, (action, start, end) in enumerate(self._actions):
+            seconds = self.clock.between(start, end)
+            if action.op is not Op.U and action not in self._fused:
+                seconds += behind[number] if number in inner else usual
+            ran.append(Ran(action.stage, action.op, seconds))
+            if number and self._actions[number - 1][0] in self._fused:  # both halves ran as one
+                half = (ran[-2].seconds + seconds) / 2
+                ran[-2:] = [each._replace(seconds=half) for each in ran[-2:]]
+        return tuple(ran)
 
 
 def _halved(

@@ -22,7 +22,7 @@ from typing import Literal
 
 from ...comm import Collectives, Guard, HostClocks
 from ...partition.plans.plan import Plan
-from ...schedules import Costs, Schedule, StageBytes, simulate
+from ...schedules import Costs, Schedule, Spread, StageBytes, StepSamples, simulate, simulate_spread
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.run_file import RunFile
 from ...schedules.timing.trace_file import (
@@ -129,11 +129,15 @@ class Tracer:
         """Bytes of the stages (`PipelineModule.stage_bytes`), for timeline.json where no plan has them."""
         self._stages = tuple(stages)
 
-    def write_prediction(self, costs: Costs) -> None:
-        """Process 0 writes timeline.json, simulated from these costs; the others do nothing."""
+    def write_prediction(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
+        """Process 0 writes timeline.json, simulated from these costs; the others do nothing.
+
+        Returns, in process 0, steps that it drew from the spread, if there is one.
+        """
         if self._traced.collectives.rank != 0:
-            return
+            return None
         schedule, plan = self._traced.schedule, self._traced.plan
+        sampled = None if spread is None else simulate_spread(schedule, costs, spread)
         file = RunFile(
             schedule=schedule,
             predicted=simulate(schedule, costs),
@@ -141,16 +145,22 @@ class Tracer:
             memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
             memory_limit=None if plan is None else plan.by_group(plan.memory_limits),
             predicted_peak=None if plan is None else plan.by_group(plan.memory_bytes),
+            spread=spread,
+            sampled=sampled,
         )
         try:
             file.write(self._folder)
         except OSError as error:
             self._give_up(error)
+        return sampled
 
-    def close(self) -> None:
-        """Trace the last step, compare the clocks of hosts once more, and predict. Collective over the processes."""
+    def close(self) -> StepSamples | None:
+        """Trace the last step, compare the clocks of hosts once more, and predict. Collective over the processes.
+
+        Returns, in process 0, steps drawn from the spread of the measured durations, where enough were measured.
+        """
         if self._next < 0:
-            return
+            return None
         self._write_newest()
         self._next = -1
         with self._traced.guard.together():
@@ -159,8 +169,8 @@ class Tracer:
         try:
             costs = self._traced.measurement.costs()
         except ValueError:  # on all ranks alike: no step was run
-            return
-        self.write_prediction(costs)
+            return None
+        return self.write_prediction(costs, self._traced.measurement.spread())
 
     def __enter__(self) -> Tracer:
         """A `with` block closes it at its end; an error in it only writes the last step."""

@@ -10,6 +10,8 @@ from typing import Any
 from ..ir import Schedule
 from .costs import Costs
 from .memory import StageBytes
+from .sampling import StepSamples
+from .spread import Spread
 from .timeline import Timeline
 
 NAME = "timeline.json"
@@ -25,6 +27,8 @@ class RunFile:
         predicted: simulated under `costs`, which were measured.
         memory: [S] bytes of each stage; empty where they are not known.
         memory_limit, predicted_peak: [P] bytes; None where nobody said.
+        spread: of its durations around `costs`; None where too few steps were measured.
+        sampled: steps simulated under both; None where there is no spread.
         measured: a step of a run of before there were trace files.
 
     Raises ValueError for costs and bytes of another number of stages.
@@ -36,6 +40,8 @@ class RunFile:
     memory: tuple[StageBytes, ...] = ()
     memory_limit: tuple[float, ...] | None = None
     predicted_peak: tuple[float, ...] | None = None
+    spread: Spread | None = None
+    sampled: StepSamples | None = None
     measured: Timeline | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +61,8 @@ class RunFile:
             "memory": [asdict(each) for each in self.memory],
             "memory_limit": self.memory_limit,
             "predicted_peak": self.predicted_peak,
+            "spread": None if self.spread is None else json.loads(self.spread.to_json()),
+            "sampled": None if self.sampled is None else asdict(self.sampled),
         }
         partial = folder / f"{NAME}.partial"
         partial.write_text(json.dumps(data) + "\n", encoding="utf-8")
@@ -87,6 +95,8 @@ def _parse(data: Any) -> RunFile:
         memory=tuple(StageBytes(**each) for each in data["memory"]),
         memory_limit=_numbers(data["memory_limit"]),
         predicted_peak=_numbers(data["predicted_peak"]),
+        spread=None if data.get("spread") is None else Spread.from_json(json.dumps(data["spread"])),
+        sampled=None if data.get("sampled") is None else StepSamples(**data["sampled"]),
     )
 
 

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ..ir import Op, Schedule
-from ..wording import duration
+from ..wording import count, duration
 from .costs import Costs, CostTable
 from .links import Links
 from .simulate import run_once
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-DEFAULT_SAMPLES = 200
+_SAMPLES = 200
+_LEAST_SAMPLES = 40
+_MOST_ACTIONS = 2_000_000  # in all samples together
 SHARE = 0.9  # of steps, within a range that is printed
 
 
@@ -39,6 +41,13 @@ class StepSamples:
     seconds: tuple[float, ...]
     bubbles: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        for name in ("seconds", "bubbles"):
+            numbers = tuple(map(float, getattr(self, name)))
+            if not numbers or list(numbers) != sorted(numbers):
+                raise ValueError(f"{name}={numbers!r:.60}: expected ascending numbers, at least one")
+            object.__setattr__(self, name, numbers)
+
     @property
     def mean(self) -> float:
         """Mean seconds: above those of a simulation with mean durations."""
@@ -48,6 +57,11 @@ class StepSamples:
     def median(self) -> float:
         """The prediction that is printed [s]: half of all steps take longer."""
         return median(self.seconds)
+
+    @property
+    def bubble(self) -> float:
+        """Median bubble."""
+        return median(self.bubbles)
 
     def quantile(self, share: float) -> float:
         """Seconds that this share of steps stays below, between samples linearly; ValueError outside of 0 to 1."""
@@ -63,8 +77,17 @@ class StepSamples:
 
     def __str__(self) -> str:
         """The median and the range, for people."""
-        low, high = map(duration, self.range())
-        return f"{duration(self.median)} ({SHARE:.0%}: {low} .. {high})"
+        return with_range(self.median, self.range())
+
+
+def with_range(seconds: float, ends: tuple[float, float]) -> str:
+    """A predicted step and where most steps lie, for people.
+
+    >>> with_range(0.412, (0.401, 0.447))
+    '412 ms (90%: 401 ms .. 447 ms)'
+    """
+    low, high = map(duration, ends)
+    return f"{duration(seconds)} ({SHARE:.0%}: {low} .. {high})"
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
@@ -83,7 +106,7 @@ def simulate_spread(
     spread: Spread,
     links: Links | None = None,
     *,
-    samples: int = DEFAULT_SAMPLES,
+    samples: int | None = None,
     seed: int = 0,
 ) -> StepSamples:
     """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
@@ -91,6 +114,10 @@ def simulate_spread(
     Each is what `simulate` says for its durations; of ratios of 1 alone, for these costs. Of an asynchronous schedule a
     sample is a whole program: what is drawn once a step is drawn once for all of its batches. The same seed gives the
     same samples.
+
+    Arguments:
+        costs, links: see `simulate`.
+        samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 40.
 
     Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
 
@@ -101,6 +128,9 @@ def simulate_spread(
     >>> taken.mean > simulate(schedule, Costs(forward=1.0)).makespan == 15.0
     True
     """
+    if samples is None:
+        actions = sum(map(len, schedule.programs))
+        samples = max(_LEAST_SAMPLES, min(_SAMPLES, _MOST_ACTIONS // max(1, actions)))
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
     table = costs.table_for(schedule)
@@ -124,7 +154,7 @@ class _Draws:
     def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
         import numpy as np  # simulating one step needs none
 
-        self._table, self._spread = table, spread
+        self._table, self._steps = table, spread.steps
         self._random = np.random.default_rng(seed)
         self._ops = sorted(
             {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
@@ -133,6 +163,10 @@ class _Draws:
         for op, stages in spread.actions.items():
             if len(stages) != num_stages:
                 raise ValueError(f"a spread of {len(stages)} stages ({op}) for a schedule of {num_stages}")
+        if spread.steps and len(spread.steps[0]) != schedule.num_ranks:
+            raise ValueError(
+                f"a spread of {count(len(spread.steps[0]), 'rank')} for a schedule of {schedule.num_ranks}"
+            )
         rows = [(op, stage) for op in self._ops for stage in range(num_stages)]
         self._shape = len(rows), num_indices
         self._seconds = np.array([np.resize(table.row(op, stage), num_indices) for op, stage in rows])
@@ -150,22 +184,20 @@ class _Draws:
         """Durations of one more step."""
         import numpy as np
 
-        step = self._of_step(self._spread.steps, 1)[0]
-        ranks = self._of_step(self._spread.ranks, self._num_ranks)
         at = self._first + (self._random.random(self._shape) * self._number).astype(np.intp)
-        seconds = (self._seconds * (step * ranks[self._ranks]) * self._ratios[at]).tolist()
+        seconds = (self._seconds * self._of_ranks()[self._ranks] * self._ratios[at]).tolist()
         width = len(self._table.latency)
         rows = {op: tuple(map(tuple, seconds[n * width : (n + 1) * width])) for n, op in enumerate(self._ops)}
         return replace(self._table, rows={**self._table.rows, **rows}, update=tuple(row[0] for row in rows[Op.U]))
 
-    def _of_step(self, ratios: Sequence[float], number: int) -> NDArray[np.float64]:
-        """Factors of one step, wider than the ratios say as there are fewer steps that these were found in."""
+    def _of_ranks(self) -> NDArray[np.float64]:
+        """[P] ratios of one step: those of a measured one, wider as there are fewer of them."""
         import numpy as np
 
-        if not ratios:
-            return np.ones(number)
-        drawn = np.array(ratios)[self._random.integers(len(ratios), size=number)]
-        steps = self._spread.num_steps
-        if steps:
-            drawn = drawn ** np.sqrt((steps + 1) / self._random.chisquare(steps - 1))
+        number = len(self._steps)
+        if not number:
+            return np.ones(self._num_ranks)
+        drawn = np.asarray(self._steps[int(self._random.integers(number))])
+        if number > 1:
+            drawn = drawn ** np.sqrt((number + 1) / self._random.chisquare(number - 1))
         return drawn

@@ -1,10 +1,10 @@
 """How much durations vary.
 
-    seconds of an action  =  its cost  *  step        *  rank                 *  action
-                             (Costs)      common to      common to all of a      its own
-                                          all ranks      rank in this step
+    seconds of an action  =  its cost  *  ratio of its rank in this step  *  a ratio of its own
+                             (Costs)      the ranks' drawn together
 
-`simulate_spread` draws them; `estimate_spread` finds them in measured steps.
+Ranks of one host share its load: what slows one may slow all of them, or give the others more. So the ratios of a step
+are kept as a row. `simulate_spread` draws from both; `estimate_spread` finds them in measured steps.
 """
 
 from __future__ import annotations
@@ -27,23 +27,19 @@ class Spread:
 
     Arguments:
         actions: by op, for each stage, of an action by itself; of an op without them, and of an empty one: none varies.
-        ranks: of all actions of one rank in one step.
-        steps: of all actions of all ranks in one step.
-        num_steps: measured steps behind `ranks` and `steps`; the fewer, the wider they are drawn (as Student's
-            distribution is wider than the normal one). 0: they are taken for exact.
+        steps: [N][P] of all actions of each rank in one step, a row a measured step; empty: steps are alike. The fewer
+            rows, the wider they are drawn, as Student's distribution is wider than the normal one.
 
-    Raises ValueError for ratios that are no finite numbers above 0, and stages that are as many for one op as not for
-    another.
+    Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
+    another, and rows of unequal length.
 
-    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[0.95, 1.05])
+    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[[0.95], [1.05]])
     >>> Spread.from_json(noise.to_json()) == noise
     True
     """
 
     actions: Mapping[Op, Sequence[Sequence[float]]]
-    ranks: Sequence[float] = ()
-    steps: Sequence[float] = ()
-    num_steps: int = 0
+    steps: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         wrong = [op for op in self.actions if op not in OPS]
@@ -56,22 +52,16 @@ class Spread:
         if len({len(stages) for stages in actions.values()}) > 1:
             numbers = {str(op): len(stages) for op, stages in actions.items()}
             raise ValueError(f"ratios of {numbers} stages: expected as many for each op")
-        if not isinstance(self.num_steps, int) or self.num_steps < 0 or self.num_steps == 1:
-            raise ValueError(f"num_steps={self.num_steps!r}: expected at least 2, or 0 for ratios that are exact")
+        steps = tuple(_ratios(f"step {number}", each) for number, each in enumerate(self.steps))
+        if len({len(row) for row in steps}) > 1:
+            raise ValueError(f"rows of {sorted({len(row) for row in steps})} ranks: expected as many in each step")
         object.__setattr__(self, "actions", actions)
-        for name in ("ranks", "steps"):
-            object.__setattr__(self, name, _ratios(name, getattr(self, name)))
+        object.__setattr__(self, "steps", steps)
 
     def to_json(self) -> str:
         """One JSON object."""
-        return json.dumps(
-            {
-                "actions": {op.value: stages for op, stages in self.actions.items()},
-                "ranks": self.ranks,
-                "steps": self.steps,
-                "num_steps": self.num_steps,
-            }
-        )
+        actions = {op.value: stages for op, stages in self.actions.items()}
+        return json.dumps({"actions": actions, "steps": self.steps})
 
     @classmethod
     def from_json(cls, text: str) -> Spread:

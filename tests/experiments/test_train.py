@@ -21,8 +21,11 @@ from stagewright.experiments.training.progress import describe, make_progress
 from stagewright.experiments.training.recipe import learning_rate_curve, make_optimizer
 from stagewright.experiments.training.run_folder import Metrics
 from stagewright.experiments.training.task import make_gpt, make_task, printable
+from stagewright.experiments.training.traces import read_run
 from stagewright.pipe.update.delay_correction import LAST_UPDATE
 from stagewright.schedules import build
+from stagewright.schedules.wording import duration
+from stagewright.viz.headline import headline
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 SOME = Metrics(
@@ -269,15 +272,15 @@ def test_a_sample_cannot_command_the_terminal() -> None:
     assert printable(b"a\n\tb\x1b[2J\r\xc2\x9b\xff") == "a\n\tb\\x1b[2J\\r\\x9b\N{REPLACEMENT CHARACTER}"
 
 
-def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
+def check_run(folder: Path, *, ranks: int, steps: int = 5) -> dict[str, object]:
     """A run folder holds all that a run leaves."""
     names = {"manifest.json", "metrics.jsonl", "summary.json", "timeline.json", "timeline.png"}
     traces = {f"trace.rank{rank}.jsonl" for rank in range(ranks)}
     assert names | traces | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == steps
     found = json.loads((folder / "summary.json").read_text())
     assert isinstance(found, dict)
-    assert found["tokens"] == 5 * 8 * 16
+    assert found["tokens"] == steps * 8 * 16
     assert found["num_ranks"] == ranks
     for key in ("tokens_per_s", "step_seconds", "predicted_step_seconds", "val_bits_per_byte"):
         assert found[key] > 0
@@ -290,7 +293,20 @@ def check_run(folder: Path, *, ranks: int) -> dict[str, object]:
 def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -> None:
     """The command from end to end, with its launcher."""
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright", "train", *TINY, "--microbatches", "4", "--text", text, "--name", "one"],
+        [
+            sys.executable,
+            "-m",
+            "stagewright",
+            "train",
+            *TINY[:-1],
+            "14",
+            "--microbatches",
+            "4",
+            "--text",
+            text,
+            "--name",
+            "one",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -298,9 +314,15 @@ def test_two_processes_train_and_leave_a_run_folder(tmp_path: Path, text: str) -
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "step 5/5" in done.stdout
+    assert "step 14/14" in done.stdout
     assert "sample after 'import '" in done.stdout
-    summary = check_run(tmp_path / "runs" / "one", ranks=2)
+    summary = check_run(tmp_path / "runs" / "one", ranks=2, steps=14)
+    low, high = summary["predicted_step_range"]  # type: ignore[misc]
+    assert low < summary["predicted_step_seconds"] < high  # type: ignore[operator]
+    assert f"(90%: {duration(low)} .. {duration(high)}) predicted" in done.stdout
+    figure = {each.label: each for each in headline(read_run(tmp_path / "runs" / "one"))}["predicted"]
+    assert figure.seconds == summary["predicted_step_seconds"]
+    assert figure.how.startswith(f"90%: {duration(low)} .. {duration(high)}; median of 200 steps")
     peaks = summary["peak_memory_bytes"]
     assert isinstance(peaks, list)
     assert len(peaks) == 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from stagewright.partition.profiler.clock import HostClock
 from stagewright.pipe.measure.recorder import Recorder
 from stagewright.schedules import Action, Message, MessageKind, Op
+from stagewright.schedules.timing.estimate_spread import Ran
 
 ACT = Message(MessageKind.ACT, 0, 1, 0)
 
@@ -52,3 +55,55 @@ def test_a_step_that_began_anew_counts_once() -> None:
     recorder.action(Action(0, Op.F, 0), 10.0, 11.0)
     recorder.action(Action(0, Op.B, 0), 11.1, 12.0)
     assert recorder.median_overheads() == pytest.approx({0: 0.1})
+
+
+def test_steps_have_each_action_with_what_came_behind_it() -> None:
+    recorder = Recorder(HostClock())
+    _step(recorder, 0.0)
+    recorder.action(Action(0, Op.U, 0), 7.0, 7.5)  # behind a wait for the norm, which is no overhead of 0B0
+    usual = (0.2 + 0.25) / 2
+    expected = [(0, Op.F, 1.2), (2, Op.F, 1.25), (0, Op.B, 2.25 + usual), (0, Op.U, 0.5)]
+
+    def rounded(ran: Sequence[Ran]) -> list[tuple[int, Op, float]]:
+        return [(each.stage, each.op, round(each.seconds, 9)) for each in ran]
+
+    (only,) = recorder.steps()
+    assert rounded(only) == expected
+    _step(recorder, 100.0)
+    first, second = recorder.steps()
+    assert rounded(first) == expected
+    assert rounded(second) == expected[:3]
+    recorder.forget()
+    assert recorder.steps() == []
+    recorder.action(Action(0, Op.U, 0), 107.0, 107.5)
+    assert recorder.steps() == []  # what is left of a step that was forgotten
+    for number in range(60):
+        _step(recorder, 1000.0 + number)
+    assert len(recorder.steps()) == 51  # the newest one runs
+
+
+def test_a_backward_that_ran_as_one_is_halved_in_steps() -> None:
+    recorder = Recorder(HostClock())
+    recorder.begin()
+    recorder.runs_as_one([Action(0, Op.I, 0)])
+    recorder.action(Action(0, Op.I, 0), 0.0, 1.0)
+    recorder.action(Action(0, Op.W, 0), 1.0, 1.0)
+    recorder.action(Action(0, Op.F, 1), 1.5, 2.0)
+    assert recorder.steps() == [(Ran(0, Op.I, 0.75), Ran(0, Op.W, 0.75), Ran(0, Op.F, 1.0))]
+
+
+def test_ranks_that_take_turns_have_nothing_between_actions() -> None:
+    recorder = Recorder(HostClock(), takes_turns=True)
+    _step(recorder, 0.0)
+    assert recorder.steps() == [(Ran(0, Op.F, 1.0), Ran(2, Op.F, 1.0), Ran(0, Op.B, 2.25))]
+
+
+def test_what_evaluates_does_not_count() -> None:
+    recorder = Recorder(HostClock())
+    recorder.begin(counts=False)
+    recorder.action(Action(0, Op.F, 0), 0.0, 0.1)
+    assert recorder.steps() == []
+    assert recorder.medians() == {}
+    _step(recorder, 1.0)
+    assert len(recorder.steps()) == 1
+    assert recorder.medians()[(0,), Op.F] == 1.0

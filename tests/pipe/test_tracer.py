@@ -15,7 +15,7 @@ from stagewright.partition.profiler.clock import HostClock
 from stagewright.pipe import connecting
 from stagewright.pipe.measure import tracer as tracer_file
 from stagewright.pipe.measure.tracer import TraceEvery, is_traced
-from stagewright.schedules import Timeline, simulate
+from stagewright.schedules import Op, Timeline, simulate, simulate_spread
 from stagewright.schedules.timing.clocks import early_messages
 from stagewright.schedules.timing.run_file import RunFile
 from stagewright.schedules.timing.trace_reader import TracedStep, find_traces, read_traces
@@ -54,6 +54,31 @@ def test_a_traced_step_is_the_timeline_of_its_result(tmp_path: Path) -> None:
     assert file.costs is not None
     assert file.predicted == simulate(pipe.schedule, file.costs)
     assert file.schedule == pipe.schedule
+
+
+def test_ten_steps_tell_how_durations_vary(tmp_path: Path) -> None:
+    pipe = make()
+    with pipe.tracer(tmp_path / "run") as tracer:
+        for number in range(12):
+            if number == 2:
+                pipe.forget_measurements()
+            assert pipe.measured_spread() is None
+            pipe.train_step(X, Y)
+            pipe.eval_step(X, Y)  # is no step
+            tracer.step()
+    file, spread = RunFile.read(tmp_path / "run"), pipe.measured_spread()
+    assert file.costs is not None
+    assert spread is not None
+    assert len(spread.steps) == 10
+    assert {op: [len(own) for own in stages] for op, stages in spread.actions.items()} == {
+        Op.F: [40, 40],
+        Op.B: [40, 40],
+        Op.U: [10, 10],
+    }
+    assert file.spread == spread
+    assert file.sampled == simulate_spread(pipe.schedule, file.costs, spread)
+    low, high = file.sampled.range()
+    assert low < file.sampled.median < high
 
 
 def test_times_are_those_of_the_timeline(tmp_path: Path) -> None:

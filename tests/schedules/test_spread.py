@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 from math import comb, exp, log, sqrt
 from random import Random
-from statistics import fmean, pvariance
+from statistics import covariance, fmean, pvariance
 
 import pytest
 from support.replay_cases import cases
@@ -24,13 +24,13 @@ def test_a_sample_is_what_the_simulator_says() -> None:
     and with others what costs times these give."""
     random = Random(3)
     for case in cases(60, seed=11):
-        S = case.schedule.num_stages
+        S, P = case.schedule.num_stages, case.schedule.num_ranks
         exact = simulate_spread(case.schedule, case.costs, FIXED, case.links, samples=1)
         timeline = simulate(case.schedule, case.costs, case.links)
         assert exact.seconds == (timeline.batch_seconds,)
         assert exact.bubbles == (timeline.bubble,)
         ratios = {op: [random.uniform(0.5, 2.0) for _ in range(S)] for op in (Op.F, Op.B, Op.I, Op.W, Op.U)}
-        spread = Spread(actions={op: [[r] for r in row] for op, row in ratios.items()}, ranks=[1.25], steps=[0.5])
+        spread = Spread(actions={op: [[r] for r in row] for op, row in ratios.items()}, steps=[[0.625] * P])
         table = case.costs.table_for(case.schedule)
         rows = {
             op: [[each * 0.625 * r for each in table.row(op, s)] for s, r in enumerate(row)]
@@ -69,25 +69,27 @@ def test_each_factor_is_drawn_as_often_as_it_stands_for() -> None:
 
     own = seconds(Spread(actions={op: [[0.5, 1.5]] * 2 for op in (Op.F, Op.B)}))
     assert own == sorted(sum(pick) for pick in itertools.product((0.5, 1.5), (5, 15), (50, 150), (500, 1500)))
-    by_rank = seconds(Spread(actions={}, ranks=[0.5, 1.5]))
-    assert by_rank == [555.5, 1.5 * 101 + 0.5 * 1010, 0.5 * 101 + 1.5 * 1010, 1666.5]
-    assert seconds(Spread(actions={}, steps=[0.5, 1.5])) == [555.5, 1666.5]
+    rows = [[0.5, 1.5], [1.5, 0.5], [1.5, 0.5], [1.5, 0.5]] * 2500  # so many are hardly drawn wider
+    by_rank = simulate_spread(schedule, costs, Spread(actions={}, steps=rows), samples=400).seconds
+    fast = [each for each in by_rank if each == pytest.approx(1.5 * 101 + 0.5 * 1010, rel=0.02)]
+    slow = [each for each in by_rank if each == pytest.approx(0.5 * 101 + 1.5 * 1010, rel=0.02)]
+    assert len(fast) + len(slow) == 400
+    assert len(fast) == pytest.approx(300, abs=30)
     mean = simulate_spread(schedule, costs, Spread(actions={Op.B: [[1.0], [0.5, 1.5]]}), samples=800).mean
     assert mean == pytest.approx(1111, rel=0.04)
 
 
 def test_few_steps_widen_what_differs_between_steps() -> None:
     schedule = build("gpipe", num_ranks=1, num_microbatches=1)
-    steps = [exp(0.1 * n) for n in (-2, -1, 0, 1, 2)]
+    steps = [[exp(0.1 * n)] for n in (-2, -1, 0, 1, 2)]
 
-    def width(num_steps: int) -> float:
-        taken = simulate_spread(schedule, Costs(), Spread(actions={}, steps=steps, num_steps=num_steps), samples=600)
-        low, high = taken.range()
-        return high / low
+    def width(times: int) -> float:
+        """The range's ends, as logarithms apart."""
+        low, high = simulate_spread(schedule, Costs(), Spread(actions={}, steps=steps * times), samples=600).range()
+        return log(high / low)
 
-    assert width(0) == pytest.approx(exp(0.4))
-    assert width(5) > 1.3 * width(0)
-    assert width(1000) == pytest.approx(width(0), rel=0.06)
+    assert width(1000) == pytest.approx(0.4, rel=0.05)
+    assert width(1) > 1.3 * width(1000)
 
 
 def test_quantiles() -> None:
@@ -137,8 +139,10 @@ class Machine:
         taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
         return ran, taken.batch_seconds
 
-    def steps(self, number: int) -> list[Step]:
-        return [self.draw()[0] for _ in range(number)]
+    def ranks(self, number: int) -> list[list[list[Ran]]]:
+        """What each rank ran in so many steps."""
+        steps = [self.draw()[0] for _ in range(number)]
+        return [[step[rank] for step in steps] for rank in range(self.schedule.num_ranks)]
 
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
@@ -146,7 +150,7 @@ COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
 
 
 def _share_within(machine: Machine, *, num_steps: int, fresh: int, seed: int) -> float:
-    spread = estimate_spread(machine.steps(num_steps), machine.table)
+    spread = estimate_spread(machine.ranks(num_steps), machine.table)
     assert spread is not None
     low, high = simulate_spread(machine.schedule, machine.costs, spread, seed=seed).range()
     return fmean(low <= machine.draw()[1] <= high for _ in range(fresh))
@@ -161,34 +165,64 @@ def test_90_percent_ranges_hold_90_percent_of_fresh_steps(step: float, rank: flo
 
 
 def test_variance_goes_to_where_it_is_from() -> None:
-    """Deviations of 200 steps, by part: at the logarithms that the machine draws from."""
+    """Deviations over 200 steps: of a rank's ratios, and of what two ranks have in common."""
 
-    def parts(**noise: float) -> tuple[float, float]:
+    def shared(**noise: float) -> tuple[float, float]:
         machine = Machine(build("1f1b", num_ranks=3, num_microbatches=8), Costs(), seed=1, **noise)
-        spread = estimate_spread(machine.steps(200), machine.table)
+        spread = estimate_spread(machine.ranks(200), machine.table)
         assert spread is not None
-        return tuple(sqrt(pvariance([log(each) for each in own])) for own in (spread.steps, spread.ranks))  # type: ignore[return-value]
+        first, second, _ = ([log(each) for each in own] for own in zip(*spread.steps, strict=True))
+        return sqrt(pvariance(first)), sqrt(max(0.0, covariance(first, second)))
 
-    assert parts(step=0.1, rank=0.05, action=0.1) == pytest.approx((0.1, 0.05), abs=0.012)
-    assert parts(step=0.0, rank=0.1, action=0.1) == pytest.approx((0.0, 0.1), abs=0.025)
-    alone = parts(step=0.0, rank=0.0, action=0.2)
-    assert max(alone) < 0.04  # a step's median of 16 actions alone has 0.06
+    assert shared(step=0.1, rank=0.05, action=0.1) == pytest.approx((sqrt(0.1**2 + 0.05**2), 0.1), abs=0.012)
+    assert shared(step=0.0, rank=0.1, action=0.1) == pytest.approx((0.1, 0.0), abs=0.04)
+    alone, _ = shared(step=0.0, rank=0.0, action=0.2)
+    assert alone < 0.03  # a step's median of 16 actions alone has 0.06
+
+
+def test_ranks_that_take_from_each_other_are_drawn_so() -> None:
+    """Cores that two ranks share: one is fast when the other is slow, never both."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=8)
+    costs, random = Costs(), Random(1)
+    table = costs.table_for(schedule)
+    ranks: list[list[list[Ran]]] = [[], []]
+    for _ in range(60):
+        share = random.uniform(-0.3, 0.3)
+        for own, sign, program in zip(ranks, (1, -1), schedule.programs, strict=True):
+            own.append([Ran(s, op, table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
+    spread = estimate_spread(ranks, table)
+    assert spread is not None
+    one, other = zip(*spread.steps, strict=True)
+    assert all(a < 1.02 or b < 1.02 for a, b in zip(one, other, strict=True))
+    assert max(one) > 1.2
+    assert max(other) > 1.2
+
+
+def test_a_rank_that_recorded_less_is_alike_in_all_steps() -> None:
+    machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
+    whole, short = machine.ranks(20)
+    spread = estimate_spread([whole, short[12:]], machine.table)
+    assert spread is not None
+    assert len(spread.steps) == 20
+    assert {row[1] for row in spread.steps} == {1.0}
+    assert len(spread.actions[Op.F][1]) == 8 * 3
+    assert simulate_spread(SCHEDULE, COSTS, spread).median > 0
 
 
 def test_one_step_tells_no_spread() -> None:
     machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
-    assert estimate_spread(machine.steps(1), machine.table) is None
-    assert estimate_spread(machine.steps(LEAST_STEPS - 1), machine.table) is None
-    assert estimate_spread(machine.steps(LEAST_STEPS), machine.table) is not None
+    assert estimate_spread(machine.ranks(1), machine.table) is None
+    assert estimate_spread(machine.ranks(LEAST_STEPS - 1), machine.table) is None
+    assert estimate_spread(machine.ranks(LEAST_STEPS), machine.table) is not None
 
 
 def test_a_spread_as_json() -> None:
     machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
-    spread = estimate_spread(machine.steps(40), machine.table)
+    spread = estimate_spread(machine.ranks(40), machine.table)
     assert spread is not None
     assert Spread.from_json(spread.to_json()) == spread
     assert max(len(own) for own in spread.actions[Op.F]) == 120
-    many = estimate_spread(machine.steps(100), machine.table)
+    many = estimate_spread(machine.ranks(100), machine.table)
     assert many is not None
     assert {len(own) for own in many.actions[Op.B]} == {256}  # of 300
     for text, why in [
@@ -196,7 +230,7 @@ def test_a_spread_as_json() -> None:
         ('{"actions": {"X": []}}', "'X'"),
         ('{"actions": {"F": [[1]], "B": []}}', "as many for each op"),
         ('{"actions": {}, "step": []}', "step"),
-        ('{"actions": {}, "num_steps": 1}', "at least 2"),
+        ('{"actions": {}, "steps": [[1], [1, 1]]}', "as many in each step"),
         ("[]", "not a spread"),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -206,6 +240,8 @@ def test_a_spread_as_json() -> None:
 def test_a_spread_of_other_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="a spread of 3 stages"):
         simulate_spread(SCHEDULE, COSTS, Spread(actions={Op.F: [[1.0]] * 3}))
+    with pytest.raises(ValueError, match="a spread of 1 rank "):
+        simulate_spread(SCHEDULE, COSTS, Spread(actions={}, steps=[[1.0]]))
     with pytest.raises(ValueError, match="at least 1"):
         simulate_spread(SCHEDULE, COSTS, FIXED, samples=0)
 
