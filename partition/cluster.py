@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from . import quantities
-from .strict import Fields, count, number, parse_object, printable, read_text
+from .strict import Fields, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
 _FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
@@ -56,6 +56,8 @@ class Level:
             None: as `bandwidth`.
         message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
             that it receives, beside the latency [s].
+        partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
+            devices: their rings share network cards (0 to 1).
     """
 
     name: str
@@ -64,6 +66,7 @@ class Level:
     latency: float = 0.0
     reduce_bandwidth: float | None = None
     message_seconds: float = 0.0
+    partial_reduce: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"level {printable('level', self.name)!r}"
@@ -74,6 +77,8 @@ class Level:
         if self.reduce_bandwidth is not None:
             reduced = number(f"{where}: reduce_bandwidth", self.reduce_bandwidth, positive=True)
             object.__setattr__(self, "reduce_bandwidth", reduced)
+        if number(f"{where}: partial_reduce", self.partial_reduce, positive=True) > 1:
+            fail(f"{where}: partial_reduce", self.partial_reduce, "a number above 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +234,7 @@ def _level(record: Fields) -> Level:
         latency=record.number("latency", default=0.0),
         reduce_bandwidth=record.optional_number("reduce_bandwidth"),
         message_seconds=record.number("message_seconds", default=0.0),
+        partial_reduce=record.number("partial_reduce", positive=True, default=1.0),
     )
     record.done()
     return level

@@ -8,7 +8,8 @@ in the largest group of a level, k in the smallest one, and b bytes left to sum:
 
 So does NCCL: it makes as many rings as the node with the fewest members has adapters, each with its part of the buffer
 (Patarasuk and Yuan 2009 for one ring). gloo makes one flat ring, whose seconds on several levels are more; there a
-level's `reduce_bandwidth` says what was measured. See docs/decisions, number 22.
+level's `reduce_bandwidth` says what was measured. Where a node has several members, but not all of its devices, the
+rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
 """
 
 from __future__ import annotations
@@ -153,8 +154,13 @@ class Topology:
     def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group."""
         seconds, part = np.zeros(()), np.ones(())
+        in_node = np.asarray(counts[0][1])
+        is_partial = (in_node > 1) & (in_node < self.level_sizes[0])
         for level, ((most, least), ring) in enumerate(zip(counts, self.rings, strict=True)):
             per_byte = ring.seconds_a_byte * (slowness if level else 1.0)
+            share = self.cluster.levels[level].partial_reduce
+            if level and share < 1:
+                per_byte = np.where(is_partial, per_byte / share, per_byte)
             seconds = seconds + 2 * (most - 1) / most * part * per_byte
             part = part / least
         return np.asarray(seconds, dtype=np.float64)

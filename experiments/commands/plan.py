@@ -60,7 +60,8 @@ class PlanOptions(OwnOptions):
     transformer: str | None = None
     """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
     device: str = "a100"
-    """Device of the transformer: a name or the beginning of one (of several the one with the most memory)."""
+    """Device of the transformer: a name or the beginning of one (of several the one with the most memory), or the JSON
+    file of a DeviceModel."""
     cluster: str | None = None
     """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
     ranks: int | None = None
@@ -112,6 +113,8 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")
     cluster = _cluster(options)
     source, default_memory = _source(options, cluster)
+    if isinstance(source, TransformerSource):
+        cluster = source.device.reached(cluster)
     limit = _memory(options.memory) if options.memory is not None else None
     if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
         limit = default_memory
@@ -285,6 +288,8 @@ def _profile(path: Path) -> Profile:
 
 
 def _device(name: str) -> DeviceModel:
+    if name.endswith(".json"):
+        return read_file(Path(name), DeviceModel.load)
     near = [each for each in PRESETS if each.name.lower().startswith(name.lower())]
     return max(near, key=lambda each: each.memory_bytes) if near else DeviceModel.preset(name)
 

@@ -2,7 +2,20 @@
 
 from .device_model import DeviceModel
 from .layers import transformer_profile
+from .measured import fit_measured, fit_sums, read_sums, read_trainings
 from .source import TransformerSource
+from .training import MeasuredTraining, Training
 from .transformer import Transformer
 
-__all__ = ["DeviceModel", "Transformer", "TransformerSource", "transformer_profile"]
+__all__ = [
+    "DeviceModel",
+    "MeasuredTraining",
+    "Training",
+    "Transformer",
+    "TransformerSource",
+    "fit_measured",
+    "fit_sums",
+    "read_sums",
+    "read_trainings",
+    "transformer_profile",
+]

@@ -1,35 +1,68 @@
-"""A device by what it computes and moves in a second: data-sheet figures and at most three fitted constants.
+"""A device by what it computes and moves in a second: data-sheet figures, and the parts of them that are reached.
 
     matrix products   FLOPs / (peak_flops * efficiency(o))
                       efficiency(o) = matrix_efficiency o / (o + wave_outputs / 2)
-    all other layers  bytes read and written / memory_bandwidth
-    tensor links      bytes / (bandwidth of the link * link_efficiency)
+    all other layers  bytes read and written / (memory_bandwidth * memory_efficiency)
+    the host          kernels * kernel_seconds, where that is longer than what the device takes
+    tensor sums       sum_seconds + bytes / (bandwidth of the link * link_efficiency)
+    other nodes       bandwidth * network_efficiency; times partial_efficiency where several, but not all devices of a
+                      node sum with other nodes: their rings share network cards (`Level.partial_reduce`)
 
 o is the number of outputs of a product. A device computes them in waves: every multiprocessor makes a tile of them at
 once, and the last wave is, on average, half empty. So small microbatches and narrow slices of a tensor cost more a FLOP
 than large ones. `fit` finds the constants. With those of the presets and the formulas of `layers.py` Megatron-LM's
-Table 1 is predicted within 6% (`tests/partition/test_megatron_table.py`).
+Table 1 is predicted within 6% (`tests/partition/test_megatron_table.py`); fitted to half of the trainings that vTrain's
+authors measured it predicts the other half (docs/planning.md).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ..strict import fail, number
+from ..cluster import Cluster, Level
+from ..strict import Fields, fail, number, parse_object, read_text
 
+_JSON_VERSION = 1
+Floats = npt.NDArray[np.float64]
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
 NVLINK_EFFICIENCY = 0.76  # NCCL's sums over 8 A100: 229 of 300 GB/s (vTrain's measurements)
-# constant: (least, greatest, where a fit starts, how far it typically moves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Range:
+    """Where a constant may lie, where a fit starts, how far it moves; by which factor e^spread it differs elsewhere."""
+
+    least: float
+    most: float
+    start: float
+    step: float
+    spread: float
+
+
+def _part(start: float, spread: float) -> _Range:
+    """Of a data sheet's figure."""
+    return _Range(least=0.01, most=1.0, start=start, step=0.1, spread=spread)
+
+
 _FITTED = {
-    "matrix_efficiency": (0.01, 1.0, 0.5, 0.1),
-    "wave_outputs": (0.0, 1e9, 3e6, 1e6),
-    "link_efficiency": (0.05, 1.0, 0.8, 0.1),
+    "matrix_efficiency": _part(0.5, 0.1),
+    "wave_outputs": _Range(least=0.0, most=1e9, start=3e6, step=1e6, spread=1.0),
+    "link_efficiency": _part(0.8, 0.05),
+    "memory_efficiency": _part(0.8, 0.15),
+    "kernel_seconds": _Range(least=0.0, most=1e-2, start=5e-5, step=1e-5, spread=0.3),
+    "sum_seconds": _Range(least=0.0, most=1e-1, start=5e-5, step=1e-5, spread=0.5),
+    "network_efficiency": _part(0.8, 0.1),
+    "partial_efficiency": _part(0.5, 0.3),
 }
+_SECONDS = ("kernel_seconds", "sum_seconds")
+_MAY_BE_ZERO = ("wave_outputs", *_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +78,11 @@ class DeviceModel:
         matrix_efficiency: the part of the peak that very wide models reach (0 to 1).
         wave_outputs: of a matrix product that all multiprocessors make at once; 0: every size is as efficient.
         link_efficiency: the part of a link's bandwidth that tensor-parallel sums reach (0 to 1).
+        memory_efficiency: the part of the memory's bandwidth that kernels reach which wait for it (0 to 1).
+        kernel_seconds: of the host for one kernel: Python, autograd, launch [s].
+        sum_seconds: of a tensor-parallel sum beside its bytes: start, and the wait for the last device [s].
+        network_efficiency: the part of the network's bandwidth that messages and sums between nodes reach (0 to 1).
+        partial_efficiency: of that, the part that sums reach of which a node has several devices, but not all (0 to 1).
 
     Raises ValueError for a figure that is no finite number above 0 or an efficiency above 1.
 
@@ -60,13 +98,18 @@ class DeviceModel:
     matrix_efficiency: float = 0.64
     wave_outputs: float = 0.0
     link_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    kernel_seconds: float = 0.0
+    sum_seconds: float = 0.0
+    network_efficiency: float = 1.0
+    partial_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
         for figure in ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth"):
             object.__setattr__(self, figure, number(f"{where}: {figure}", getattr(self, figure), positive=True))
         for constant in _FITTED:
-            positive = constant != "wave_outputs"
+            positive = constant not in _MAY_BE_ZERO
             value = number(f"{where}: {constant}", getattr(self, constant), positive=positive)
             if positive and value > 1:
                 fail(
@@ -97,7 +140,26 @@ class DeviceModel:
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of kernels that wait for the memory; `num_bytes` as read and written together."""
-        return num_bytes / self.memory_bandwidth
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def reached(self, cluster: Cluster) -> Cluster:
+        """The cluster with the bandwidths between nodes that are reached; links inside a node stay as they are.
+
+        >>> device = replace(DeviceModel.preset("A100-80GB"), network_efficiency=0.5)
+        >>> device.reached(Cluster.parse("4x8:nvlink=300GB/s,net=12GB/s")).levels[1].bandwidth
+        6000000000.0
+        """
+        node, *network = cluster.levels
+        return replace(cluster, levels=(node, *(self._reached(level) for level in network)))
+
+    def _reached(self, level: Level) -> Level:
+        part, reduced = self.network_efficiency, level.reduce_bandwidth
+        return replace(
+            level,
+            bandwidth=level.bandwidth * part,
+            reduce_bandwidth=None if reduced is None else reduced * part,
+            partial_reduce=level.partial_reduce * self.partial_efficiency,
+        )
 
     def fit(
         self,
@@ -105,15 +167,20 @@ class DeviceModel:
         predict: Callable[[DeviceModel], Sequence[float]],
         *,
         constants: Sequence[str] = ("matrix_efficiency",),
+        noise: float | None = None,
     ) -> DeviceModel:
         """The same device with the constants that make the sum of squares of log(predicted / measured) least.
 
         Arguments:
             measured: of each run [s].
             predict: what a device model says of the same runs [s]; called some ten times a constant.
-            constants: which to fit, of matrix_efficiency, wave_outputs, link_efficiency; the others keep their value.
+            constants: which to fit, of those that the module's docstring names; the others keep their value.
+            noise: by how much equal runs differ, as a part (such as 0.04). With it, a run that is off by more counts by
+                how far it is off, no longer by the square, and a constant that few runs show stays near this device's
+                value; it is one of at least 0, then, and fewer runs than constants will do. None: neither.
 
-        Raises ValueError for another constant, or for fewer runs than constants.
+        Raises ValueError for another constant, for fewer runs than constants without `noise`, and with it for a
+        constant whose value here is 0.
 
         >>> device = DeviceModel.preset("A100-80GB")
         >>> fitted = device.fit([2.0], lambda model: [model.matrix_seconds(312e12, outputs=1e12)])
@@ -126,21 +193,65 @@ class DeviceModel:
         unknown = [each for each in constants if each not in _FITTED]
         if unknown or not constants or len(set(constants)) < len(constants):
             fail("constants", tuple(constants), f"some of {', '.join(_FITTED)}, each once")
-        if len(goal) < len(constants):
+        known = np.array([getattr(self, constant) for constant in constants])
+        if noise is None and len(goal) < len(constants):
             fail("measured", tuple(measured), f"at least {len(constants)} runs for {len(constants)} constants")
-        low, high, start, scale = (np.array(column) for column in zip(*(_FITTED[c] for c in constants), strict=True))
+        ranges = [_FITTED[constant] for constant in constants]
+        low, high = (np.array([getattr(each, end) for each in ranges]) for end in ("least", "most"))
 
-        def with_values(values: Sequence[float]) -> DeviceModel:
+        def with_values(values: Floats) -> DeviceModel:
             return replace(self, **{c: float(v) for c, v in zip(constants, values, strict=True)})  # type: ignore[arg-type]
 
-        def errors(values: Sequence[float]) -> npt.NDArray[np.float64]:
+        def errors(values: Floats) -> Floats:
             predicted = np.array(predict(with_values(values)), dtype=np.float64)
             if predicted.shape != goal.shape:
                 fail("predict", predicted.tolist(), f"{len(goal)} numbers of seconds, one a measured run")
-            logs: npt.NDArray[np.float64] = np.log(predicted / goal)
+            logs: Floats = np.log(predicted / goal)
             return logs
 
-        return with_values(least_squares(errors, start, bounds=(low, high), x_scale=scale).x)
+        if noise is None:
+            start, step = ([getattr(each, name) for each in ranges] for name in ("start", "step"))
+            return with_values(least_squares(errors, start, bounds=(low, high), x_scale=step).x)
+
+        scale = number("noise", noise, positive=True)
+        if not known.all():
+            at_zero = constants[int(np.argmin(known))]
+            fail(f"device {self.name!r}: {at_zero}", 0.0, "a value above 0 to begin with, where noise is given")
+        spread = np.array([each.spread for each in ranges])
+
+        def robust(factors: Floats) -> Floats:  # logarithms, so that a constant moves by parts of itself
+            off = errors(known * np.exp(factors)) / scale
+            linear = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
+            return np.concatenate([linear, factors / spread])
+
+        ends = np.log(np.maximum(low, 1e-12 * known) / known), np.log(high / known)
+        inside = np.clip(0.0, ends[0] + 1e-9, ends[1] - 1e-9)
+        return with_values(known * np.exp(least_squares(robust, inside, bounds=ends, x_scale=spread, ftol=1e-5).x))
+
+    def to_json(self) -> str:
+        """One JSON object with a version; `from_json` reads it."""
+        return json.dumps({"version": _JSON_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "device") -> DeviceModel:
+        """Read `to_json`'s form; a constant that is missing keeps its default. ValueError names source and field."""
+        record: Fields = parse_object(text, source=source)
+        record.version(_JSON_VERSION)
+        name = record.text("name")
+        sheet = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
+        values = {each: record.number(each, positive=True) for each in sheet}
+        defaults = {each.name: each.default for each in fields(cls)}
+        values |= {each: record.number(each, default=defaults[each]) for each in _FITTED}  # type: ignore[arg-type]
+        record.done()
+        try:
+            return cls(name=name, **values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeviceModel:
+        """Read a JSON file."""
+        return cls.from_json(read_text(path), source=str(path))
 
 
 def _sxm(

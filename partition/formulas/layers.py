@@ -12,6 +12,7 @@ A layer, forward (backward):
     memory traffic    22 n h                                      (34 n h)      norms, dropout, residuals
                     + 4r n h + 13 n a s                over t     (6r n h + 19 n a s)      GeLU; scores
     tensor links      2 sums of 2 n h bytes                       (2 sums)
+    kernels           20                                          (40: 28 of I, 12 of W)
     kept until B      10 n h  +  ((8 + 4r) n h + 5 n a s) over t  Korthikanti et al. 2022, section 4
       selective       10 n h  +  (8 + 4r) n h              over t  section 5; F of the scores runs again
       by layer         2 n h                                       F runs again; embedding and head keep theirs
@@ -19,7 +20,9 @@ A layer, forward (backward):
 Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
 norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
 terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). The update reads and writes all that
-is held of a parameter once. Nothing overlaps.
+is held of a parameter once. Nothing overlaps, but that the host starts kernels while the device computes: a part takes
+what the slower of the two takes. The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts,
+GeLU, copies of transposed tensors, additions, sums.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ from ..strict import count, fail
 from ..topology import Topology
 from .device_model import DeviceModel
 from .transformer import VALUE_BYTES, Transformer
+
+LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
+END_KERNELS = (6, 6, 3)  # of the embedding and the head
 
 
 def transformer_profile(
@@ -83,13 +89,18 @@ class LayerFormulas:
         self.vocabulary = -(-model.vocabulary // tensor)
         # Groups are T neighbouring devices; where T does not divide a node, the slowest one stands on two.
         num_bytes = VALUE_BYTES * self.wide / device.link_efficiency
-        self.sum_seconds = max(each.seconds(num_bytes) for each in Topology(cluster).rings_of_groups(tensor))
+        self.topology = Topology(device.reached(cluster))
+        rings = self.topology.rings_of_groups(tensor)
+        self.sum_seconds = max(each.seconds(num_bytes) for each in rings) + (device.sum_seconds if tensor > 1 else 0.0)
+
+    def parts(self) -> tuple[Node, Node, Node]:
+        """Embedding, a layer, head."""
+        return self._embedding(), self._layer(), self._head()
 
     def nodes(self) -> tuple[Node, ...]:
         """All of them; equal layers differ by name only."""
-        layer = self._layer()
-        layers = [replace(layer, name=f"layer{i}") for i in range(self.model.layers)]
-        return (self._embedding(), *layers, self._head())
+        embedding, layer, head = self.parts()
+        return (embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head)
 
     def _layer(self) -> Node:
         model, t, mlp = self.model, self.tensor, self.tokens * self.model.mlp_width / self.tensor
@@ -171,6 +182,11 @@ class LayerFormulas:
         selective: tuple[float, float] | None = None,
     ) -> Node:
         """One part; it runs again where it has figures of selective recompute (bytes, seconds)."""
+        kernels = LAYER_KERNELS if selective is not None else END_KERNELS
+        host = [self.device.kernel_seconds * each for each in kernels]
+        forward = max(forward, host[0])
+        waits = max(1.0, (host[1] + host[2]) / (input_grad + weight_grad))
+        input_grad, weight_grad = waits * input_grad, waits * weight_grad
         return Node(
             name=name,
             forward_seconds=forward,

@@ -1,0 +1,169 @@
+"""What others measured, as files, and a device model fitted to it.
+
+Trainings are CSV with the columns of vTrain (Bang et al., MICRO 2024, github.com/VIA-Research/vTrain, data/), a line
+each; sums over the devices of a node are CSV with those of NCCL's tests. Lines that begin with "# " are comments.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..strict import fail, read_text
+from .device_model import DeviceModel
+from .training import MeasuredTraining, fit_trainings
+
+CONSTANTS = (
+    "matrix_efficiency",
+    "memory_efficiency",
+    "kernel_seconds",
+    "sum_seconds",
+    "network_efficiency",
+    "partial_efficiency",
+)
+NOISE = 0.04  # by which equal trainings on a shared cluster differ
+_TRAINING = {  # argument of Training: column
+    "num_devices": "# GPUs",
+    "batch_size": "global batch",
+    "microbatch_size": "micro batch",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "layers": "# layers",
+    "length": "sequence length",
+    "tensor": "tensor parallelism",
+    "data": "data parallelism",
+    "pipeline": "pipeline parallelism",
+}
+_MILLISECONDS = "iteration time (ms)"
+_SUM = ("size(B)", "time(ns)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSum:
+    """A sum over the devices of one node.
+
+    Arguments:
+        num_bytes: on each device [bytes].
+        seconds: that it took [s].
+    """
+
+    num_bytes: float
+    seconds: float
+
+
+def read_trainings(path: str | Path, *, network: float, vocabulary: int = 51200) -> tuple[MeasuredTraining, ...]:
+    """Trainings of a file, under 1F1B with recompute by layer.
+
+    Arguments:
+        network: bandwidth of one device out of its node [bytes/s]; the file does not say it.
+        vocabulary: of all of them; likewise.
+
+    Raises ValueError that names the file, the line and the column.
+    """
+    trainings = []
+    for where, row in _rows(path, (*_TRAINING.values(), _MILLISECONDS)):
+        sizes = {name: _whole(f"{where}: {column}", row[column]) for name, column in _TRAINING.items()}
+        replica = sizes["data"] * sizes["microbatch_size"]
+        if sizes["batch_size"] % replica:
+            fail(
+                f"{where}: global batch", sizes["batch_size"], f"a multiple of {replica}, a microbatch of each replica"
+            )
+        try:
+            trainings.append(
+                MeasuredTraining(
+                    **sizes,  # type: ignore[arg-type]
+                    chunks=1,
+                    num_microbatches=sizes["batch_size"] // replica,
+                    vocabulary=vocabulary,
+                    network=network,
+                    sends_wait=True,
+                    seconds=_number(f"{where}: {_MILLISECONDS}", row[_MILLISECONDS]) / 1e3,
+                )
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return tuple(trainings)
+
+
+def read_sums(path: str | Path) -> tuple[MeasuredSum, ...]:
+    """Sums of a file, smallest first, by their seconds out of place; ValueError as for trainings."""
+    size, nanoseconds = _SUM
+    found = [
+        MeasuredSum(
+            num_bytes=_number(f"{where}: {size}", row[size]),
+            seconds=_number(f"{where}: {nanoseconds}", row[nanoseconds]) / 1e9,
+        )
+        for where, row in _rows(path, _SUM)
+    ]
+    return tuple(sorted(found, key=lambda each: each.num_bytes))
+
+
+def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: int) -> DeviceModel:
+    """The device with link_efficiency and sum_seconds of measured sums over `num_devices` of a node.
+
+    seconds = sum_seconds + 2 (n-1)/n bytes / (link_bandwidth * link_efficiency), with least relative errors.
+
+    Raises ValueError for sums of fewer than two sizes, of one device, or faster than the link.
+    """
+    if len({each.num_bytes for each in sums}) < 2:
+        fail("sums", len(sums), "some of at least two sizes")
+    if num_devices < 2:
+        fail("num_devices", num_devices, "at least 2")
+    seconds = np.array([each.seconds for each in sums])
+    moved = np.array([each.num_bytes for each in sums]) * 2 * (num_devices - 1) / num_devices
+    (start, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, moved / seconds], 1), np.ones(len(sums)), rcond=None)
+    efficiency = 1 / per_byte / device.link_bandwidth if per_byte > 0 else math.inf
+    if efficiency > 1:
+        expected = f"seconds that {device.link_bandwidth / 1e9:g} GB/s allow"
+        raise ValueError(f"sums of {len(sums)} sizes: as if by {efficiency:.3g} of the link: expected {expected}")
+    return replace(device, link_efficiency=float(efficiency), sum_seconds=max(float(start), 0.0))
+
+
+def fit_measured(
+    device: DeviceModel, trainings: Sequence[MeasuredTraining], *, constants: Sequence[str] = CONSTANTS
+) -> DeviceModel:
+    """The device as measured trainings show it; a constant that they do not show stays near the value that it has here.
+
+    A training that is off by more than others (a slow node, a busy network) counts little: see `DeviceModel.fit`.
+    """
+    return fit_trainings(device, trainings, constants=constants, noise=NOISE)
+
+
+def _rows(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """[(file and line, cell by column)]; of columns that the file names twice the first."""
+    lines = list(enumerate(read_text(path).splitlines(), start=1))
+    lines = [(number_, line) for number_, line in lines if line.strip() and not line.startswith("# ")]
+    if not lines:
+        raise ValueError(f"{path}: empty: expected a line of columns ({', '.join(columns)}), then one a measurement")
+    (_, header), *body = lines
+    names = [name.strip() for name in next(csv.reader([header]))]
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise ValueError(f"{path}: no column {', '.join(map(repr, missing))}: expected {', '.join(columns)}")
+    rows = []
+    for number_, line in body:
+        cells = next(csv.reader([line]))
+        where = f"{path}, line {number_}"
+        if len(cells) != len(names):
+            fail(where, len(cells), f"{len(names)} cells, one a column")
+        rows.append((where, {column: cells[names.index(column)].strip() for column in columns}))
+    if not rows:
+        raise ValueError(f"{path}: no measurement: expected a line each below the columns")
+    return rows
+
+
+def _whole(where: str, text: str) -> int:
+    return int(text) if text.isdecimal() and int(text) >= 1 else fail(where, text, "a whole number of at least 1")
+
+
+def _number(where: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    return found if math.isfinite(found) and found > 0 else fail(where, text, "a finite number above 0")

@@ -1,0 +1,190 @@
+"""One step of a transformer's training by formulas: the simulated schedule, then sums of gradients, then the update.
+
+As Megatron-LM trained in 2021: stages of equally many layers, the embedding in the first and the head in the last;
+recompute by layer (each layer's forward again in front of its backward); tensor groups of neighbouring devices,
+replicas next to each other, stages outermost; nothing of the sum over replicas is hidden behind the last backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ...schedules import Costs, Schedule, build, simulate
+from ..cluster import Cluster
+from ..strict import count, fail, number
+from .device_model import DeviceModel
+from .layers import LayerFormulas
+from .transformer import Transformer
+
+NODE = 8  # devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Sizes of one training, and how its messages travel.
+
+    Arguments:
+        layers, hidden, heads, vocabulary, length: of the model, see `Transformer`.
+        tensor, pipeline, chunks, data: T, P, V and replicas.
+        microbatch_size: sequences of a microbatch; `num_microbatches` M of one replica.
+        batch_size: sequences of all replicas.
+        num_devices: T * P * replicas, in nodes of eight (or one node of fewer).
+        network: bandwidth of one device out of its node, its part of the node's cards [bytes/s].
+        parts_sent: whether the ranks of a tensor group send 1/T of an activation each, gathered on arrival (the
+            scatter/gather of Narayanan et al. 2021, section 4.1), or all of it.
+        sends_wait: whether a rank computes on only when its message has left, or messages travel beside compute.
+
+    Raises ValueError for sizes that do not divide or multiply as said.
+    """
+
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    chunks: int
+    data: int
+    microbatch_size: int
+    num_microbatches: int
+    batch_size: int
+    num_devices: int
+    vocabulary: int = 51200
+    length: int = 2048
+    network: float = 25e9
+    parts_sent: bool = True
+    sends_wait: bool = False
+
+    def __post_init__(self) -> None:
+        for size in ("tensor", "pipeline", "chunks", "data", "microbatch_size", "num_microbatches"):
+            count(f"training: {size}", getattr(self, size))
+        number("training: network", self.network, positive=True)
+        if self.num_devices != self.tensor * self.pipeline * self.data:
+            fail("training: num_devices", self.num_devices, f"{self.tensor} x {self.pipeline} x {self.data} of them")
+        if self.num_devices > NODE and self.num_devices % NODE:
+            fail("training: num_devices", self.num_devices, f"nodes of {NODE}")
+        if self.batch_size != self.data * self.microbatch_size * self.num_microbatches:
+            expected = f"{self.data} replicas of {self.num_microbatches} microbatches of {self.microbatch_size}"
+            fail("training: batch_size", self.batch_size, expected)
+        if self.layers % (self.pipeline * self.chunks):
+            fail("training: layers", self.layers, f"equally many in {self.pipeline * self.chunks} stages")
+        self.model.refuse_tensor(self.tensor)
+
+    @property
+    def model(self) -> Transformer:
+        """Sizes of the model."""
+        return Transformer(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            vocabulary=self.vocabulary,
+            length=self.length,
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """Nodes of eight devices that NVLink joins."""
+        nodes, size = max(1, self.num_devices // NODE), min(NODE, self.num_devices)
+        return Cluster.parse(f"{nodes}x{size}:nvlink=300GB/s,net={self.network:.0f}B/s")
+
+    def teraflops(self, seconds: float) -> float:
+        """TFLOP/s of each device, by Megatron-LM's count of a step's operations."""
+        flops = self.model.flops(batch_size=self.batch_size, recompute="layer")
+        return flops / self.num_devices / seconds / 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTraining(Training):
+    """A training and what it took.
+
+    Arguments:
+        seconds: of a step.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        super(MeasuredTraining, self).__post_init__()
+        number("training: seconds", self.seconds, positive=True)
+
+
+def step_costs(training: Training, device: DeviceModel) -> Costs:
+    """P * V stages of equally many layers, the embedding before and the head behind them."""
+    formulas = LayerFormulas(
+        training.model,
+        microbatch_size=training.microbatch_size,
+        tensor=training.tensor,
+        device=device,
+        cluster=training.cluster,
+    )
+    embedding, layer, head = formulas.parts()
+    num_stages = training.pipeline * training.chunks
+    size = training.layers // num_stages
+    recompute = size * layer.forward_seconds
+    forward = [size * layer.forward_seconds] * num_stages
+    backward = [recompute + size * layer.backward_seconds] * num_stages
+    update = [size * layer.update_seconds] * num_stages
+    gradients = [size * layer.parameter_bytes] * num_stages  # of 16 bits
+    for stage, node in ((0, embedding), (-1, head)):
+        forward[stage] += node.forward_seconds
+        backward[stage] += node.backward_seconds
+        if node is embedding or num_stages > 1:  # in one stage the head's weights are the embedding's
+            update[stage] += node.update_seconds
+            gradients[stage] += node.parameter_bytes
+    topology = formulas.topology
+    ring = topology.ring(range(0, training.data * training.tensor, training.tensor))
+    sent = layer.activation_bytes / (training.tensor if training.parts_sent else 1)
+    on_link = sent / topology.cluster.levels[1].bandwidth
+    waited = on_link if training.sends_wait else 0.0
+    return Costs(
+        forward=[waited + seconds for seconds in forward],
+        backward=[waited + seconds for seconds in backward],
+        latency=on_link - waited,
+        update=[seconds + ring.seconds(each) for seconds, each in zip(update, gradients, strict=True)],
+    )
+
+
+@cache
+def schedule_of(training: Training) -> Schedule:
+    """1F1B, or interleaved where a rank has several chunks."""
+    sizes = {"num_ranks": training.pipeline, "num_microbatches": training.num_microbatches}
+    if training.chunks == 1:
+        return build("1f1b", **sizes)
+    return build("interleaved", num_chunks=training.chunks, **sizes)
+
+
+def simulated(training: Training, device: DeviceModel) -> float:
+    """Seconds of one step."""
+    return simulate(schedule_of(training), step_costs(training, device)).makespan
+
+
+def estimated(training: Training, device: DeviceModel) -> float:
+    """The same without the simulator, for the fit: all work of the busiest rank, and a fill and drain of the others.
+
+    Latency as in the closed forms of 1F1B, 2 ((P-1) + floor((M-1) (P-1) / P)), and of its interleaved form, 2 (PV-1).
+    """
+    P, V, M = training.pipeline, training.chunks, training.num_microbatches
+    costs = step_costs(training, device)
+    in_table = costs.table(num_stages=P * V)
+    chunks = [f + b for f, b in zip(in_table.forward, in_table.backward, strict=True)]
+    busiest = max(sum(chunks[rank::P]) for rank in range(P))
+    fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
+    messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
+    return M * busiest + fill + messages * in_table.latency[0] + sum(in_table.update[::P])
+
+
+def fit_trainings(
+    device: DeviceModel,
+    trainings: Sequence[MeasuredTraining],
+    *,
+    constants: Sequence[str],
+    noise: float | None = None,
+) -> DeviceModel:
+    """The device with the constants that fit these trainings best; arguments as for `DeviceModel.fit`."""
+    return device.fit(
+        [training.seconds for training in trainings],
+        lambda model: [estimated(training, model) for training in trainings],
+        constants=constants,
+        noise=noise,
+    )
