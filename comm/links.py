@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -143,21 +144,19 @@ def measure_links(
     transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
     levels = []
     for name, pairs in wanted:
-        times: list[tuple[PingPong, ...]] = []
+        times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
         for pair in pairs:
-            mine = tuple(
-                ping_pong(
-                    transport,
-                    rank=world.rank,
-                    specs=[TensorSpec.of(torch.empty(max(1, size // 4), device=device))],
-                    device=device,
-                    timeout=timeout,
-                    pair=pair,
-                    rounds=_rounds(size),
-                    ranks_of_host=max(map(len, hosts)),
-                )
-                for size in sizes
+            measure = partial(
+                ping_pong,
+                transport,
+                rank=world.rank,
+                device=device,
+                timeout=timeout,
+                pair=pair,
+                ranks_of_host=max(map(len, hosts)),
             )
+            mine = [measure(specs=[_spec(size, device)], rounds=_rounds(size)) for size in sizes]
+            mine.append(measure(specs=[_spec(min(sizes), device)], cold=True))
             everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
             times.append(everyone[pair[0]])
         if pairs:
@@ -178,6 +177,10 @@ def _inside(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 def _between(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     others = [ranks[0] for ranks in (*hosts[1:2], *hosts[-1:]) if ranks is not hosts[0]]
     return list(dict.fromkeys((hosts[0][0], other) for other in others))
+
+
+def _spec(size: int, device: torch.device) -> TensorSpec:
+    return TensorSpec.of(torch.empty(max(1, size // 4), device=device))
 
 
 def _rounds(size: int) -> int:
@@ -211,21 +214,21 @@ def _level(
     *,
     sum_seconds: float,
 ) -> LinkLevel:
-    fits = tuple(fit_line(sizes, [one.seconds for one in each]) for each in times)
-    busy = statistics.median(each[0].busy for each in times)  # of the smallest message
-    latency = max(0.0, statistics.median(fit.latency for fit in fits) - 2 * busy)
+    """`times`: by pair, of each size and behind them of the smallest one with cold caches."""
+    fits = tuple(fit_line(sizes, [one.seconds for one in each[:-1]]) for each in times)
+    latency = statistics.median(max(0.0, fit.latency - 2 * each[0].busy) for fit, each in zip(fits, times, strict=True))
     hops = 2 * (size - 1)
     return LinkLevel(
         name=name,
         size=size,
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
         latency=latency,
-        message_seconds=busy,
+        message_seconds=statistics.median(each[-1].busy for each in times),
         reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * latency, sum_seconds / 10),
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),
         fits=fits,
-        seconds=tuple((size, one.seconds) for size, one in zip(sizes, times[0], strict=True)),
+        seconds=tuple((size, one.seconds) for size, one in zip(sizes, times[0][:-1], strict=True)),
     )
 
 

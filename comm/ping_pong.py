@@ -15,6 +15,7 @@ from .transport import TensorSpec, Transport
 
 _ROUNDS = 30
 _WARM_UP = 5
+CACHE_BYTES = 4 << 20  # more than a core's own caches hold
 
 
 class PingPong(NamedTuple):
@@ -42,6 +43,7 @@ def ping_pong(
     pair: tuple[int, int] = (0, 1),
     rounds: int = _ROUNDS,
     ranks_of_host: int = 1,
+    cold: bool = False,
 ) -> PingPong:
     """Messages of these tensors between two ranks, to and fro; nothing on the other ranks.
 
@@ -50,16 +52,19 @@ def ping_pong(
     Arguments:
         ranks_of_host: on this host. Where each has a core at most, what the transport's own threads compute is taken
             from the ranks, and counts to `busy`.
+        cold: whether to push the core's caches out in front of each message, as a stage's compute does: `busy` is then
+            that of a message between two actions, while `seconds` has the pushing in it.
     """
     if rank not in pair:
         return NOTHING
     processor = _processor(device, ranks_of_host)
     first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
-    times, busy = [], []
+    times, busy, pushed = [], [], torch.zeros(CACHE_BYTES // 4 if cold else 0)
     for turn in range(_WARM_UP + rounds):
         ping = Message(MessageKind.ACT, -1, -2, turn)
         pong = Message(MessageKind.GRAD, -2, -1, turn)
+        pushed.add_(1.0)
         start, worked = time.perf_counter(), processor()
         if first:
             transport.post(pong, peer, specs)

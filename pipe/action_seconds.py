@@ -3,6 +3,7 @@
     per microbatch    two stages under the engine, in this process - the same modules in a plain loop
     per action        a fourth of that: F and B of either stage
 
+The modules push the core's caches out, as a stage's compute does: the runtime's code and data come from memory then.
 Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
 thread's processor, so that a busy host changes little.
 """
@@ -13,12 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..comm import Guard, World
+from ..comm.ping_pong import CACHE_BYTES
 from ..partition.graph.forms import Arguments
 from .assembly import Pipeline, assemble
 from .batch.given import Given
@@ -30,6 +33,47 @@ _ROUNDS = 15
 _ACTIONS = 4  # a microbatch
 _WIDTH = 8
 _TIMEOUT = 60.0
+
+
+class _Caches:
+    """Pushes a core's caches out, as a stage's compute does, and knows how long that took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._values = torch.zeros(CACHE_BYTES // 4)
+
+    def push(self) -> None:
+        begun = time.thread_time()
+        self._values.add_(1.0)
+        self.seconds += time.thread_time() - begun
+
+
+class _Pushing(torch.autograd.Function):
+    """The identity, behind which caches are cold in F and in B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, caches: _Caches) -> torch.Tensor:
+        ctx.caches = caches
+        caches.push()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.caches.push()
+        return gradient, None
+
+
+class _Tiny(nn.Module):
+    """A layer that computes next to nothing."""
+
+    def __init__(self, caches: _Caches) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self._caches = caches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Pushing.apply(self.layer(x), self._caches)  # type: ignore[no-untyped-call]
+        return found
 
 
 def measure_action_seconds(device: torch.device) -> float:
@@ -44,32 +88,37 @@ def measure_action_seconds(device: torch.device) -> float:
 
 
 def _measured() -> float:
-    modules = [nn.Linear(_WIDTH, _WIDTH) for _ in range(2)]
-    runs: list[Callable[[], object]] = [_batch(_SHORT), _batch(_LONG), partial(_plain, modules, _LONG - _SHORT)]
+    caches = _Caches()
+    modules = [_Tiny(caches) for _ in range(2)]
+    runs: list[Callable[[], object]] = [
+        _batch(_SHORT, caches),
+        _batch(_LONG, caches),
+        partial(_plain, modules, _LONG - _SHORT),
+    ]
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, seconds in zip(runs, times, strict=True):
-            begun = time.thread_time()
+            begun, pushed = time.thread_time(), caches.seconds
             run()
-            seconds.append(time.thread_time() - begun)
+            seconds.append(time.thread_time() - begun - (caches.seconds - pushed))
     short, long, plain = map(statistics.median, times)
     return max(0.0, (long - short - plain) / (_LONG - _SHORT) / _ACTIONS)
 
 
-def _batch(num_microbatches: int) -> Callable[[], object]:
+def _batch(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
     """Runs one batch of so many microbatches."""
     x = _samples(num_microbatches)
     given = Given(arguments=Arguments.of((x,)), target=x)
-    return partial(_pipeline(num_microbatches).training.accumulate, given)
+    return partial(_pipeline(num_microbatches, caches).training.accumulate, given)
 
 
 def _samples(number: int) -> torch.Tensor:
     return torch.ones(number, _WIDTH)
 
 
-def _pipeline(num_microbatches: int) -> Pipeline:
+def _pipeline(num_microbatches: int, caches: _Caches) -> Pipeline:
     """Two ranks of this process, whatever other processes there are."""
-    stages = [nn.Linear(_WIDTH, _WIDTH) for _ in range(2)]
+    stages = [_Tiny(caches) for _ in range(2)]
     make_layout = choose_layout(
         schedule="1f1b",
         plan=None,
