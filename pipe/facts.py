@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -63,6 +64,11 @@ class RunFacts:
     def stage_num_parameters(self) -> tuple[int, ...]:
         """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
         return self._building.built("stage_num_parameters").stage_num_parameters
+
+    @property
+    def stages_of(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages that hold each parameter and buffer, by name."""
+        return dict(self._building.built("stages_of").state.ownership.stages)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -86,8 +86,11 @@ def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Com
 def _side(exhibit: Exhibit, source: str, which: str) -> Side:
     caption, timeline = which, exhibit.predicted
     if which == "measured":
-        # The step in the middle: the newest may be an odd one.
-        steps = sorted(exhibit.measured, key=lambda step: step.timeline.batch_seconds)
+        # The step in the middle: the newest may be an odd one. The first ones may have had a flush, and later ones not.
+        schedules = [step.timeline.schedule for step in exhibit.measured]
+        kinds = [schedule.name if schedule.is_asynchronous else "" for schedule in schedules]
+        same = [step for step, kind in zip(exhibit.measured, kinds, strict=True) if kind == kinds[-1]]
+        steps = sorted(same, key=lambda step: step.timeline.batch_seconds)
         number, timeline = steps[(len(steps) - 1) // 2] if steps else (0, None)
         caption = f"measured, step {number}" + (f", the median of {len(steps)}" if len(steps) > 1 else "")
     if timeline is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from ...schedules import Schedule, build
 
@@ -27,8 +27,8 @@ class Setting:
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
         warmup: share of the steps in which the rate rises.
-        flush_first: so many updates are made under 1f1b, corrected by lambda 1 if the rest is corrected; a checkpoint
-            hands over.
+        flush_first: so many updates, the first ones, have a flush each (`PipelineModule(flush_first=)`), corrected by
+            lambda 1 if the rest is corrected.
         total_updates: of the weights, each after `sequences` of `length` bytes.
         windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
 
@@ -63,10 +63,10 @@ class Setting:
                 f"total_updates={self.total_updates}, evaluate_every={self.evaluate_every}: expected multiples of "
                 f"{self.updates_a_step}, the updates of one step under {self.schedule}"
             )
-        if not 0 <= self.flush_first <= self.total_updates or self.flush_first % self.evaluate_every:
+        if not 0 <= self.flush_first <= self.total_updates or self.flush_first % self.updates_a_step:
             raise ValueError(
-                f"flush_first={self.flush_first}: expected a multiple of evaluate_every={self.evaluate_every}, at most "
-                f"total_updates={self.total_updates}"
+                f"flush_first={self.flush_first}: expected a multiple of {self.updates_a_step}, the updates of one "
+                f"step under {self.schedule}, at most total_updates={self.total_updates}"
             )
 
     @classmethod
@@ -77,11 +77,6 @@ class Setting:
         if unknown:
             raise ValueError(f"{unknown[0]}: expected some of {', '.join(known)}")
         return cls(**values)  # type: ignore[arg-type]
-
-    @property
-    def first_part(self) -> Setting:
-        """The setting of the first updates, where they are made under 1f1b."""
-        return replace(self, schedule=FLUSH, factor=1.0, flush_first=0)
 
     @property
     def updates_a_step(self) -> int:

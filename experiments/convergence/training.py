@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -37,26 +35,14 @@ def losses(setting: Setting) -> Iterator[Point]:
     validation = corpus.validation_batches(
         num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
     )
-    with TemporaryDirectory(prefix="stagewright-convergence-") as folder, ExitStack() as stack:
-        first, pipe = setting.flush_first, stack.enter_context(make_pipe(setting, corpus))
-        if first:
-            with make_pipe(setting.first_part, corpus) as before:
-                yield from _train(before, setting.first_part, corpus, validation, range(1, first + 1))
-                before.save(folder)
-            pipe.load(folder)
-        yield from _train(pipe, setting, corpus, validation, range(first + 1, setting.total_updates + 1))
-        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
-
-
-def _train(
-    pipe: PipelineModule, setting: Setting, corpus: Corpus, validation: list[TokenBatch], updates: range
-) -> Iterator[Point]:
-    """Make these updates, counted from 1."""
     each = setting.updates_a_step
-    for done in range(updates.start - 1 + each, updates.stop, each):
-        pipe.train_step(*batch(setting, corpus, done // each - 1))
-        if done % setting.evaluate_every == 0 or done == setting.total_updates:
-            yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
+    with make_pipe(setting, corpus) as pipe:
+        for step in range(setting.total_updates // each):
+            pipe.train_step(*batch(setting, corpus, step))
+            done = (step + 1) * each
+            if done % setting.evaluate_every == 0 or done == setting.total_updates:
+                yield Point(done, _evaluate(pipe, validation[::_CURVE_SHARE]), whole=False)
+        yield Point(setting.total_updates, _evaluate(pipe, validation), whole=True)
 
 
 def speed(setting: Setting, *, updates: int, warm: int) -> float:
@@ -97,6 +83,7 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, rates),
         example_inputs=(batch(setting, corpus, 0).tokens,),
         seed=setting.seed,
+        flush_first=setting.flush_first // setting.updates_a_step,
         **_correction(setting),
     )
 

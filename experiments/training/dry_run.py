@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Muon
 
 from ...partition.plans.plan import Plan
+from ...partition.profiler.optimizers import make_optimizers
 from ...schedules import Costs, Schedule, lower_bound, simulate
 from ...schedules.wording import count, size
 from ..own_task import OWN_LOSS, Batch
@@ -20,7 +22,8 @@ from .options import TrainOptions
 from .pipeline import make_pipe
 from .task import Task, make_task
 
-BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages; Muon has one of them
+BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
+BYTES_LESS_UNDER_MUON = 4  # it has one average
 BYTES_OF_FEEDBACK = 4  # the last update of each parameter
 BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
 GRID_COLUMNS = 160
@@ -72,6 +75,7 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
         kept = kept_bytes(model, batch.head(-(-batch.num_samples // schedule.num_microbatches)), task)
     elif options.recompute == "full" and options.model is None:
         kept = stage_input_bytes(options, schedule)
+    muons = _bytes_under_muon(model, task)
     pipe = make_pipe(options, schedule, task, model, batch)  # all ranks in this process
     stages = tuple(
         StagePlan(stage=number, ranks=schedule.owners[number], name=name, parameters=parameters)
@@ -83,6 +87,10 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
     peaks = timeline.peak_activations
     kept_a_parameter = BYTES_A_PARAMETER + (BYTES_OF_FEEDBACK if options.delay_correction == "error-feedback" else 0)
     held = [sum(s.parameters for s in stages if rank in s.ranks) for rank in range(schedule.num_ranks)]
+    less = [0] * schedule.num_ranks
+    for name, less_bytes in muons.items():
+        for rank in {rank for stage in pipe.stages_of[name] for rank in schedule.owners[stage]}:
+            less[rank] += less_bytes
     return DryRun(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -95,11 +103,19 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
         lower_bound_ratio=timeline.makespan / lower_bound(schedule, costs),
         peak_activations=peaks,
         state_bytes=tuple(
-            (kept_a_parameter + (versions - 1) * BYTES_A_VERSION) * parameters
-            for parameters, versions in zip(held, timeline.peak_versions, strict=True)
+            (kept_a_parameter + (versions - 1) * BYTES_A_VERSION) * parameters - not_kept
+            for parameters, versions, not_kept in zip(held, timeline.peak_versions, less, strict=True)
         ),
         activation_bytes=None if kept is None else tuple(round(peak * kept / schedule.num_stages) for peak in peaks),
     )
+
+
+def _bytes_under_muon(model: nn.Module, task: Task) -> dict[str, int]:
+    """Bytes that Muon needs less than AdamW, of each parameter that it holds, by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made = make_optimizers(task.optimizer, list(model.named_parameters()), where="the model")
+    muons = [group for optimizer in made if isinstance(optimizer, Muon) for group in optimizer.param_groups]
+    return {names[id(p)]: BYTES_LESS_UNDER_MUON * p.numel() for group in muons for p in group["params"]}
 
 
 def stage_input_bytes(options: TrainOptions, schedule: Schedule) -> int:

@@ -61,8 +61,7 @@ class _Record:
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
-    predicted_bubbles: list[float] = field(default_factory=list)
+    bubbles: list[tuple[int, float, float]] = field(default_factory=list)  # step, measured, predicted
     predicted: Timeline | None = None
     measured: Timeline | None = None  # step
     sampled: StepSamples | None = None  # steps drawn from how durations varied, in process 0
@@ -80,14 +79,20 @@ class _Record:
             seconds=sum(one.step_seconds for one in steps),
         )
         for one in steps:
-            if one.bubble is not None and one.predicted_bubble is not None and one.bubble not in record.bubbles[-1:]:
-                record.bubbles.append(one.bubble)
-                record.predicted_bubbles.append(one.predicted_bubble)
+            if one.bubble is not None and one.predicted_bubble is not None:
+                found = (one.bubble, one.predicted_bubble)
+                if record.newest_bubbles() != found:
+                    record.bubbles.append((one.step, *found))
         return record
 
     def newest_bubbles(self) -> tuple[float, float] | None:
         """Measured and predicted."""
-        return (self.bubbles[-1], self.predicted_bubbles[-1]) if self.bubbles else None
+        return self.bubbles[-1][1:] if self.bubbles else None
+
+    def behind(self, step: int) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of the steps from this one on, and their bubbles, measured and predicted; where none is, of all."""
+        bubbles = [each for each in self.bubbles if each[0] >= step] or self.bubbles
+        return self.step_seconds[step:] or self.step_seconds, [b for _, b, _ in bubbles], [p for *_, p in bubbles]
 
 
 class _Training:
@@ -189,7 +194,7 @@ class _Training:
             self.record.step_seconds.append(time.perf_counter() - before)
             self.tracer.step()
             if self._is_gathered(step):
-                self._gather(result)
+                self._gather(step, result)
             bubbles[step] = self.record.newest_bubbles()
             self._log(bubbles, progress)
             self.checkpoints.behind(step, partial(self._log, bubbles, progress))
@@ -226,14 +231,13 @@ class _Training:
         self.tracer.note_bytes(self.pipe.stage_bytes(memory))
         return result
 
-    def _gather(self, result: StepResult) -> None:
+    def _gather(self, step: int, result: StepResult) -> None:
         measured, costs = result.timeline(), self.pipe.measured_costs()
         predicted = simulate(measured.schedule, costs)
         if self.record.predicted is None:
             self.tracer.write_prediction(costs)  # for a run that is ended before its end
         self.record.predicted, self.record.measured = predicted, measured
-        self.record.bubbles.append(measured.bubble)
-        self.record.predicted_bubbles.append(predicted.bubble)
+        self.record.bubbles.append((step, measured.bubble, predicted.bubble))
 
     def _is_gathered(self, step: int) -> bool:
         """Now and then, and at the end, so that a run of any length has a bubble."""
@@ -249,10 +253,11 @@ class _Training:
         samples = self.first.num_samples
         what = count(samples, "sample") if task.sample_bytes is None else f"{samples} x {task.sample_bytes} bytes"
         loss = "" if options.model is None else f"; loss: {task.loss_name(self.first)}"
+        first = f" (the first {options.flush_first} with a flush)" if options.flush_first else ""
         return (
             f"{count(self.num_parameters, 'parameter')} in {count(schedule.num_stages, 'stage')} on "
             f"{count(schedule.num_ranks, 'rank')}, {schedule.name}, {count(schedule.num_microbatches, 'microbatch')}; "
-            f"{count(options.steps, 'step')} of {what} of {task.source}{loss}"
+            f"{count(options.steps, 'step')}{first} of {what} of {task.source}{loss}"
         )
 
     def _leave_behind(
@@ -270,6 +275,8 @@ class _Training:
         assert record.measured is not None
         text = self.task.sample_bytes
         train_loss = statistics.fmean(record.losses[-20:])
+        flush_first = self.options.flush_first or 0
+        step_seconds, bubbles, predicted_bubbles = record.behind(flush_first)
         summary = Summary(
             schedule=schedule.name,
             num_ranks=schedule.num_ranks,
@@ -277,6 +284,7 @@ class _Training:
             num_microbatches=schedule.num_microbatches,
             parameters=self.num_parameters,
             steps=self.options.steps,
+            flush_first=flush_first,
             samples=record.samples,
             tokens=None if text is None else record.samples * text,
             seconds=record.seconds,
@@ -286,11 +294,11 @@ class _Training:
             train_bits_per_byte=None if text is None else bits_per_byte(train_loss),
             val_loss=val_loss,
             val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
-            step_seconds=statistics.median(record.step_seconds),
+            step_seconds=statistics.median(step_seconds),
             predicted_step_seconds=record.predicted.batch_seconds if sampled is None else sampled.median,
             predicted_step_range=None if sampled is None else sampled.range(),
-            bubble=statistics.median(record.bubbles),
-            predicted_bubble=statistics.median(record.predicted_bubbles) if sampled is None else sampled.bubble,
+            bubble=statistics.median(bubbles),
+            predicted_bubble=statistics.median(predicted_bubbles) if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,

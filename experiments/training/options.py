@@ -33,6 +33,8 @@ Correction = Literal["none", "error-feedback"]
 FRESH_GRADIENTS: tuple[str, Correction] = ("adamw", "none")
 LATE_GRADIENTS: tuple[str, Correction] = ("muon", "error-feedback")
 DEFAULT_LR = {"adamw": 2e-3, "muon": 4e-3}
+FLUSH_FIRST = 0.3  # of the steps
+DEFAULT_CLIP = 1.0
 AUTO = "auto"
 PLAN = "plan.json"  # beside the checkpoints, for a run that goes on
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
@@ -92,8 +94,12 @@ class TrainOptions(OwnOptions):
     (default: error-feedback for the GPT under a schedule without a flush)."""
     delay_factor: float | None = None
     """Factor of --delay-correction; 1 is the derived one (default: 2 under 2bw, else 1)."""
-    clip: float = 1.0
-    """Clip the global gradient norm to this; 0: do not."""
+    flush_first: int | None = None
+    """Batches, the first ones, with a flush behind each update, under a schedule without one: there a late gradient
+    costs most (default: three in ten of --steps for the GPT, else none)."""
+    clip: float | None = None
+    """Clip the global gradient norm to this; 0: do not (default: 1, and 0 under pipedream and paci, whose stages update
+    before it is known)."""
     post_validation: bool = False
     """Update before the global norm is known, and take back what it speaks against: no rank waits for the others."""
     dropout: float = 0.0
@@ -140,7 +146,9 @@ class TrainOptions(OwnOptions):
         self._check_beside()
         if self.delay_factor is not None and not (math.isfinite(self.delay_factor) and self.delay_factor >= 0):
             raise ValueError(f"--delay-factor {self.delay_factor}: expected a number from 0 on")
-        if not self.clip >= 0:
+        if self.flush_first is not None and self.flush_first < 0:
+            raise ValueError(f"--flush-first {self.flush_first}: expected a number of batches, at least 0")
+        if self.clip is not None and not self.clip >= 0:
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
             raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
@@ -230,24 +238,39 @@ def resolve(options: TrainOptions) -> TrainOptions:
 
 
 def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOptions:
-    """Fill in optimizer and correction of what is not given, as suits the schedule; None: one that is still planned.
+    """Fill in what trains well under the schedule, of what is not given; None: one that is still planned.
 
-    ValueError for a correction where nothing is late.
+    Optimizer, correction of late gradients, first batches with a flush, clipping. ValueError for a correction, and for
+    a flush of the first batches, where nothing is late.
     """
-    schedule = what.build_schedule(num_microbatches=_missing(what)) if isinstance(what, Plan) else what
+    schedule = schedule_of(what)
     is_late = schedule is not None and schedule.is_asynchronous
+    if not is_late and options.flush_first:
+        raise ValueError(
+            f"--flush-first {options.flush_first} under {schedule.name if schedule else AUTO}, which flushes behind "
+            f"every batch: leave it away, or type a schedule without a flush, such as --schedule 2bw"
+        )
     if not is_late and options.delay_correction not in (None, "none"):
         raise ValueError(
             f"--delay-correction {options.delay_correction} under {schedule.name if schedule else AUTO}, where no "
             f"gradient is late: leave it away, or type a schedule without a flush, such as --schedule 2bw"
         )
     optimizer, correction = LATE_GRADIENTS if is_late and options.model is None else FRESH_GRADIENTS
+    first = round(FLUSH_FIRST * options.steps) if is_late and options.model is None else 0
+    may_clip = schedule is None or schedule.rule.why_no_norm is None
     return replace(
         options,
         optimizer=options.optimizer or (optimizer if options.model is None else None),
         delay_correction=options.delay_correction or correction,
         delay_factor=options.delay_factor if options.delay_factor is not None else _delay_factor(schedule),
+        flush_first=first if options.flush_first is None else options.flush_first,
+        clip=options.clip if options.clip is not None else DEFAULT_CLIP if may_clip else 0.0,
     )
+
+
+def schedule_of(what: Schedule | Plan | None) -> Schedule | None:
+    """The schedule that is run; None: one that is still planned."""
+    return what.build_schedule(num_microbatches=_missing(what)) if isinstance(what, Plan) else what
 
 
 def _delay_factor(schedule: Schedule | None) -> float:

@@ -15,7 +15,7 @@ from ...schedules.wording import count
 from ..host import physical_bytes
 from ..own_task import Batch
 from ..tensor_options import read_tensor_parallel
-from .options import DEFAULT_MICROBATCHES, TrainOptions
+from .options import DEFAULT_MICROBATCHES, TrainOptions, schedule_of
 from .recipe import learning_rate_curve
 from .task import Task
 
@@ -37,6 +37,8 @@ def make_pipe(
             f"{parts} samples or more, or --microbatches {samples}"
         )
     loss_fn = task.loss_for(batch)
+    schedule = schedule_of(what)
+    updates = options.steps * (1 if schedule is None else schedule.groups_per_batch)
     choice: dict[str, Any]
     if isinstance(what, Plan):
         choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
@@ -52,8 +54,9 @@ def make_pipe(
         tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         loss_fn=loss_fn,
         optimizer=task.optimizer,
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(options.steps)),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_curve(updates)),
         delay_correction=_correction(options),
+        flush_first=options.flush_first or 0,
         max_grad_norm=options.clip or None,
         post_validation=options.post_validation,
         example_inputs=batch.parted(loss_fn)[0],

@@ -101,6 +101,8 @@ class Summary:
 
     Arguments:
         schedule, num_ranks, num_stages, num_microbatches, parameters: what was run.
+        flush_first: steps, the first ones, with a flush behind each update of a schedule without one. step_seconds,
+            bubble and predicted_bubble are of those behind them, if there are any.
         steps, samples, tokens: trained in all; tokens (bytes of text) and what is counted in them are None for data
             that is no text.
         train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
@@ -125,6 +127,7 @@ class Summary:
     num_microbatches: int
     parameters: int
     steps: int
+    flush_first: int = 0
     samples: int
     tokens: int | None
     seconds: float

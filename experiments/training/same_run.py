@@ -15,7 +15,7 @@ MAY_DIFFER = frozenset(
         *("name", "resume", "dry_run", "json", "timeout", "verify", "trace_every"),
         *("ranks", "schedule", "plan", "chunks", "slices", "microbatches", "recompute"),
         *("tensor", "tensor_parallel"),
-        *("delay_correction", "delay_factor"),  # of the schedule that it goes on with
+        *("delay_correction", "delay_factor", "flush_first"),  # of the schedule that it goes on with
     }
 )
 

@@ -95,7 +95,7 @@ def test_1f1b_in_process_is_a_plain_loop() -> None:
     assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
 
 
-def test_the_first_updates_may_be_those_of_1f1b() -> None:
+def test_the_first_updates_may_have_a_flush() -> None:
     def run(**values: object) -> list[float]:
         return [found.value for found in loss(Case.of({**TINY, "correction": "error-feedback", **values}), 1)]
 
@@ -150,7 +150,8 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
             "total_updates=25, evaluate_every=50: expected multiples of 10",
         ),
         ({"schedule": "2bw", "lr": 1.0}, "lr: expected some of schedule"),
-        ({"schedule": "2bw", "flush_first": 25}, "flush_first=25: expected a multiple of evaluate_every=50, at most"),
+        ({"schedule": "pipedream", "flush_first": 25}, "flush_first=25: expected a multiple of 10, the updates of one"),
+        ({"schedule": "2bw", "flush_first": 501}, "flush_first=501: expected a multiple of 1, .* total_updates=500"),
     ],
 )
 def test_a_setting_that_cannot_be_meant(values: dict[str, object], message: str) -> None:

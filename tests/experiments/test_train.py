@@ -115,6 +115,21 @@ def test_the_recipe_follows_the_schedule() -> None:
     assert with_recipe(two_bw, make_schedule(two_bw)).delay_factor == 2.0
     assert with_recipe(pipedream, make_schedule(pipedream)).delay_factor == 1.0
     assert recipe(schedule="2bw", optimizer="adamw", delay_correction="none") == ("adamw", "none")
+
+    def ends(**options: object) -> tuple[int | None, float | None]:
+        given = TrainOptions(ranks=2, steps=50, **options)  # type: ignore[arg-type]
+        found = with_recipe(given, make_schedule(given))
+        return found.flush_first, found.clip
+
+    assert ends(schedule="1f1b") == (0, 1.0)
+    assert ends(schedule="2bw") == ends(schedule="2bw", flush_first=15, clip=1.0) == (15, 1.0)
+    assert ends(schedule="paci") == ends(schedule="pipedream") == (15, 0.0)
+    assert ends(schedule="2bw", flush_first=0, clip=0.5) == (0, 0.5)
+    assert ends(schedule="2bw", model="mine:model", data="mine:data") == (0, 1.0)
+    with pytest.raises(ValueError, match="--flush-first 3 under 1f1b, which flushes behind every batch"):
+        ends(schedule="1f1b", flush_first=3)
+    with pytest.raises(ValueError, match="--flush-first -1: expected a number of batches"):
+        resolve(TrainOptions(flush_first=-1))
     assert recipe(schedule="2bw", model="mine:model", data="mine:data") == (None, "none")
     with pytest.raises(ValueError, match="--delay-correction error-feedback under 1f1b, where no gradient is late"):
         recipe(schedule="1f1b", delay_correction="error-feedback")
@@ -254,6 +269,17 @@ def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
     assert sum(answer.state_bytes) == copies * 16 * parameters
     assert 0 <= answer.bubble < 1
     assert answer.lower_bound_ratio >= 1
+
+
+def test_the_dry_run_counts_what_muon_keeps() -> None:
+    """One average where AdamW has two; feedback adds the last update, 2bw a version."""
+    sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}
+    options = resolve(TrainOptions(schedule="2bw", optimizer="muon", delay_correction="error-feedback", **sizes))  # type: ignore[arg-type]
+    task = make_task(options)
+    shapes = dict(task.make_model().named_parameters())
+    held = {True: 16 + 4 + 4 - 4, False: 16 + 4 + 4}
+    expected = sum(held[name.startswith("blocks.") and p.ndim == 2] * p.numel() for name, p in shapes.items())
+    assert sum(predict(options, make_schedule(options), task).state_bytes) == expected
 
 
 def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
