@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,7 +117,13 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
 
 
 def measure_links(
-    world: World, *, device: torch.device, timeout: float, sizes: Sequence[int] = SIZES, pairs_a_level: int = 3
+    world: World,
+    *,
+    device: torch.device,
+    timeout: float,
+    sizes: Sequence[int] = SIZES,
+    pairs_a_level: int = 3,
+    progress: Callable[[str], object] | None = None,
 ) -> MeasuredLinks:
     """Fit the links between the ranks of `world`. Collective over all of them; the answer is the same on all.
 
@@ -126,12 +132,14 @@ def measure_links(
         timeout: that a rank waits for another [s]; the whole must not take others longer than that.
         sizes: of messages [bytes].
         pairs_a_level: measured, at most.
+        progress: called with what is measured next, on each rank.
 
     Hosts with unequal numbers of ranks, or whose ranks are not next to each other, make one level with the slowest of
     its links, and a note. A world of one rank has no links. Raises PipelineTimeout or PeerLost where a rank is gone.
     """
     if not world.distributed:
         return MeasuredLinks(levels=())
+    tell = progress or (lambda text: None)
     place = MeshPlace.line(world)
     together = Collectives(place, device=device, timeout=timeout)
     by_host: dict[str, list[int]] = {}
@@ -146,6 +154,7 @@ def measure_links(
     for name, pairs in wanted:
         times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
         for pair in pairs:
+            tell(f"{name}: messages between ranks {pair[0]} and {pair[1]}")
             measure = partial(
                 ping_pong,
                 transport,
@@ -160,6 +169,7 @@ def measure_links(
             everyone = together.gather(mine, what=f"measuring the link between ranks {pair[0]} and {pair[1]}")
             times.append(everyone[pair[0]])
         if pairs:
+            tell(f"{name}: sums over ranks")
             members = hosts[0] if name == "host" else [ranks[0] for ranks in hosts]
             seconds = _sum_seconds(together, members, world.rank, device=device)
             levels.append(_level(name, len(members), pairs, sizes, times, sum_seconds=seconds))

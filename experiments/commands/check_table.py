@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...partition import Plan
 from ...schedules import Change
 from ...schedules.timing.inputs import Cause
 from ...schedules.timing.prediction import InputCheck
@@ -88,19 +89,23 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
     if what.kind == "norm" or (what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"):
         return None  # no input of a plan: the clipping of gradients, and sums of tied weights
     if what.kind in _OF_LINKS:
+        if found.num_hosts > 1:
+            return "torchrun ... -m stagewright profile --links --out cluster.json"
         return f"stagewright profile --links --ranks {plan.num_devices} --out cluster.json"
-    return profile_command(found.config, microbatch=plan.microbatch_size, tensor=plan.tensor)
+    return profile_command(found.config, plan, num_hosts=found.num_hosts)
 
 
-def profile_command(config: Mapping[str, Any], *, microbatch: int | None, tensor: int) -> str:
-    """Words that profile the model of a run again, in microbatches of this size."""
-    words = ["stagewright", "profile"]
+def profile_command(config: Mapping[str, Any], plan: Plan, *, num_hosts: int) -> str:
+    """Words that profile the model of a run again in the plan's microbatches, on as many ranks of a host at once."""
+    words, microbatch, tensor = ["stagewright", "profile"], plan.microbatch_size, plan.tensor
     names = _OWN if config.get("model") else _GPT
     for name in names:
         if config.get(name) is not None:
             words += [f"--{name}", str(config[name])]
     words += [] if microbatch is None else ["--microbatch", str(microbatch)]
     words += ["--tensor", str(tensor)] if tensor > 1 else []
+    ranks = -(-plan.num_devices // num_hosts)
+    words += ["--ranks", str(ranks)] if ranks > 1 else []
     return shlex.join([*words, "--out", "profile.json"])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...partition import Plan
 from ...partition.plans.simulated import SimulatedPlan, simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
+from ...schedules.timing.trace_reader import find_traces, hosts_in
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..training.run_folder import find_run
@@ -29,6 +30,7 @@ class CheckedRun:
         name: of the run.
         plan, check: what was promised, and what came of it.
         tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty where nobody measured them.
+        num_hosts: that took part, by the names in their trace files.
         config: options that the run was started with; empty where it left none.
         notes: what could not be read or compared.
     """
@@ -37,6 +39,7 @@ class CheckedRun:
     plan: Plan
     check: PredictionCheck
     tensor_bytes: tuple[tuple[float, float], ...]
+    num_hosts: int
     config: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -74,6 +77,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         plan=plan,
         check=check,
         tensor_bytes=_tensor_bytes(plan, summary),
+        num_hosts=max(1, len(hosts_in(find_traces(folders)))),
         config=_config(folders),
         notes=(*exhibit.notes, *notes, *check.notes),
     )

@@ -3,6 +3,7 @@
 stagewright profile --out gpt.json                  the GPT of `stagewright train`, one microbatch
 stagewright profile --model m.py:make --data m.py:batches --microbatch 4
 stagewright profile --stages 2 --microbatches 8     and the memory of each stage at the peak of its schedule
+stagewright profile --ranks 2 --out gpt.json        in two processes at once, which contend as when they train
 stagewright profile --links --ranks 2 --out us.json latency and bandwidth between local processes
 torchrun ... -m stagewright profile --links         between the processes of a job
 stagewright profile --from-json gpt.json            show a profile again
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,7 @@ from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..tensor_options import read_tensor_parallel
 from .files import read_file, write_out
+from .profile_ranks import launched, measured_links, profile_at_once, with_kinds
 from .tables import console, table
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from ...comm.links import MeasuredLinks
 
-DEFAULT_RANKS = 2
 FREE = 1e15  # [bytes/s]: links that cost nothing, so that the cut follows compute alone
 BUSY = 0.1  # spread of the whole step from which on its figures say little
 
@@ -77,8 +78,12 @@ class ProfileOptions(OwnOptions):
     """M, microbatches of a batch of that schedule."""
     links: bool = False
     """Measure latency and bandwidth between processes instead; --out writes a cluster."""
+    profiles: tuple[Path, ...] = ()
+    """With --links: a profile of one model on each host, in the order of ranks; hosts whose speeds differ become kinds
+    of devices (default: all count as equally fast)."""
     ranks: int | None = None
-    """Local processes to start for --links (default: 2; under torchrun, its number of processes)."""
+    """Local processes to start: for --links (default: 2), or to profile the model in all of them at once, as they will
+    compute when they train (default: 1). Under torchrun, its number of processes."""
     timeout: float = 60.0
     """Seconds that a rank waits for another."""
     out: Path | None = None
@@ -101,8 +106,13 @@ class ProfileOptions(OwnOptions):
         chosen += ["model"] if self.model is not None else []
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join('--' + name.replace('_', '-') for name in chosen)}: expected one of them")
-        if self.ranks is not None and not self.links:
-            raise ValueError(f"--ranks {self.ranks} without --links: expected --links, which measures between ranks")
+        if self.ranks is not None and (self.from_json or self.pipedream):
+            raise ValueError(f"--ranks {self.ranks} beside a profile that is there: leave it away, it is for measuring")
+        if self.ranks is not None and self.ranks < 1 + self.links:
+            what = " with --links: expected at least 2, a link has two ends" if self.links else ": expected at least 1"
+            raise ValueError(f"--ranks {self.ranks}{what}")
+        if self.profiles and not self.links:
+            raise ValueError("--profiles without --links: expected --links, whose cluster they say the speeds of")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -111,9 +121,9 @@ def run(argv: Sequence[str]) -> int:
     options.check()
     if options.links:
         return _links(options, argv)
-    if "WORLD_SIZE" in os.environ:
-        raise ValueError("a profile needs one process: type `stagewright profile` without torchrun, or add --links")
-    profile = _get(options)
+    profile = _get(options, argv)
+    if isinstance(profile, int):
+        return profile
     memory = _memory(profile, options)
     if options.out is not None:
         write_out(options.out, profile.to_json())
@@ -138,12 +148,19 @@ def _memory(profile: Profile, options: ProfileOptions) -> Sequence[PlanStage]:
     ).stages
 
 
-def _get(options: ProfileOptions) -> Profile:
+def _get(options: ProfileOptions, argv: Sequence[str]) -> Profile | int:
+    """The profile; an exit status where another process has it."""
     if options.from_json is not None:
         return read_file(options.from_json, Profile.load)
     if options.pipedream is not None:
         return read_file(options.pipedream, read_pipedream_profile)
-    return measure(options)
+    if options.ranks is None and "WORLD_SIZE" not in os.environ:
+        return measure(options)
+    status = launched(argv, options.ranks)
+    if status is not None:
+        return status
+    profile = profile_at_once(partial(measure, options), options.device, options.timeout)
+    return 0 if profile is None else profile
 
 
 def measure(options: ProfileOptions) -> Profile:
@@ -307,48 +324,22 @@ def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table
 
 
 def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
-    world = os.environ.get("WORLD_SIZE")
-    ranks = options.ranks if options.ranks is not None else int(world or DEFAULT_RANKS)
-    if world is not None and int(world) != ranks:
-        raise ValueError(f"--ranks {ranks} in one of {world} processes: leave --ranks away under torchrun")
-    if ranks < 2:
-        raise ValueError(f"--ranks {ranks} with --links: expected at least 2, a link has two ends")
-    if world is None:
-        from ..launcher import launch_command
-
-        return launch_command(["profile", *argv], num_ranks=ranks)
-    return _links_of_this_rank(options)
-
-
-def _links_of_this_rank(options: ProfileOptions) -> int:
-    import torch
-    import torch.distributed as dist
-
-    from ...comm import join_world
-    from ...comm.links import measure_links
-    from ..launcher import report_to_launcher
-
-    with report_to_launcher():
-        device = torch.device(options.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        world = join_world(device=device, timeout=options.timeout)
-        if world.rank == 0:
-            print(f"measuring the links of {world.size} ranks", file=sys.stderr, flush=True)
-        started = time.perf_counter()
-        measured = measure_links(world, device=device, timeout=options.timeout)
-        if world.rank == 0:
-            print(f"done in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-            _show_links(measured, options)
-    dist.destroy_process_group()
+    profiles = [read_file(path, Profile.load) for path in options.profiles]
+    status = launched(argv, options.ranks)
+    if status is not None:
+        return status
+    measured = measured_links(options.device, options.timeout)
+    if measured is not None:
+        _show_links(measured, profiles, options)
     return 0
 
 
-def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
+def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: ProfileOptions) -> None:
     from ...pipe.auto import cluster_of
 
     cluster = cluster_of(measured)
+    if profiles:
+        cluster = with_kinds(cluster, profiles, names=list(map(str, options.profiles)))
     if options.out is not None:
         write_out(options.out, cluster.to_json())
     if options.json:
@@ -387,5 +378,11 @@ def _show_links(measured: MeasuredLinks, options: ProfileOptions) -> None:
         )
     out = console()
     out.print(rows)
+    if profiles:
+        kinds = {kind.name: kind.speed for kind in cluster.kinds}
+        told = ", ".join(f"{kinds[node]:g}" for node in cluster.nodes or ())
+        out.print(f"speeds of the hosts, of the first: {told}", markup=False)
+    else:
+        out.print("speeds of devices are not measured: all count as equally fast (--profiles says otherwise)")
     for note in measured.notes:
         out.print(note, markup=False)

@@ -9,7 +9,7 @@ Nothing that is missing or broken is an error as long as there is something to d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,14 +124,21 @@ def is_trace_file(path: Path) -> bool:
 
 def starts_of(paths: Iterable[Path]) -> frozenset[str]:
     """Names of the starts that stand in the headers of some files; what cannot be read is passed over."""
-    found = set()
+    return frozenset(str(header["run"]) for header in _headers_in(paths) if "run" in header)
+
+
+def hosts_in(paths: Iterable[Path]) -> frozenset[str]:
+    """Names of the hosts that stand in them, likewise."""
+    return frozenset(str(header["host"]) for header in _headers_in(paths) if "host" in header)
+
+
+def _headers_in(paths: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
     for path in paths:
         with suppress(OSError):
             for line in path.read_bytes().split(b"\n"):
                 if line.startswith(b'{"trace":'):
                     with suppress(*_UNREADABLE):
-                        found.add(str(parse_line(line)["run"]))
-    return frozenset(found)
+                        yield parse_line(line)
 
 
 def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) -> Traces:

@@ -112,7 +112,7 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(
     (again,) = found["measure_again"]
     assert "backward of stage 1 takes 1.25 times as long as predicted" in again["why"][0]
     assert again["command"] == (
-        "stagewright profile --layers 4 --width 64 --length 32 --microbatch 1 --out profile.json"
+        "stagewright profile --layers 4 --width 64 --length 32 --microbatch 1 --ranks 4 --out profile.json"
     )
     changes = {each["name"]: each["change"] for each in found["causes"]}
     assert changes["compute"] == pytest.approx(found["measured"] - found["predicted"])

@@ -15,6 +15,7 @@ from stagewright.experiments.commands.profile import (
     folded,
     summary,
 )
+from stagewright.experiments.commands.profile_ranks import with_kinds
 from stagewright.partition import Cluster, Node, Profile
 
 SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
@@ -136,6 +137,40 @@ def test_links_between_local_processes(command: Callable[..., Done], tmp_path: P
     assert level.bandwidth > 1e6
 
 
+@pytest.mark.gloo
+def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: Path) -> None:
+    """One profile comes of both, with the seconds that a run will see."""
+    path = tmp_path / "gpt.json"
+    done = command("profile", *SMALL, "--layers", "1", "--ranks", "2", "--no-update", "--out", str(path))
+    assert done.status == 0, done.stderr
+    assert done.stdout.count("whole step") == 1
+    profile = Profile.load(path)
+    assert profile.slowdown == 1.0
+    assert profile.action_seconds > 0
+
+
+def test_hosts_of_other_speeds_are_kinds() -> None:
+    """Of two ranks on each of three hosts, and of one on each; what profiles cannot say is refused."""
+
+    def profile(factor: float) -> Profile:
+        nodes = tuple(replace(node, forward_seconds=node.forward_seconds * factor) for node in CHAIN.nodes)
+        return replace(CHAIN, nodes=tuple(replace(n, backward_seconds=2 * n.forward_seconds) for n in nodes))
+
+    cluster = Cluster.parse("3x2:host=10GB/s,network=1GB/s")
+    found = with_kinds(cluster, [profile(1), profile(2), profile(1.02)], names=("a", "b", "c"))
+    assert found.nodes == ("device 0", "device 1", "device 0")
+    assert [kind.speed for kind in found.kinds] == [1.0, 0.5]
+    assert found.levels == cluster.levels
+    alone = with_kinds(Cluster.parse("2:network=1GB/s"), [profile(1), profile(0.5)], names=("a", "b"))
+    assert (alone.num_devices, [level.size for level in alone.levels]) == (2, [1, 2])
+    assert [kind.speed for kind in alone.kinds] == [1.0, 2.0]
+    with pytest.raises(ValueError, match="--profiles a: 1 for 3 hosts: expected one a host"):
+        with_kinds(cluster, [profile(1)], names=("a",))
+    other = replace(CHAIN, microbatch_size=4)
+    with pytest.raises(ValueError, match="b: another model or microbatch than a"):
+        with_kinds(Cluster.parse("2:network=1GB/s"), [CHAIN, other], names=("a", "b"))
+
+
 def test_levels_become_a_cluster() -> None:
     from stagewright.comm.links import LinkLevel, MeasuredLinks
     from stagewright.pipe.auto import cluster_of
@@ -170,7 +205,10 @@ def test_levels_become_a_cluster() -> None:
         (("--microbatch", "0"), "--microbatch 0: expected at least 1"),
         (("--seconds", "0"), "--seconds 0.0: expected a number above 0"),
         (("--stages", "0"), "--stages 0: expected at least 1"),
-        (("--ranks", "2"), "--ranks 2 without --links"),
+        (("--ranks", "2", "--from-json", "x.json"), "--ranks 2 beside a profile that is there"),
+        (("--ranks", "0"), "--ranks 0: expected at least 1"),
+        (("--profiles", "x.json"), "--profiles without --links: expected --links"),
+        (("--links", "--profiles", "no/such.json"), "no/such.json: No such file"),
         (("--links", "--ranks", "1"), "--ranks 1 with --links: expected at least 2"),
         (("--links", "--from-json", "x.json"), "--links and --from-json: expected one of them"),
         (("--from-json", "no/such.json"), "no/such.json: No such file"),
@@ -193,10 +231,11 @@ def test_a_malformed_profile_names_file_and_field(capsys: pytest.CaptureFixture[
     assert "bad.json: nodes[2]: backward_seconds: -1: expected a finite number of at least 0" in capsys.readouterr().err
 
 
-def test_a_profile_needs_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_the_job_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["profile"]) == 2
-    assert "a profile needs one process" in capsys.readouterr().err
+    for words in (["--links"], []):
+        assert main(["profile", "--ranks", "3", *words]) == 2
+        assert "--ranks 3 in one of 2 processes: leave --ranks away under torchrun" in capsys.readouterr().err
 
 
 def test_a_profile_that_is_no_text_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
