@@ -71,6 +71,13 @@ class StepSamples:
         """Seconds between which this share of steps lies, as many below as above."""
         return _quantile(self.seconds, (1 - share) / 2), _quantile(self.seconds, (1 + share) / 2)
 
+    def holds(self, steps: Sequence[float], share: float = SHARE) -> float:
+        """Part of these measured steps, in seconds, that lies within the range; ValueError for none."""
+        if not steps:
+            raise ValueError("steps=(): expected the seconds of at least one measured step")
+        low, high = self.range(share)
+        return fmean(low <= seconds <= high for seconds in steps)
+
     def bubble_range(self, share: float = SHARE) -> tuple[float, float]:
         """Bubbles between which this share of steps lies."""
         return _quantile(self.bubbles, (1 - share) / 2), _quantile(self.bubbles, (1 + share) / 2)

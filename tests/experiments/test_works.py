@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from stagewright.experiments.backends.local import LocalBackend
 from stagewright.experiments.backends.records import Nodes, Work
 from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.works import bubbles, interleaving, peak_bytes, ptd_p, two_bw
+from stagewright.experiments.works import bubbles, interleaving, peak_bytes, ptd_p, ranges, two_bw
 from stagewright.schedules import Costs, StageBytes, build
 
 
@@ -95,6 +97,56 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
     flush, *_ = (figure.value for figure in figures if figure.name == "bubble")
     assert 0.3 < flush < 0.9
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
+
+
+@pytest.mark.gloo
+def test_steps_are_counted_within_a_range_that_earlier_ones_told(tmp_path: Path) -> None:
+    """That figures come out; how many steps lie within is a question of the machine."""
+    (tmp_path / "job.json").write_text(
+        '{"work": "stagewright.experiments.works.ranges:measured", "repetitions": 2, "cases": [{"schedule": "1f1b", '
+        '"ranks": 2, "microbatches": 4, "layers": 2, "width": 16, "length": 8, "batch": 4, "steps": 12}]}'
+    )
+    work = Work(
+        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=120
+    )
+    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
+    assert outcome.status == 0, outcome.report
+    figures = read_figures(tmp_path / "figures.jsonl")
+    shares = [figure.value for figure in figures if figure.name == ranges.WITHIN]
+    assert len(shares) == 2
+    assert all(0 <= share <= 1 for share in shares)
+    assert [said.startswith("Measured: ") and "over 2 pairs" in said for said in ranges.findings(figures)] == [True]
+
+
+@pytest.mark.nightly
+@pytest.mark.gloo
+def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> None:
+    """A GPT on two processes: as many of 6 x 30 steps as chance leaves of 90%, in the halves that told the range and in
+    those behind them that had the same pace."""
+    (tmp_path / "job.json").write_text(
+        '{"work": "stagewright.experiments.works.ranges:measured", "repetitions": 6, "cases": [{"schedule": "1f1b", '
+        '"ranks": 2, "microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}]}'
+    )
+    work = Work(
+        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=300
+    )
+    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
+    assert outcome.status == 0, outcome.report
+    figures = read_figures(tmp_path / "figures.jsonl")
+    told, behind, paces = (
+        [f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN, ranges.PACE)
+    )
+    assert _holds(told)
+    alike = [share for share, pace in zip(behind, paces, strict=True) if ranges.is_alike(pace)]
+    if not alike:
+        pytest.skip("the machine changed its pace all the time")
+    assert _holds(alike)
+
+
+def _holds(shares: Sequence[float]) -> bool:
+    """Whether 90% of steps may lie within: of 30 a share, fewer lie there once in a thousand times."""
+    within, of = round(30 * sum(shares)), 30 * len(shares)
+    return sum(comb(of, k) * 0.9**k * 0.1 ** (of - k) for k in range(within + 1)) > 0.001
 
 
 def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> None:
