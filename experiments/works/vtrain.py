@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -27,9 +27,9 @@ _MEAN, _WORST, _FAR = "off on average", "off at worst", "rows off by more than 1
 
 
 @cache
-def trainings() -> tuple[MeasuredTraining, ...]:
-    """The rows, in the order of the file."""
-    return read_trainings(_DATA / "vtrain_a100.csv", network=NETWORK)
+def trainings(path: str = "") -> tuple[MeasuredTraining, ...]:
+    """The rows of a file in vTrain's form, in order; "": those of this repository."""
+    return read_trainings(path or _DATA / "vtrain_a100.csv", network=NETWORK)
 
 
 @cache
@@ -53,69 +53,82 @@ def typical() -> DeviceModel:
 
 
 @cache
-def fitted(rows: frozenset[int]) -> DeviceModel:
+def fitted(rows: frozenset[int], path: str = "") -> DeviceModel:
     """`typical` as these rows show it."""
-    return fit_measured(typical(), [trainings()[row] for row in sorted(rows)])
+    return fit_measured(typical(), [trainings(path)[row] for row in sorted(rows)])
 
 
-def every_second(first: int) -> frozenset[int]:
+def all_rows(path: str = "") -> frozenset[int]:
+    """0, 1, ..."""
+    return frozenset(range(len(trainings(path))))
+
+
+def every_second(first: int, path: str = "") -> frozenset[int]:
     """Rows first, first + 2, ..."""
-    return frozenset(range(first, len(trainings()), 2))
+    return frozenset(row for row in all_rows(path) if row % 2 == first)
 
 
-def drawn(seed: int) -> frozenset[int]:
+def drawn(seed: int, path: str = "") -> frozenset[int]:
     """A random half."""
-    rows = range(len(trainings()))
+    rows = sorted(all_rows(path))
     return frozenset(random.Random(seed).sample(rows, len(rows) // 2))
 
 
-def off(rows: Collection[int], device: DeviceModel) -> list[float]:
+def off(rows: Collection[int], device: DeviceModel, path: str = "") -> list[float]:
     """predicted / measured - 1 of these rows, in order."""
-    known = trainings()
+    known = trainings(path)
     return [estimated(known[row], device) / known[row].seconds - 1 for row in sorted(rows)]
 
 
-def row(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Step of one row, measured, and simulated on the device that every second row but this one gave."""
+def rows(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Steps of the "even" rows, measured, and simulated on the device that the odd ones gave; or of the "odd" ones.
+
+    `trainings` is another file in vTrain's form.
+    """
     del repetitions
-    at = case.count("row") - 1
-    if at >= len(trainings()):
-        raise ValueError(f"case {case}: expected a row of 1 to {len(trainings())}")
-    training = trainings()[at]
-    case = case.also(
-        gpus=training.num_devices,
-        hidden=training.hidden,
-        tensor=training.tensor,
-        data=training.data,
-        pipeline=training.pipeline,
-        microbatch=training.microbatch_size,
-    )
-    seconds = simulated(training, fitted(every_second(1 - at % 2)))
-    yield Figure(case=case, name="step", value=training.seconds, unit="s", how=How.PUBLISHED)
-    yield Figure(case=case, name="step", value=seconds, unit="s", how=How.SIMULATED)
-    yield Figure(case=case, name=_OFF, value=seconds / training.seconds, unit="ratio", how=How.SIMULATED)
-    known = simulated(training, fitted(frozenset(range(len(trainings()))))) / training.seconds
-    yield Figure(case=case, name=_OFF_ALL, value=known, unit="ratio", how=How.SIMULATED)
+    path, which = _path(case), case.text("rows")
+    if which not in ("odd", "even"):
+        raise ValueError(f"case {case}: rows: expected odd or even")
+    known = every_second(0 if which == "even" else 1, path)  # rows count from 1
+    device, of_all = fitted(known, path), fitted(all_rows(path), path)
+    for at in sorted(all_rows(path) - known):
+        training = trainings(path)[at]
+        own = case.also(
+            row=at + 1,
+            gpus=training.num_devices,
+            hidden=training.hidden,
+            tensor=training.tensor,
+            data=training.data,
+            pipeline=training.pipeline,
+            microbatch=training.microbatch_size,
+        )
+        seconds = simulated(training, device)
+        yield Figure(case=own, name="step", value=training.seconds, unit="s", how=How.PUBLISHED)
+        yield Figure(case=own, name="step", value=seconds, unit="s", how=How.SIMULATED)
+        yield Figure(case=own, name=_OFF, value=seconds / training.seconds, unit="ratio", how=How.SIMULATED)
+        best = estimated(training, of_all) / training.seconds
+        yield Figure(case=own, name=_OFF_ALL, value=best, unit="ratio", how=How.SIMULATED)
 
 
 def half(case: Case, repetitions: int) -> Iterator[Figure]:
     """Half of the rows predicted by the others, even rows and odd ones or a random half and its rest (`split`).
 
-    `split` "none" fits to all rows and predicts the same: no constants are better, whatever the half.
+    `split` "none" fits to all rows and predicts the same: nothing is held out. `trainings` is another file.
     """
     del repetitions
-    split, everything = case.text("split"), frozenset(range(len(trainings())))
+    split, path = case.text("split"), _path(case)
+    everything = all_rows(path)
     if split == "none":
         known = [everything]
     elif split == "even, odd":
-        known = [every_second(0), every_second(1)]
+        known = [every_second(0, path), every_second(1, path)]
     elif split.isdecimal():
-        known = [drawn(int(split)), everything - drawn(int(split))]
+        known = [drawn(int(split), path), everything - drawn(int(split), path)]
     else:
-        raise ValueError(f"case {case}: expected a split of 'none', 'even, odd', or the number of a random one")
-    for side, rows in enumerate(known):
-        device = fitted(rows)
-        found = [abs(each) for each in off(everything if split == "none" else everything - rows, device)]
+        raise ValueError(f"case {case}: split: expected none, 'even, odd', or the number of a random one")
+    for side, members in enumerate(known):
+        device = fitted(members, path)
+        found = [abs(each) for each in off(everything if split == "none" else everything - members, device, path)]
         own = case.also(side=side + 1)
         yield Figure(case=own, name=_MEAN, value=sum(found) / len(found), unit="fraction", how=How.SIMULATED)
         yield Figure(case=own, name=_WORST, value=max(found), unit="fraction", how=How.SIMULATED)
@@ -125,27 +138,77 @@ def half(case: Case, repetitions: int) -> Iterator[Figure]:
             yield Figure(case=own, name=constant, value=getattr(device, constant), unit=unit, how=How.SIMULATED)
 
 
+def _path(case: Case) -> str:
+    return case.text("trainings") if "trainings" in case else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """What the figures of one row say."""
+
+    number: int
+    gpus: int
+    hidden: int
+    tensor: int
+    data: int
+    pipeline: int
+    microbatch: int
+    seconds: float  # measured
+    ratio: float  # predicted / measured, by the other half
+    of_all: float  # likewise, by a fit to all rows
+
+    @property
+    def error(self) -> float:
+        """How far it is off."""
+        return abs(self.ratio - 1)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """All but the microbatch."""
+        return self.gpus, self.hidden, self.tensor, self.data, self.pipeline
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.number} (h = {self.hidden}, T = {self.tensor}, {self.data} replicas, P = {self.pipeline}, "
+            f"microbatches of {self.microbatch})"
+        )
+
+
 def findings(figures: Sequence[Figure]) -> list[str]:
     """How far the predictions are off, which rows they miss, and why."""
-    ratios = {figure.case.count("row") - 1: figure.value for figure in figures if figure.name == _OFF}
-    of_all = {figure.case.count("row") - 1: figure.value for figure in figures if figure.name == _OFF_ALL}
-    said = [*_of_halves(figures)]
-    if not ratios:
+    found = _rows_of(figures)
+    said = _of_halves(figures)
+    if not found:
         return said
-    errors = {at: abs(ratio - 1) for at, ratio in ratios.items()}
-    far = sorted((at for at in errors if errors[at] > FAR), key=lambda at: -errors[at])
-    rest = [errors[at] for at in errors if at not in far]
+    far = sorted((row for row in found if row.error > FAR), key=lambda row: -row.error)
+    rest = [row.error for row in found if row not in far]
     said.append(
-        f"Each row by the device that every second of the others gave: {_percent(sum(errors.values()) / len(errors))} "
-        f"off on average, {_percent(max(errors.values()))} at worst, {len(far)} of {len(errors)} rows off by more than "
-        f"{_percent(FAR)}."
+        "Each row by the device that every second of the others gave: "
+        f"{_mean_and_worst([row.error for row in found])}, {len(far)} of {len(found)} rows off by more than {FAR:.0%}."
     )
     if far and rest:
-        said.append(
-            f"The other {len(rest)}: {_percent(sum(rest) / len(rest))} on average, {_percent(max(rest))} at worst."
+        said.append(f"The other {len(rest)}: {_mean_and_worst(rest)}.")
+    return said + [_why(row, found) for row in far] + _disagreement(found)
+
+
+def _rows_of(figures: Sequence[Figure]) -> list[_Row]:
+    by_row: dict[int, dict[tuple[str, How], Figure]] = {}
+    for figure in figures:
+        if "row" in figure.case:
+            by_row.setdefault(figure.case.count("row"), {})[figure.name, figure.how] = figure
+    return [
+        _Row(
+            number=number,
+            **{
+                key: own["step", How.PUBLISHED].case.count(key)
+                for key in ("gpus", "hidden", "tensor", "data", "pipeline", "microbatch")
+            },
+            seconds=own["step", How.PUBLISHED].value,
+            ratio=own[_OFF, How.SIMULATED].value,
+            of_all=own[_OFF_ALL, How.SIMULATED].value,
         )
-    said += [_why(at, ratios, of_all[at]) for at in far]
-    return said + _disagreement(ratios)
+        for number, own in sorted(by_row.items())
+    ]
 
 
 def _of_halves(figures: Sequence[Figure]) -> list[str]:
@@ -160,85 +223,57 @@ def _of_halves(figures: Sequence[Figure]) -> list[str]:
         means = [figure.value for figure in of if figure.name == _MEAN]
         worst = [figure.value for figure in of if figure.name == _WORST]
         if means:
-            spread = f" ({_percent(min(means))} to {_percent(max(means))} by half)" if held_out else ""
-            said.append(
-                f"{len(means)} {what}: {_percent(sum(means) / len(means))} off on average{spread}, "
-                f"{_percent(max(worst))} at worst."
-            )
+            spread = f" ({min(means):.1%} to {max(means):.1%} by half)" if held_out else ""
+            average = sum(means) / len(means)
+            said.append(f"{len(means)} {what}: {average:.1%} off on average{spread}, {max(worst):.1%} at worst.")
     return said
 
 
-def _why(at: int, ratios: dict[int, float], of_all: float) -> str:
-    """One row, the seconds that are missing, and what rows of equal T, D, P say of it."""
-    training = trainings()[at]
-    missing = training.seconds * (1 - ratios[at])
-    same = [each for each in _same_but_microbatch(at) if each in ratios]
-    near = [each for each in same if abs(ratios[each] - 1) < _NEAR]
-    text = f"{_name(at)}: predicted {_percent(1 - ratios[at])} too short, {missing:.1f} s of {training.seconds:.1f} s. "
-    if abs(of_all - 1) < _NEAR:
-        return text + (
-            f"Fitted to all rows it is {_percent(abs(of_all - 1))} off: it shows a constant that the half does not."
+def _why(row: _Row, found: Sequence[_Row]) -> str:
+    """Which seconds are missing, and what other rows say of them."""
+    way = "short" if row.ratio < 1 else "long"
+    text = f"{row}: {row.error:.1%} too {way}, {row.error * row.seconds:.1f} s of {row.seconds:.1f} s. "
+    if abs(row.of_all - 1) < _NEAR:
+        return (
+            text
+            + f"Fitted to all rows it is {abs(row.of_all - 1):.1%} off: it shows a constant that the half does not."
         )
+    same = [each for each in found if each.place == row.place and each != row]
+    near = [each for each in same if each.error < _NEAR]
     if near:
-        sizes = " and ".join(str(trainings()[each].microbatch_size) for each in near)
+        sizes = " and ".join(str(each.microbatch) for each in near)
         return text + (
-            f"Microbatches of {sizes} on the same devices, with the same messages and sums but for their number and "
-            f"size, are predicted within {_percent(_NEAR)}: seconds of this run, not of these sizes."
+            f"Microbatches of {sizes} on the same devices, with sums over the same ranks and messages on the same "
+            f"links, are within {_NEAR:.0%}: seconds of this run, not of these sizes."
         )
-    steps = [
-        trainings()[each].seconds
-        for each in ratios
-        if each != at
-        and _pipeline_of(each) == _pipeline_of(at)
-        and trainings()[each].microbatch_size == training.microbatch_size
-        and abs(ratios[each] - 1) < _NEAR
+    alike = [
+        each
+        for each in found
+        if (each.gpus, each.hidden, each.pipeline) == (row.gpus, row.hidden, row.pipeline) and each.error < _NEAR
     ]
-    if steps:
+    if same and alike:
+        most = max(each.error for each in alike)
         return text + (
-            f"With another T on as many devices, stages and layers the same microbatches took {min(steps):.1f} s: "
-            "seconds of this run, or of these replicas."
+            f"All {len(same) + 1} rows of these sizes are off; {len(alike)} others of the same model, P and number of "
+            f"devices are within {most:.1%}: with as many layers in a stage what is missing is no cost of its layers."
         )
     return text + "No row of the same sizes is predicted well: what is missing may be a cost of these sizes."
 
 
-def _disagreement(ratios: dict[int, float]) -> list[str]:
+def _disagreement(found: Sequence[_Row]) -> list[str]:
     """The pair of rows that differ in the microbatch alone of which one must be off the most."""
-    least = {}
-    for at, ratio in ratios.items():
-        for other in _same_but_microbatch(at):
-            if ratios.get(other, 0.0) > ratio:
-                least[at, other] = (ratios[other] / ratio) ** 0.5 - 1
-    if not least:
+    pairs = [(low, high) for low in found for high in found if low.place == high.place and low.ratio < high.ratio]
+    if not pairs:
         return []
-    (low, high), bound = max(least.items(), key=lambda item: item[1])
+    low, high = max(pairs, key=lambda pair: pair[1].ratio / pair[0].ratio)
+    least = 1 - (low.ratio / high.ratio) ** 0.5
+    predicted = low.seconds * low.ratio / (high.seconds * high.ratio)
     return [
-        f"Rows that disagree: {_name(low)} took {trainings()[low].seconds:.1f} s, with microbatches of "
-        f"{trainings()[high].microbatch_size} it took {trainings()[high].seconds:.1f} s. Formulas that find the second "
-        f"{_percent(1 - trainings()[low].seconds / trainings()[high].seconds * ratios[low] / ratios[high])} longer "
-        f"than the first miss one of the two by {_percent(bound)} at least, whatever their constants."
+        f"Rows that disagree: {low} took {low.seconds:.1f} s, with microbatches of {high.microbatch} it took "
+        f"{high.seconds:.1f} s. The first took {low.seconds / high.seconds:.2f} times as long; the formulas say "
+        f"{predicted:.2f} times. Whatever scales both alike, one of the two is off by {least:.1%} at least."
     ]
 
 
-def _same_but_microbatch(at: int) -> list[int]:
-    def key(training: MeasuredTraining) -> tuple[int, ...]:
-        return training.num_devices, training.hidden, training.tensor, training.data, training.pipeline
-
-    known = trainings()
-    return [each for each in range(len(known)) if each != at and key(known[each]) == key(known[at])]
-
-
-def _pipeline_of(at: int) -> tuple[int, int, int]:
-    training = trainings()[at]
-    return training.num_devices, training.hidden, training.pipeline
-
-
-def _name(at: int) -> str:
-    training = trainings()[at]
-    return (
-        f"row {at + 1} (h = {training.hidden}, T = {training.tensor}, {training.data} replicas, "
-        f"P = {training.pipeline}, microbatches of {training.microbatch_size})"
-    )
-
-
-def _percent(part: float) -> str:
-    return f"{part:.1%}"
+def _mean_and_worst(errors: Sequence[float]) -> str:
+    return f"{sum(errors) / len(errors):.1%} off on average, {max(errors):.1%} at worst"

@@ -175,9 +175,9 @@ class DeviceModel:
             measured: of each run [s].
             predict: what a device model says of the same runs [s]; called some ten times a constant.
             constants: which to fit, of those that the module's docstring names; the others keep their value.
-            noise: by how much equal runs differ, as a part (such as 0.04). With it, a run that is off by more counts by
-                how far it is off, no longer by the square, and a constant that few runs show stays near this device's
-                value; it is one of at least 0, then, and fewer runs than constants will do. None: neither.
+            noise: by how much equal runs differ, as a part (such as 0.04). With it, a run that is off by much more
+                hardly counts (Cauchy's loss), and a constant that few runs show stays near this device's value; fewer
+                runs than constants will do, then. None: neither.
 
         Raises ValueError for another constant, for fewer runs than constants without `noise`, and with it for a
         constant whose value here is 0.
@@ -221,8 +221,7 @@ class DeviceModel:
 
         def robust(factors: Floats) -> Floats:  # logarithms, so that a constant moves by parts of itself
             off = errors(known * np.exp(factors)) / scale
-            linear = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
-            return np.concatenate([linear, factors / spread])
+            return np.concatenate([np.sign(off) * np.sqrt(np.log1p(off**2)), factors / spread])
 
         ends = np.log(np.maximum(low, 1e-12 * known) / known), np.log(high / known)
         inside = np.clip(0.0, ends[0] + 1e-9, ends[1] - 1e-9)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stagewright.experiments.cli import main
 from stagewright.partition import Cluster, Node, Plan, Profile
+from stagewright.partition.formulas import DeviceModel
 
 PIPEDREAM = Path(__file__).parents[1] / "data" / "pipedream" / "vgg16.txt"
 SHAPE = "layers=4,hidden=256,heads=4,vocabulary=1000,length=128"
@@ -46,6 +48,21 @@ def test_several_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     files = [written(tmp_path / f"{size}.json", size, seconds) for size, seconds in ((1, 1.0), (2, 1.2))]
     assert main(["plan", "--profile", *files, "--ranks", "2", "--batch", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["microbatch_size"] == 2
+
+
+def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Half of the network: sums over nodes take twice as long, and the plan knows it."""
+    path, steps = tmp_path / "device.json", []
+    for part in (1.0, 0.5):
+        device = replace(DeviceModel.preset("A100-80GB"), network_efficiency=part)
+        path.write_text(device.to_json(), encoding="utf-8")
+        cluster = ["--cluster", "4x1:nvlink=300GB/s,net=12GB/s", "--batch", "8", "--replicas", "4", "--json"]
+        assert main(["plan", "--transformer", SHAPE, "--device", str(path), *cluster]) == 0
+        found = Plan.from_json(capsys.readouterr().out)
+        steps.append(found.stages[0].traffic.sum_seconds)
+    assert steps[1] == pytest.approx(2 * steps[0])
+    assert main(["plan", "--transformer", SHAPE, "--device", str(tmp_path / "no.json"), "--ranks", "2", "--batch", "8"])
+    assert "no.json" in capsys.readouterr().err
 
 
 def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

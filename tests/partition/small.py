@@ -74,11 +74,15 @@ def crossing(profile: Profile, before: frozenset[str]) -> float:
 def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | None = None) -> float:
     """Seconds a byte of a sum, group by group, level by level."""
     slowest_card = 1.0 if links is None else min(links[member] for member in members)
-    groups, seconds, part, slowest = list(members), 0.0, 1.0, math.inf
+    groups, seconds, part, slowest, shares_cards = list(members), 0.0, 1.0, math.inf, False
     for number, level in enumerate(cluster.levels):
         slowest = min(slowest, level.bandwidth)
         sizes = Counter(member // level.size for member in groups).values()
-        pace = slowest * (slowest_card if number > 0 else 1.0)
+        if number == 0:
+            shares_cards = 1 < min(sizes) < level.size
+        pace = (
+            slowest * (slowest_card if number > 0 else 1.0) * (level.partial_reduce if number and shares_cards else 1.0)
+        )
         seconds += 2 * (max(sizes) - 1) / max(sizes) * part / pace
         part /= min(sizes)
         groups = sorted({member // level.size for member in groups})

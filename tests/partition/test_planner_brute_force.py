@@ -28,6 +28,12 @@ CLUSTERS = st.sampled_from(
         Cluster(
             levels=(Level(name="in", size=2, bandwidth=30.0, latency=0.1), Level(name="out", size=2, bandwidth=9.0))
         ),
+        Cluster(
+            levels=(
+                Level(name="in", size=3, bandwidth=9.0),
+                Level(name="out", size=2, bandwidth=9.0, partial_reduce=0.2),
+            )
+        ),
     ]
 )
 

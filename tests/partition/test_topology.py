@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,8 @@ def test_sums_have_a_bandwidth_of_their_own() -> None:
 )
 def test_ranges_of_devices_are_rings_of_their_members(sizes: list[int], data: st.DataObject) -> None:
     cluster = Cluster.from_levels([(size, speed) for size, speed in zip(sizes, (8.0, 3.0, 1.0), strict=False)])
+    share = data.draw(st.sampled_from([1.0, 0.5]))  # of the cards, where a node is partly used
+    cluster = replace(cluster, levels=tuple(replace(level, partial_reduce=share) for level in cluster.levels))
     topology, last_device = Topology(cluster), cluster.num_devices - 1
     first = data.draw(st.integers(0, last_device))
     last = data.draw(st.integers(first, last_device))
