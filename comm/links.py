@@ -26,7 +26,8 @@ from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
-SUM_BYTES = 1 << 22  # of gradients in one measured sum
+SUM_BYTES = 1 << 23  # of gradients in one measured sum
+_SUMMED = 8  # gradients
 WARM_UP = 3
 _SUMS = 9
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
@@ -57,8 +58,8 @@ class LinkLevel:
         size: how many ranks, or groups of the level below, it joins.
         bandwidth, residual: medians over the pairs [bytes/s], relative.
         latency: the same, without the time for which both ends are busy [s].
-        reduce_bandwidth: that each of its members moves in a ring while they sum gradients, with the copies into and
-            out of the buffer [bytes/s].
+        reduce_bandwidth: that each of its members moves in a ring while they sum gradients, scaled and all under
+            way at once as behind a batch [bytes/s].
         message_seconds: for which the rank at either end of a message is busy with it, in none of the others [s].
         pairs: of ranks, as measured.
         fits: of each pair.
@@ -198,21 +199,23 @@ def _rounds(size: int) -> int:
 
 
 def _sum_seconds(together: Collectives, members: Sequence[int], rank: int, *, device: torch.device) -> float:
-    """Median of summing SUM_BYTES over `members`, as gradients are summed; the slowest member's [s]."""
+    """Median of summing SUM_BYTES over `members` as gradients are: scaled, then all under way at once, a few of them,
+    each by itself; the slowest member's [s]."""
     together.subgroup(members)
     times = []
+    what = "measuring sums over ranks"
     if rank in members:
-        gradient, flat = (torch.zeros(SUM_BYTES // 4, device=device) for _ in range(2))
+        gradients = [torch.zeros(SUM_BYTES // _SUMMED // 4, device=device) for _ in range(_SUMMED)]
         for _ in range(WARM_UP + _SUMS):
             start = time.perf_counter()
-            flat.copy_(gradient)
-            together.all_reduce(flat, what="measuring sums over ranks", ranks=members)
-            gradient.copy_(flat)
+            torch._foreach_mul_(gradients, 1.0)
+            for wait in [together.begin_all_reduce(each, what=what, ranks=members) for each in gradients]:
+                wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
     mine = statistics.median(times[WARM_UP:]) if times else 0.0
-    return max(together.gather(mine, what="measuring sums over ranks"))
+    return max(together.gather(mine, what=what))
 
 
 def _level(

@@ -12,7 +12,7 @@ from stagewright.experiments.backends.local import LocalBackend
 from stagewright.experiments.backends.records import Nodes, Work
 from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.figure import Figure, How, read_figures
-from stagewright.experiments.works import bubbles, interleaving, peak_bytes, ptd_p, ranges, two_bw
+from stagewright.experiments.works import bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges, two_bw
 from stagewright.schedules import Costs, StageBytes, build
 
 
@@ -66,6 +66,21 @@ def test_trainings_of_table_1_are_predicted_by_others() -> None:
     assert "over 2 trainings (simulated" in ptd_p.findings(figures)[0]
     with pytest.raises(ValueError, match=r"expected billion_parameters of 1.7, 3.6"):
         list(ptd_p.simulate_run(Case.of({"billion_parameters": 2}), 1))
+
+
+def test_how_far_plans_are_off() -> None:
+    """Each kind of run by itself: the median and the worst of its runs."""
+
+    def run(number: int, ratio: float, replicas: str | int) -> list[Figure]:
+        case = Case.of({"model": "gpt", "ranks": 2, "replicas": replicas, "run": number})
+        step = Figure(case=case, name=predictions.STEP, value=ratio, unit="ratio", how=How.MEASURED, note="P=2")
+        return [step, Figure(case=case, name="step", value=9.0, unit="s", how=How.MEASURED)]
+
+    runs = [run(1, 0.99, "any"), run(2, 1.02, "any"), run(3, 0.90, "any"), run(1, 1.25, 2)]
+    assert predictions.findings([figure for each in runs for figure in each]) == [
+        "model=gpt ranks=2 replicas=any: planned steps are 2.0% off (median of 3 runs), -10.0% at worst. Plans: P=2.",
+        "model=gpt ranks=2 replicas=2: planned steps are 25.0% off (median of 1 runs), +25.0% at worst. Plans: P=2.",
+    ]
 
 
 def test_what_2bw_gains_and_holds() -> None:

@@ -1,0 +1,186 @@
+"""How near plans that are made by measuring come to what their runs take.
+
+A run is one of `stagewright train --plan auto` in processes of its own: profile, links, plan, order, then steps of what
+was planned. Cases say which (`run`), so that each is a job.
+
+    step, planned / measured    the plan's step over the median step of rank 0, the first ones apart
+    work, planned / measured    likewise F + B of a microbatch over all stages, by the clock of the run's own actions
+    step, simulated / measured  simulated from the costs that the run measured: the rest is not the plan's
+    bubble                      simulated by the plan, and measured
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How
+
+if TYPE_CHECKING:
+    from ...partition.plans.plan import Plan
+    from ...pipe import PipelineModule
+    from ...pipe.batch.results import StepResult
+
+STEP = "step, planned / measured"
+_WARM_UP = 4  # steps
+_STEPS = 20
+_SLEEPING_STEPS = 10
+_GATHERED = 5  # steps whose bubble counts
+
+
+def trained(case: Case, repetitions: int) -> Iterator[Figure]:
+    """The GPT that `train` trains by default, with its data, optimizer and clipping.
+
+    `replicas`: "any", or how many data replicas the planner may choose.
+    """
+    from ..training.options import TrainOptions
+    from ..training.pipeline import make_pipe
+    from ..training.task import make_task
+
+    options = TrainOptions(plan="auto", ranks=case.count("ranks"), batch=16, verify=False, steps=_WARM_UP + _STEPS)
+    task = make_task(options)
+    batches = task.batches()
+    first = next(batches)
+    (inputs, target), loss_fn = first.parted(task.loss_for(first)), task.loss_for(first)
+    assert isinstance(inputs, tuple)
+    restrictions = {} if case.get("replicas") == "any" else {"data_sizes": (case.count("replicas"),)}
+    plan = _planned(
+        task.make_model(),
+        inputs,
+        target,
+        loss_fn=loss_fn,
+        optimizer=task.optimizer,
+        max_grad_norm=options.clip,
+        num_microbatches=None,
+        **restrictions,
+    )
+    pipe = make_pipe(options, plan, task, task.make_model(), first)
+    yield from _ran(case, plan, pipe, lambda: pipe.train_step(*next(batches).args), steps=_STEPS, how=How.MEASURED)
+    del repetitions
+
+
+def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
+    """Layers that sleep for unequal times, three a rank."""
+    from ...pipe import PipelineModule
+    from ..bench.plan_workloads import PLANNED_RUNS
+    from ..bench.whole_models import planned_problem
+
+    del repetitions
+    run = PLANNED_RUNS[f"planned-sleep-{case.count('ranks')}"]
+    problem = planned_problem(run)
+    plan = _planned(
+        problem.make_model(),
+        (problem.inputs,),
+        problem.target,
+        loss_fn=problem.loss_fn,
+        optimizer=None,
+        max_grad_norm=None,
+        num_microbatches=run.num_microbatches,
+        data_sizes=run.data_sizes,
+    )
+    pipe = PipelineModule(problem.make_model(), plan=plan, loss_fn=problem.loss_fn)
+
+    def step() -> StepResult:
+        result = pipe.forward_backward(problem.inputs, problem.target)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        return result
+
+    yield from _ran(case, plan, pipe, step, steps=_SLEEPING_STEPS, how=How.EMULATED)
+
+
+def _planned(
+    model: Any,
+    inputs: tuple[Any, ...],
+    target: Any,
+    *,
+    loss_fn: Any,
+    optimizer: Any,
+    max_grad_norm: float | None,
+    num_microbatches: int | None,
+    **restrictions: Any,
+) -> Plan:
+    """The plan of schedule="auto", within `restrictions` of the planner's search. Collective over the processes."""
+    import torch
+
+    from ...comm import join_world
+    from ...partition.graph.forms import Arguments
+    from ...pipe.auto import AutoLayout
+    from ...pipe.batch.given import Given
+    from ...pipe.settings import Settings
+    from ..bench.sides import TIMEOUT
+
+    device = torch.device("cpu")
+    world = join_world(device=device, timeout=TIMEOUT)
+    settings = Settings(
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        lr_scheduler=None,
+        max_grad_norm=max_grad_norm,
+        grad_scaler=None,
+        seed=0,
+        device=device,
+        timeout=TIMEOUT,
+    )
+    layout = AutoLayout(model, world, settings, num_ranks=world.size, num_microbatches=num_microbatches)
+    return layout.plan(Given(arguments=Arguments.of(inputs), target=target), **restrictions)
+
+
+def _ran(
+    case: Case, plan: Plan, pipe: PipelineModule, step: Callable[[], StepResult], *, steps: int, how: How
+) -> Iterator[Figure]:
+    """Figures of a plan and of the pipeline that carries it out."""
+    from ...partition.plans.as_text import CHOSEN
+    from ...schedules import simulate
+
+    assert plan.simulated_step_time is not None
+    for _ in range(_WARM_UP):
+        step()
+    pipe.measured_costs()  # the link's latency: measured while little is under way
+    pipe.forget_measurements()
+    seconds, bubbles = [], []
+    for number in range(steps):
+        began = time.perf_counter()
+        result = step()
+        seconds.append(time.perf_counter() - began)
+        if number % max(1, steps // _GATHERED) == 0:
+            bubbles.append(result.timeline().bubble)
+    costs, took = pipe.measured_costs(), median(seconds)
+    table = replace(costs, overhead=0.0).table(num_stages=pipe.schedule.num_stages)
+    work = sum(table.forward) + sum(table.backward)
+    planned = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    note = next((each.removeprefix(CHOSEN) for each in plan.notes if each.startswith(CHOSEN)), "")
+    pipe.close()
+
+    def figure(name: str, value: float, unit: str = "ratio", how: How = how) -> Figure:
+        return Figure(case=case, name=name, value=value, unit=unit, how=how, note=note)
+
+    yield figure(STEP, plan.simulated_step_time / took)
+    yield figure("work, planned / measured", planned / work)
+    yield figure("step, simulated / measured", simulate(pipe.schedule, costs).batch_seconds / took)
+    yield figure("step", took, "s")
+    yield figure("step", plan.simulated_step_time, "s", How.SIMULATED)
+    yield figure("bubble", median(bubbles), "fraction")
+    yield figure("bubble", plan.bubble, "fraction", How.SIMULATED)
+
+
+def findings(figures: Sequence[Figure]) -> list[str]:
+    """By kind of run how far planned steps are off: the median and the worst of the runs, and the plans."""
+    by_kind: dict[Case, list[Figure]] = defaultdict(list)
+    for figure in figures:
+        if figure.name == STEP:
+            by_kind[figure.case.only(key for key in figure.case if key != "run")].append(figure)
+    said = []
+    for kind, own in by_kind.items():
+        off = [figure.value - 1 for figure in own]
+        plans = "; ".join(dict.fromkeys(figure.note for figure in own))
+        said.append(
+            f"{kind}: planned steps are {median(map(abs, off)):.1%} off (median of {len(off)} runs), "
+            f"{max(off, key=abs):+.1%} at worst. Plans: {plans}."
+        )
+    return said
