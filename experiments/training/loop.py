@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -15,6 +15,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from ...partition.allocator import kept
+from ...partition.memory_use import MemoryUse
 from ...partition.plans.plan import Plan
 from ...pipe import StepRecord, StepResult
 from ...pipe.measure.tracer import FIRST_TRACED
@@ -302,7 +304,8 @@ class _Training:
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None else plan.simulated_step_time,
-            planned_memory_bytes=None if plan is None else _by_process(plan, len(resident)),
+            planned_memory_bytes=None if plan is None else _by_process(plan.memory_bytes, len(resident)),
+            planned_resident_bytes=None if plan is None else _resident(plan, len(resident)),
             checkpoints=0 if saved is None else saved.number,
             failed_checkpoints=0 if saved is None else saved.failed,
             checkpoint_every=None if saved is None else saved.every,
@@ -326,12 +329,22 @@ class _Training:
         print(f"\n{folder.path}/: summary.json, metrics.jsonl, {picture.name}, {trace.name}, {trace_names()}")
 
 
-def _by_process(plan: Plan, num_processes: int) -> tuple[float, ...]:
-    """Predicted bytes of each process: of its rank, or of all ranks where one process has them all."""
-    by_rank = plan.memory_bytes
+def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float, ...]:
+    """Figures of each process: of its rank, or of all ranks where one process has them all."""
     if num_processes == 1:
         return (sum(by_rank.values()),)
     return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))
+
+
+def _resident(plan: Plan, num_processes: int) -> tuple[tuple[float, float], ...] | None:
+    """From least to most bytes of each process, with what is kept beside tensors."""
+    if plan.allocator is None:
+        return None
+    if num_processes == 1:
+        use = sum(plan.memory.values(), start=MemoryUse())
+        return (kept(use, allocator=plan.allocator, speaks=False).beside(use.total),)
+    by_rank = {rank: beside.beside(plan.memory_bytes[rank]) for rank, beside in plan.kept.items()}
+    return tuple(by_rank.get(rank, (0.0, 0.0)) for rank in range(num_processes))
 
 
 def report(summary: Summary) -> str:
@@ -357,6 +370,9 @@ def report(summary: Summary) -> str:
             f"plan         step {duration(step)} / {duration(summary.step_seconds)} "
             f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
+    if summary.planned_resident_bytes is not None:
+        ranges = ", ".join(f"{size(low)} to {size(high)}" for low, high in summary.planned_resident_bytes)
+        lines.append(f"             peak memory {ranges}: predicted with what is kept beside tensors, by process")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..allocator import Allocator
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..solver.orders import own_ranks
@@ -59,6 +60,7 @@ def as_plan(
         bound=min(e.bottleneck, bound),
         simulated_step_time=None if best.simulated is None else best.simulated.seconds,
         simulated_bubble=None if best.simulated is None else best.simulated.bubble,
+        allocator=Allocator.of(e.model.profile.device),
         runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
         notes=tuple(notes),
     )

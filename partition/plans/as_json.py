@@ -7,9 +7,10 @@ from dataclasses import asdict, fields
 from typing import TypeVar
 
 from ...schedules.timing.memory import StageBytes
+from ..allocator import Allocator
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
-from ..strict import Fields, parse_object
+from ..strict import Fields, fail, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp
 from .traffic import StageTraffic
 
@@ -42,6 +43,7 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
             microbatch_size=record.optional_count("microbatch_size"),
             simulated_step_time=record.optional_number("simulated_step_time"),
             simulated_bubble=record.optional_number("simulated_bubble"),
+            allocator=_allocator(record),
             runners_up=tuple(_runner_up(each) for each in record.objects("runners_up")),
             notes=tuple(str(note) for note in record.items("notes")),
         )
@@ -49,6 +51,13 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
     record.done()
     return plan
+
+
+def _allocator(record: Fields) -> Allocator | None:
+    found = record.optional_text("allocator")
+    if found is not None and found not in list(Allocator):
+        fail(record.at("allocator"), found, f"one of {', '.join(Allocator)}, or null")
+    return None if found is None else Allocator(found)
 
 
 def _stage(record: Fields) -> PlanStage:

@@ -36,6 +36,7 @@ def explain(plan: PlanRecord) -> str:
     lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
     lines += _folded([_stage(number, stage, more) for number, stage in enumerate(plan.stages)], "stages")
     lines += _memory(plan)
+    lines += _kept(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
 
@@ -99,6 +100,34 @@ def _memory(plan: PlanRecord) -> list[str]:
     return lines + _folded(table, "kinds of ranks")
 
 
+def _kept(plan: PlanRecord) -> list[str]:
+    """Rows of what devices hold beside tensors; equal ranks once. Then the ranks that it may be too much for."""
+    tensors, limits = plan.memory_bytes, plan.memory_limits
+    rows: dict[str, list[int]] = {}
+    for rank, beside in plan.kept.items():
+        low, high = beside.beside(tensors[rank])
+        limit = f", of {size(limits[rank])}" if rank in limits else ""
+        row = f"{size(beside.low)} to {size(beside.high)}, with them {size(low)} to {size(high)}{limit}"
+        rows.setdefault(row, []).append(rank)
+    if not rows:
+        return []
+    lines = [f"beside tensors {plan.allocator} and libraries keep, by ranks"]
+    lines += _folded([f"             {_span(ranks):<9} {row}" for row, ranks in rows.items()], "kinds of ranks")
+    if plan.tight_ranks:
+        lines.append(
+            f"fits at the low end alone: {_named(plan.tight_ranks)}; for the high end ask for a plan in less memory"
+        )
+    return lines
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_span(ranks)}" if _whole(ranks) else _span(ranks)
+
+
+def _whole(ranks: Sequence[int]) -> bool:
+    return list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+
+
 def _label(other: RunnerUp) -> str:
     return other.label or "-".join(map(str, other.replicas))
 
@@ -119,7 +148,6 @@ def _more(seconds: float, least: float) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
     if len(ranks) == 1:
         return str(ranks[0])
-    return f"{ranks[0]}-{ranks[-1]}" if whole else f"{len(ranks)} ranks"
+    return f"{ranks[0]}-{ranks[-1]}" if _whole(ranks) else f"{len(ranks)} ranks"
