@@ -7,12 +7,17 @@ good: so a time-out is fatal.
 
 NCCL: a communicator for each directed link, so that no order between links can deadlock: on one link both
 sides issue the same messages in the same order (`check_lowered`). Waiting orders the current stream.
+
+A process that ends takes what has not left along. So at its exit (gloo) all sends of transports that nobody closed are
+waited for.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +82,7 @@ class ProcessGroupTransport:
         self._sent: dict[Message, tuple[int, list[torch.Tensor], list[dist.Work]]] = {}
         self._leftover: deque[tuple[Message, int, list[torch.Tensor], list[dist.Work]]] = deque()
         self._waiters: dict[Message, _Waiter] = {}
+        _open.add(self)
 
     @property
     def unconsumed_bytes(self) -> int:
@@ -177,6 +183,13 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """Drop the groups: whoever made them can destroy them then."""
         self._lanes = {}
+        _open.discard(self)
+
+    def at_exit(self) -> None:
+        """The process ends: wait for what other ranks will still take. Never raises: they tell what they lack."""
+        if self._blocking:
+            with suppress(PipelineTimeout, PeerLost):
+                self.drain(self._timeout)
 
     def _free_leftover(self, timeout: float) -> None:
         while self._leftover:
@@ -220,6 +233,15 @@ class ProcessGroupTransport:
                 f"lost the connection to rank {peer} after waiting {waited:.1f} s for {what} ({short_reason(error)})"
             )
             raise PeerLost(story, peers=[self._process_of[peer]]) from error
+
+
+_open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _drain_open() -> None:
+    for transport in list(_open):
+        transport.at_exit()
 
 
 class _Waiter:

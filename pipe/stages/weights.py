@@ -45,7 +45,8 @@ class WeightVersions:
         copied: names of those for which this rank has Parameters of its own, since another rank of this process
             has the module's (replicas, tied weights).
 
-    Raises ValueError for a module that keeps a parameter in a place where it cannot be exchanged.
+    Raises ValueError for a module that keeps a parameter in a place where it cannot be exchanged, and for one that
+    changes it by itself.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class WeightVersions:
         self._places = _places(module, originals)
         self._flat_places = _flat_places(module, originals)
         _refuse_other_places(module, parameters)
+        _refuse_renorm(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
         self._parts: list[Part | None] = [None] * len(self.own)
@@ -337,6 +339,17 @@ def _flat_places(
             if positions:
                 found.append((part, positions))
     return found
+
+
+def _refuse_renorm(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    names = {id(parameter): name for name, parameter in parameters}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and id(part.weight) in names:
+            raise ValueError(
+                f"parameter {names[id(part.weight)]!r} belongs to {type(part).__name__}(max_norm={part.max_norm:g}), "
+                f"which writes into it in each forward, and under an asynchronous schedule other batches are under way "
+                f"with it. Expected max_norm=None, or a flush schedule such as schedule='1f1b'"
+            )
 
 
 def _refuse_other_places(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:

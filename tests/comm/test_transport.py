@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ from stagewright.comm import (
     TensorSpec,
     World,
     link_lanes,
+    process_group,
 )
 from stagewright.schedules import Message, MessageKind
 
@@ -248,6 +254,74 @@ def test_acknowledged_sends_are_freed_and_the_others_after_one_more_program(gloo
     sender, receiver = gloo.run(hold_and_free, ranks=2)
     assert sender == [(3, 0), (1, 0), (0, 1), (0, 0)]
     assert receiver == [(4000, 1), (8000, 2), (12000, 3), (0, 0)]
+
+
+def leave() -> tuple[int, int]:
+    """(sends held before, and behind) what a process waits for at its exit; the other rank takes them late."""
+    mine, tensors = transport(), [torch.ones(1_000_000)]
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+        for index in range(3):
+            mine.post(act(index), 0, specs_of(tensors))
+            mine.wait(act(index), 30.0)
+        return 0, 0
+    for index in range(3):
+        mine.send(act(index), 1, tensors, specs_of(tensors))
+    before = len(mine._sent)
+    assert mine in process_group._open
+    process_group._drain_open()
+    behind = len(mine._sent) + len(mine._leftover)
+    mine.close()
+    assert mine not in process_group._open
+    return before, behind
+
+
+@pytest.mark.gloo
+def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
+    assert gloo.run(leave, ranks=2)[0] == (3, 0)
+
+
+ENDS = """
+import os, time, torch, stagewright
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+if os.environ["RANK"] == "0":
+    model[0].weight.register_hook(lambda *_: time.sleep(0.1))
+pipe = stagewright.PipelineModule(
+    model,
+    schedule="gpipe",
+    num_microbatches=12,
+    loss_fn=torch.nn.functional.mse_loss,
+    optimizer=torch.optim.AdamW,
+    mesh={"pipe": 2},
+    timeout=30.0,
+)
+pipe.train_step(torch.ones(12, 8), torch.zeros(12, 8))
+print("trained")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.gloo
+def test_the_last_rank_may_end_behind_its_step_without_close(tmp_path: Path) -> None:
+    """More gradients than are received ahead are on their way by then, and rank 0 is slow."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS],
+            cwd=tmp_path,
+            env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=200) for process in started]
+    for out, err in told:
+        assert out == "trained\n", err
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str, tuple[int, ...], float]:

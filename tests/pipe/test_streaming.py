@@ -286,6 +286,16 @@ def test_a_parameter_that_cannot_be_exchanged() -> None:
         stream(stages=[Cached(), nn.Linear(WIDTH, WIDTH)])
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_into_its_weight_is_refused(kind: type[nn.Embedding], schedule: str) -> None:
+    first = kind(10, WIDTH, max_norm=0.5)
+    with pytest.raises(ValueError, match=r"parameter '0.weight' belongs to Embedding.*\(max_norm=0.5\), which writes"):
+        stream(stages=[first, nn.Linear(WIDTH, WIDTH)], schedule=schedule, example_inputs=(torch.zeros(4, 2).long(),))
+    first.requires_grad_(False)
+    stream(stages=[first, nn.Linear(WIDTH, WIDTH)], schedule=schedule, example_inputs=(torch.zeros(4, 2).long(),))
+
+
 class Kept(nn.Module):
     """Keeps a view of its weight from one forward to the next."""
 
