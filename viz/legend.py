@@ -30,6 +30,7 @@ from .scale import UNITS_AN_INCH
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+RANGE_BAND: dict[str, Any] = {"facecolor": "#202020", "alpha": 0.55, "linewidth": 0}
 _INK = "#303030"
 _HEADING = 8.0  # width of the column of headings, in font sizes
 _LETTER = 0.54  # mean width of a letter of DejaVu Sans, in font sizes
@@ -60,7 +61,7 @@ class Shown:
         causes: of idle time.
         chunks: the most of any rank.
         batches: True where every other batch is paler.
-        marks_end: True where a dashed line marks the predicted end.
+        marks_end: True where a dashed line marks the predicted end; marks_range: where a band has 90% of them.
         versions: True where forwards wear their weight version.
         memory, memory_lines: parts of what ranks hold, and names of the lines over them.
         paths: a sentence on each critical path that is marked.
@@ -73,6 +74,7 @@ class Shown:
     chunks: int
     batches: bool
     marks_end: bool
+    marks_range: bool
     versions: bool = False
     memory: Collection[MemoryPart] = ()
     memory_lines: Sequence[str] = ()
@@ -126,6 +128,8 @@ def _timeline_keys(shown: Shown, idle: IdleFill) -> Iterator[Key]:
         yield Key(Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words)
     if shown.marks_end:
         yield Key(Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end")
+    if shown.marks_range:
+        yield Key(Patch(**RANGE_BAND), "90% of predicted ends")
 
 
 def _memory_keys(shown: Shown) -> Iterator[Key]:

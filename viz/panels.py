@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..schedules import CriticalPath, Op, Timeline, critical_path
+from ..schedules import CriticalPath, Op, StepSamples, Timeline, critical_path
 from .exhibit import Exhibit, Row, Slice
 from .gantt import Labels, batch_of, draw_timeline, name_rows, num_chunks, ops_of
 from .idle import IdleFill
@@ -32,17 +32,24 @@ class TimelinePanel:
     Arguments:
         reference: the panel with which it is compared, if any.
         is_predicted: whether the reference is its own prediction, whose end is marked.
+        sampled: of a prediction: steps simulated with durations as they vary; `timeline` has them at their medians.
     """
 
     caption: str
     timeline: Timeline
     reference: TimelinePanel | None = None
     is_predicted: bool = False
+    sampled: StepSamples | None = None
 
     @property
     def length(self) -> float:
         """Seconds that it shows."""
         return self.timeline.makespan
+
+    @property
+    def seconds(self) -> float:
+        """From batch to batch, as it is printed [s]."""
+        return self.timeline.batch_seconds if self.sampled is None else self.sampled.median
 
     @property
     def num_rows(self) -> int:
@@ -66,11 +73,12 @@ class TimelinePanel:
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
+        drawn = "" if self.sampled is None else f"{self.sampled},  drawn with durations at their medians: "
         if t.schedule.is_asynchronous:
-            return f"{self.caption}:  {self._steady_state(unit_name, unit)}"
-        ratio = "" if self.reference is None else _times(t.makespan, self.reference.timeline.makespan, self.reference)
+            return f"{self.caption}:  {drawn}{self._steady_state(unit_name, unit)}"
+        ratio = "" if self.reference is None else _times(t.makespan, self._makespan_of(self.reference), self.reference)
         return (
-            f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
+            f"{self.caption}:  {drawn}makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
             f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
         )
 
@@ -78,11 +86,15 @@ class TimelinePanel:
         """Figures of a batch among others; a measured timeline shows a few batches only."""
         t, ratio = self.timeline, ""
         if self.reference is not None and self.reference.timeline.schedule.is_asynchronous:
-            ratio = _times(t.batch_seconds, self.reference.timeline.batch_seconds, self.reference)
+            ratio = _times(t.batch_seconds, self.reference.seconds, self.reference)
         return (
             f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
             f"{self._num_batches()} batches in {t.makespan / unit:.4g} {unit_name}"
         )
+
+    def _makespan_of(self, other: TimelinePanel) -> float:
+        """Seconds of a panel whose batches may overlap, to hold this one's against."""
+        return other.timeline.makespan if other.timeline.schedule.is_asynchronous else other.seconds
 
     def _num_batches(self) -> int:
         """Number of batches of which a forward is shown."""
@@ -99,8 +111,15 @@ class TimelinePanel:
         """Where it was predicted to end [s]; None for a stream, which goes on."""
         if not self.is_predicted or self.reference is None:
             return None
-        before = self.reference.timeline
-        return before.makespan if before.makespan > 0 and not before.schedule.is_asynchronous else None
+        before = self.reference
+        return before.seconds if before.length > 0 and not before.timeline.schedule.is_asynchronous else None
+
+    @property
+    def predicted_ends(self) -> tuple[float, float] | None:
+        """Between what 90% of steps were predicted to end [s]; None where nobody said."""
+        if self.predicted_end is None or self.reference is None or self.reference.sampled is None:
+            return None
+        return self.reference.sampled.range()
 
     def draw(self, axes: Axes, scale: Scale, labels: Labels, idle: IdleFill) -> None:
         """Draw its rows."""
@@ -225,6 +244,8 @@ def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Pane
         for caption, timeline in exhibit.timelines:
             name = caption if len(exhibits) == 1 else f"{exhibit.name}, {caption}"
             panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_predicted=own is not None)
+            if timeline is exhibit.predicted:
+                panel = replace(panel, sampled=exhibit.sampled)
             panels.append(panel)
             if memory and exhibit.memory:
                 panels.append(MemoryPanel(caption=name, exhibit=exhibit, timeline=timeline))

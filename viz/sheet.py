@@ -29,7 +29,7 @@ from .gantt import (
     shows_versions,
 )
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
-from .legend import Shown, draw_line, legend_lines, line_height
+from .legend import RANGE_BAND, Shown, draw_line, legend_lines, line_height
 from .memory_panel import MemoryPanel, ceiling_of, lines_of, parts_of
 from .panels import Panel, TimelinePanel, time_unit
 from .path_marks import draw_path, path_words
@@ -46,6 +46,7 @@ _BARS, _BARS_GAP, _BARS_SHARE = 230, 22, 0.18  # width of the idle bars, at most
 _HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0
 _NARROWEST, _SMALLEST_FONT = 3.0, 4.0
 _BOLD = 0.66  # width of a bold character, of the font's size
+_RANGE_HEIGHT = 0.05  # of a panel's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class Sheet:
             memory=parts_of(self.memories),
             memory_lines=lines_of(self.memories),
             marks_end=any(isinstance(p, TimelinePanel) and p.predicted_end is not None for p in self.panels),
+            marks_range=any(isinstance(p, TimelinePanel) and p.predicted_ends is not None for p in self.panels),
         )
         width = points(self.width - self.left)
         return legend_lines(shown, idle=self.style.idle, font=self.style.font, width=width)
@@ -181,6 +183,10 @@ class Sheet:
             panel.draw(axes, scale, self.labels, self.style.idle)
             if panel in self._paths():
                 draw_path(axes, panel.timeline, panel.path, scale)
+            if panel.predicted_ends is not None:
+                low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
+                end = min(high, self.scale.length) / self.unit
+                axes.axvspan(low / self.unit, end, ymax=_RANGE_HEIGHT, zorder=3, **RANGE_BAND)
             if panel.predicted_end is not None:
                 axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
             if self.causes and panel.length > 0:

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ...schedules import StepSamples
 from ...schedules.wording import count
 from ...viz import Exhibit, FigureStyle
 from ..help_text import plain_help
@@ -99,7 +100,10 @@ def run(argv: Sequence[str]) -> int:
         print(render_terminal(exhibits))
     for exhibit in () if options.terminal else exhibits:
         for caption, timeline in exhibit.timelines:
-            print(f"{exhibit.name}, {caption}: {timeline.batch_seconds:.6g} s a batch, bubble {timeline.bubble:.1%}")
+            taken = f"{timeline.batch_seconds:.6g} s a batch, bubble {timeline.bubble:.1%}"
+            if timeline is exhibit.predicted and (sampled := exhibit.sampled) is not None:
+                taken = f"{sampled} a batch, bubble {sampled.bubble:.1%}"
+            print(f"{exhibit.name}, {caption}: {taken}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for path in written:
@@ -137,13 +141,19 @@ def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
 
 def _facts(exhibit: Exhibit) -> dict[str, object]:
     """Figures of an exhibit."""
-    newest = exhibit.measured[-1].timeline if exhibit.measured else None
+    newest, sampled = exhibit.measured[-1].timeline if exhibit.measured else None, exhibit.sampled
     found: dict[str, object] = {"name": exhibit.name}
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
         if timeline is not None:
-            found[name] = {
+            figures = {
                 "step_seconds": timeline.batch_seconds,
                 "makespan": timeline.makespan,
                 "bubble": timeline.bubble,
             }
+            varied = {} if sampled is None or name != "predicted" else _of_samples(sampled)
+            found[name] = figures | varied
     return found
+
+
+def _of_samples(sampled: StepSamples) -> dict[str, object]:
+    return {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}

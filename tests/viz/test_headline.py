@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.schedules import FAMILIES, Costs, Links, Timeline, Way, build, lower_bound, simulate
+from stagewright.schedules import FAMILIES, Costs, Links, StepSamples, Timeline, Way, build, lower_bound, simulate
 from stagewright.schedules.timing.expected import busy_seconds, closed_form_seconds, least_seconds, median_costs
 from stagewright.viz.exhibit import Exhibit, MeasuredStep, Row, Slice
 from stagewright.viz.headline import HeadFigure, headline
+from stagewright.viz.panels import TimelinePanel, panels_of
+from stagewright.viz.terminal import render_terminal
 
 COSTS = Costs(forward=1.0, backward=2.0)
 
@@ -88,6 +90,27 @@ def test_streams_are_counted_by_the_batch() -> None:
     costs = Costs(forward=1.0, update=0.5)
     assert busy_seconds(schedule, costs) == 4 * 8 * 3
     assert least_seconds(schedule, costs) == 8 * 3 + 0.5
+
+
+def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
+    """In headline and pictures alike, and a measured step is held against that."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    timeline = simulate(schedule, COSTS)
+    sampled = StepSamples(seconds=tuple(16.0 + n / 10 for n in range(99)), bubbles=(0.25,) * 99)
+    measured = (MeasuredStep(3, slowed(timeline, 1.4)),)
+    exhibit = Exhibit(name="x", predicted=timeline, measured=measured, costs=COSTS, sampled=sampled)
+    figure = by_label(exhibit)["predicted"]
+    assert (figure.seconds, figure.bubble) == (pytest.approx(20.9), 0.25)
+    assert figure.how == "90%: 16.4 s .. 25.4 s; median of 99 steps with durations drawn as they vary"
+    predicted, beside = panels_of([exhibit])
+    assert isinstance(predicted, TimelinePanel)
+    assert isinstance(beside, TimelinePanel)
+    assert predicted.title("s", 1.0).startswith("predicted:  20.9 s (90%: 16.4 s .. 25.4 s),  drawn with durations at ")
+    assert "makespan 21 s (1.005 times predicted)" in beside.title("s", 1.0)
+    assert (beside.predicted_end, beside.predicted_ends) == (figure.seconds, pytest.approx((16.4, 25.4)))
+    assert predicted.predicted_ends is None
+    text = render_terminal([exhibit], width=100, colour=False)
+    assert "20.9 s (90%: 16.4 s .. 25.4 s)" in text
 
 
 def test_rows_of_others_have_none() -> None:

@@ -23,12 +23,13 @@
     if (panel.kind === "foreign") return time(panel.makespan) + ", " + panel.rows.length + (panel.rows.length === 1 ? " row" : " rows");
     const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
     const clocks = data.clocks ? ", " + data.clocks : "";
+    const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // where durations vary, not as drawn
     const ratio = (own, other) => (before && other > 0 ? " (" + app.words.digits(own / other, 4) + " times predicted)" : "");
     if (panel.schedule.asynchronous) {
-      const times = ratio(data.batch_seconds, before && before.data.batch_seconds);
+      const times = ratio(data.batch_seconds, before && told[1]);
       return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
     }
-    return "makespan " + time(data.makespan) + ratio(data.makespan, before && before.data.makespan) + ", bubble " + percent(data.bubble) + clocks;
+    return "makespan " + time(data.makespan) + ratio(data.makespan, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
   }
 
   // Name and schedule of an exhibit, and its sizes.
@@ -70,7 +71,7 @@
       if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
       const other = { predicted: "lower bound", measured: "predicted" }[label];
       const beside = other && given.has(other) ? " " + digits(found.seconds / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") : "";
-      const how = /^median/.test(found.how) ? ", " + found.how : "";
+      const how = /^(median|90%)/.test(found.how) ? ", " + found.how.split(";")[0] : "";
       return make("td", { class: first, title: found.how }, time(found.seconds), make("small", {}, beside + how));
     };
     const stream = page.panels.some((panel) => panel.schedule && panel.schedule.asynchronous);
