@@ -114,7 +114,7 @@ def _difference(plan: Plan, kept: Plan) -> str | None:
     for number, (one, other) in enumerate(zip(plan.stages, kept.stages, strict=True)):
         for name in _SAME_STAGE:
             if getattr(one, name) != getattr(other, name):
-                return f"{name.replace('_', ' ')} of stage {number} differ"
+                return f"{name.replace('_', ' ')} of stage {number}: {getattr(one, name)}, not {getattr(other, name)}"
     return None
 
 

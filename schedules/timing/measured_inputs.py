@@ -130,13 +130,18 @@ class _Way(NamedTuple):
 def _ways(timeline: Timeline) -> Iterator[_Way]:
     needs = Needs(timeline.schedule)
     made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
-    for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
+    for trace in timeline.ranks:
         arrived = {message: (start, end) for message, start, end in trace.comm}
-        for action, gap in gaps.items():
-            for message, maker, sender, _, receiver in needs.arrivals(action):
-                if maker in made_at and message in arrived:
-                    made, (start, end) = made_at[maker], arrived[message]
-                    yield _Way((sender, receiver), maker.stage, end - made + gap.unexplained, start <= made)
+        previous = timeline.start
+        for action, begun, ended in trace.compute:
+            seen = [(each, *arrived[each.message]) for each in needs.arrivals(action) if each.message in arrived]
+            lag = begun - max([previous, *(end for _, _, end in seen)])
+            previous = ended
+            for each, start, end in seen:
+                if each.maker in made_at:
+                    made = made_at[each.maker]
+                    way = end - made + max(0.0, lag)
+                    yield _Way((each.sender, each.receiver), each.maker.stage, way, start <= made)
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:

@@ -160,6 +160,8 @@ def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> N
     named = {each["name"] for each in found["inputs"] if each["kind"] == kind}
     why = [line for each in found["measure_again"] for line in each["why"]]
     assert any(why[0].startswith(name) for name in named), why
+    command = found["measure_again"][0]["command"]
+    assert command is None if kind == "norm" else ("--links" in command) == (kind == "message")
 
 
 @pytest.mark.usefixtures("_here")
@@ -181,9 +183,12 @@ def test_what_cannot_be_compared_says_what_to_type(
     write_run(Path("runs/one"), own)
     Path("again.json").write_text(replace(own, simulated_step_time=1.0).to_json())
     Path("other.json").write_text(planned(batch=16).to_json())
+    stages = (replace(own.stages[0], recompute="full"), *own.stages[1:])
+    Path("again-full.json").write_text(replace(own, stages=stages).to_json())
     assert answer(capsys, "one", "again.json")["measure_again"] == []
     for words, message in {
         ("one", "other.json"): "other.json is another plan than runs/one/plan.json, which was carried out: num microb",
+        ("one", "again-full.json"): "recompute of stage 0: full, not none",
         ("two",): "no run folder two: expected runs/<name>; there are one",
         ("one", "again.json", "other.json"): "1 run and 2 plans: expected a run and at most one plan",
         ("again.json",): "0 runs and 1 plan",
