@@ -11,6 +11,7 @@ from ...partition import Plan
 from ...schedules import Change
 from ...schedules.timing.inputs import Cause
 from ...schedules.timing.prediction import InputCheck
+from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size
 from .tables import console
 from .tables import table as new_table
@@ -118,12 +119,20 @@ def _told(found: CheckedRun) -> Iterable[str]:
         yield "measure again, on the machines that train and while nothing else runs there:"
     for each in told:
         yield from (f"  {why}" for why in each.why)
+        if found.plan.tensor > 1 and each.command is not None and "--tensor" in each.command:
+            yield "    (F and B have the sums over tensor ranks in them, which --links measures, too)"
         yield f"    {each.command}" if each.command else "    (no command: it is no input of a plan)"
     spread = check.cause(Cause.SPREAD).seconds
     if spread > 0.01 * check.predicted:
         yield (
             f"spread: durations vary, and ranks wait for the longest: {_signed(spread)} a step over what their medians "
             f"give; no input says that"
+        )
+    if found.sampled is not None:
+        low, high = map(duration, found.sampled.range())
+        yield (
+            f"steps drawn from this run's own durations: median {duration(found.sampled.median)}, {SHARE:.0%} of them "
+            f"{low} .. {high}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...partition import Plan
 from ...partition.plans.simulated import SimulatedPlan, simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
+from ...schedules.timing.sampling import StepSamples
 from ...schedules.timing.trace_reader import find_traces, hosts_in
 from ...schedules.wording import count
 from ...viz import Exhibit
@@ -30,6 +31,7 @@ class CheckedRun:
         name: of the run.
         plan, check: what was promised, and what came of it.
         tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty where nobody measured them.
+        sampled: steps drawn from how the run's own durations varied; None where too few were measured.
         num_hosts: that took part, by the names in their trace files.
         config: options that the run was started with; empty where it left none.
         notes: what could not be read or compared.
@@ -39,6 +41,7 @@ class CheckedRun:
     plan: Plan
     check: PredictionCheck
     tensor_bytes: tuple[tuple[float, float], ...]
+    sampled: StepSamples | None
     num_hosts: int
     config: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -77,6 +80,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         plan=plan,
         check=check,
         tensor_bytes=_tensor_bytes(plan, summary),
+        sampled=exhibit.sampled,
         num_hosts=max(1, len(hosts_in(find_traces(folders)))),
         config=_config(folders),
         notes=(*exhibit.notes, *notes, *check.notes),
