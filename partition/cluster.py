@@ -125,7 +125,8 @@ class Cluster:
     @property
     def used_kinds(self) -> tuple[DeviceKind, ...]:
         """The kinds that some node has."""
-        return tuple(kind for kind in self.kinds if kind.name in (self.nodes or ()))
+        used = set(self.nodes or ())
+        return tuple(kind for kind in self.kinds if kind.name in used)
 
     @property
     def path_bandwidths(self) -> tuple[float, ...]:

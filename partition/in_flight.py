@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,7 +134,7 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
             in_backward.add((counts, tuple(graded), chunk))
         if op in LAST_USES:
             graded[chunk] = 1
-    rows, moments = sorted(in_backward), sorted(held)
+    rows, moments = _largest(in_backward), _largest(held)
     return InFlight(
         held=np.array([row for row, _ in moments], dtype=np.float64),
         graded=np.array([row for _, row in moments], dtype=np.float64),
@@ -144,3 +144,17 @@ def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int,
         versions=max(1, versions),
         num_microbatches=num_microbatches,
     )
+
+
+def _largest(moments: set[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Moments (held, graded, and whose backward runs, if one does), in order, without those at which less is there."""
+    rows = sorted(moments)
+    counts = np.array([(*held, *graded) for held, graded, *_ in rows], dtype=np.int64)
+    running = np.array([chunk for _, _, *chunk in rows], dtype=np.int64).reshape(len(rows), -1)
+    left, found = np.arange(len(rows)), []
+    while len(left):
+        top = left[counts[left].sum(axis=1).argmax()]
+        found.append(int(top))
+        less = (counts[left] <= counts[top]).all(axis=1) & (running[left] == running[top]).all(axis=1)
+        left = left[~less]
+    return [rows[at] for at in sorted(found)]

@@ -71,11 +71,13 @@ def _greedy(options: Sequence[Sequence[Option]]) -> Iterator[Choice]:
     while True:
         yield tuple(now)
         best: tuple[float, int, Option] | None = None
-        held = _bytes(now)
+        first, second = (*sorted((each.again for each in now), reverse=True), 0.0)[:2]
         for stage, each in enumerate(options):
+            old = now[stage]
+            others = second if old.again == first else first  # the most that another stage makes again
             for option in each:
-                more = option.seconds - now[stage].seconds
-                freed = held - _bytes([*now[:stage], option, *now[stage + 1 :]])
+                more = option.seconds - old.seconds
+                freed = old.kept - option.kept + first - max(others, option.again)
                 if more >= 0 and freed > 0 and (best is None or freed / max(more, 1e-12) > best[0]):
                     best = freed / max(more, 1e-12), stage, option
         if best is None:

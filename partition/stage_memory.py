@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,19 +193,19 @@ class MemoryRules:
         """The treatment with the least seconds that fits the device (`recompute_choice`), or with the least excess."""
         rank = _Rank(sums, in_flight, place, self)
         if "none" in self.recompute:  # most ranks need no more
-            plain = rank.treated(("none",) * rank.num_chunks)
-            if plain.too_many == 0 or len(self.recompute) == 1:
-                return plain
+            plain = ("none",) * rank.num_chunks
+            if len(self.recompute) == 1 or rank.least_excess(plain) == 0:
+                return rank.treated(plain)
         options = rank.options(self.recompute)
-        best: RankMemory | None = None
+        best, least = tuple(each[0] for each in options), math.inf
         for choice in in_turn(options):
-            found = rank.treated(tuple(option.name for option in choice))
-            if best is None or found.too_many < best.too_many:
-                best = found
-            if best.too_many == 0:
-                return rank.relaxed(best, choice, options)
-        assert best is not None
-        return best
+            excess = rank.least_excess([option.name for option in choice])
+            if excess < least:
+                best, least = choice, excess
+            if excess == 0:
+                best = rank.relaxed(choice, options)
+                break
+        return rank.treated([option.name for option in best])
 
 
 class _Rank:
@@ -213,9 +215,11 @@ class _Rank:
         self.sums, self.in_flight, self.place, self.rules = sums, in_flight, place, rules
         self.own = list(place.stages)
         self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
+        self.workspace = sums.workspace[self.own] + self.before + self.behind
         self.num_chunks = len(self.weights)
         self.most = in_flight.held.max(axis=0)
         self.shards = self._shards(sums.update[self.own])
+        self._rows: dict[str, tuple[list[float], list[float]]] = {}
 
     def _messages(self, shards: Sequence[int]) -> float:
         """Bytes received ahead and sent, and of gradients that are being summed, or weights gathered."""
@@ -250,10 +254,9 @@ class _Rank:
 
     def options(self, names: Sequence[str]) -> list[list[Option]]:
         """[V] options of each stage."""
-        rows = [self.sums.under(name) for name in names]
         columns = [
-            ((self.most * row.kept[self.own]).tolist(), row.again[self.own].tolist(), row.seconds[self.own].tolist())
-            for row in rows
+            ((self.most * kept).tolist(), again, self.sums.under(name).seconds[self.own].tolist())
+            for name, (kept, again) in zip(names, map(self._row, names), strict=True)
         ]
         return [
             [
@@ -263,17 +266,16 @@ class _Rank:
             for v in range(self.num_chunks)
         ]
 
-    def treated(self, recompute: tuple[str, ...]) -> RankMemory:
+    def treated(self, recompute: Sequence[str]) -> RankMemory:
         """The rank's memory, with the first division of the optimizer's state that fits, or the smallest."""
         best: RankMemory | None = None
         for shards in self.shards:
             held = self._held(recompute, shards)
             messages = self._messages(shards)
-            excess = held.total + messages - self.place.limit
-            too_many = 0.0 if excess <= self.place.limit * 1e-12 else excess
+            too_many = self._excess(held.total + messages)
             if best is None or too_many < best.too_many:
                 best = RankMemory(
-                    treatment=Treatment(recompute=recompute, shards=shards),
+                    treatment=Treatment(recompute=tuple(recompute), shards=shards),
                     held=held,
                     messages=messages,
                     in_flight=tuple(self.most.astype(int).tolist()),
@@ -285,26 +287,79 @@ class _Rank:
         assert best is not None
         return best
 
-    def relaxed(self, fitting: RankMemory, choice: Choice, options: Sequence[Sequence[Option]]) -> RankMemory:
+    def _excess(self, total: float) -> float:
+        """Bytes beyond the device's; rounding is none."""
+        excess = total - self.place.limit
+        return 0.0 if excess <= self.place.limit * 1e-12 else excess
+
+    def least_excess(self, recompute: Sequence[str]) -> float:
+        """`treated(recompute).too_many`, quickly: nothing else of it depends on what is recomputed."""
+        rows = [self._row(name) for name in recompute]
+        peak = self._peak([kept[v] for v, (kept, _) in enumerate(rows)], [again[v] for v, (_, again) in enumerate(rows)])
+        return self._excess(self._fixed + max(peak + self._largest_workspace, self._all_weights))
+
+    def _row(self, name: str) -> tuple[list[float], list[float]]:
+        """[V] bytes kept of a microbatch, [V] made again."""
+        if name not in self._rows:
+            row = self.sums.under(name)
+            self._rows[name] = row.kept[self.own].tolist(), row.again[self.own].tolist()
+        return self._rows[name]
+
+    @cached_property
+    def _fixed(self) -> float:
+        """Bytes that are there whatever runs, gradients apart, under the division of the optimizer that takes least."""
+        every = []
+        for shards in self.shards:
+            optimizer = self.weights * self.rules.optimizer_ratio / np.array(shards)
+            kept = self.weights * self.in_flight.versions + optimizer + self.sums.buffers[self.own]
+            every.append(float(kept.sum()) + self._messages(shards))
+        return min(every)
+
+    @cached_property
+    def _all_weights(self) -> float:
+        return float(self.weights.sum())
+
+    @cached_property
+    def _largest_workspace(self) -> float:
+        return float(self.workspace.max())
+
+    @cached_property
+    def _moments(self) -> tuple[list[tuple[list[float], float]], list[tuple[list[float], float, int]]]:
+        """Microbatches held and bytes of gradients, while a forward runs; and while a backward does, with its chunk."""
+        flight = self.in_flight
+        graded, in_backward = flight.graded @ self.weights, flight.graded_backward @ self.weights
+        return (
+            list(zip(flight.held.tolist(), graded.tolist(), strict=True)),
+            list(zip(flight.in_backward.tolist(), in_backward.tolist(), flight.running.tolist(), strict=True)),
+        )
+
+    def _peak(self, kept: Sequence[float], again: Sequence[float]) -> float:
+        """Bytes of activations and gradients when they are most."""
+        forward, backward = self._moments
+        most = max(sum(map(mul, held, kept)) + gradients for held, gradients in forward)
+        return max(most, *(sum(map(mul, held, kept)) + gradients + again[at] for held, gradients, at in backward))
+
+    def relaxed(self, choice: Choice, options: Sequence[Sequence[Option]]) -> Choice:
         """The same with fewer seconds in single stages, where that still fits."""
         chosen, done = list(choice), set[int]()
         for stage, option in cheaper(options, choice):
             if stage in done:
                 continue
-            found = self.treated(tuple(each.name for each in (*chosen[:stage], option, *chosen[stage + 1 :])))
-            if found.too_many == 0:
-                fitting, chosen[stage] = found, option
+            before, chosen[stage] = chosen[stage], option
+            if self.least_excess([each.name for each in chosen]) == 0:
                 done.add(stage)
-        return fitting
+            else:
+                chosen[stage] = before
+        return tuple(chosen)
 
     def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> Held:
         """Bytes at the rank's peak, messages apart."""
-        rows = {name: self.sums.under(name) for name in set(recompute)}
-        kept = np.array([rows[name].kept[s] for name, s in zip(recompute, self.own, strict=True)])
-        again = np.array([rows[name].again[s] for name, s in zip(recompute, self.own, strict=True)])
+        rows = [self._row(name) for name in recompute]
+        kept = np.array([row[v] for v, (row, _) in enumerate(rows)])
+        again = np.array([row[v] for v, (_, row) in enumerate(rows)])
         peak = self.in_flight.peak(kept, again, self.weights)
         gradients, activations = peak.graded * self.weights, peak.held * kept + peak.anew * again
-        workspace = self.sums.workspace[self.own] + self.before + self.behind
+        workspace = self.workspace
         if float((gradients + activations).sum() + workspace.max()) < float(self.weights.sum()):
             # Behind the batch all gradients are there, and nothing else that comes and goes.
             gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import Cluster, DeviceKind
+from .cluster import Cluster
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -67,15 +67,14 @@ class Topology:
         self.links = [
             replace(link, busy=level.message_seconds) for link, level in zip(self.links, cluster.levels, strict=True)
         ]
-        kinds = {kind.name: kind for kind in cluster.kinds}
-        self.devices: list[DeviceKind] = [
-            kinds[name] for name in cluster.nodes or () for _ in range(cluster.levels[0].size)
-        ]
-        held = [kind.memory_bytes if memory_limit is None else memory_limit for kind in self.devices]
-        self.memory_bytes: Floats = np.array([math.inf if each is None else each for each in held])
-        self.speeds: Floats = np.array([kind.speed for kind in self.devices])
-        self.link_speeds: Floats = np.array([kind.link_speed for kind in self.devices])
-        self.is_uniform = len(set(self.devices)) == 1
+        kinds = cluster.used_kinds
+        place = {kind.name: at for at, kind in enumerate(kinds)}
+        which = np.repeat([place[name] for name in cluster.nodes or ()], cluster.levels[0].size)
+        held = [kind.memory_bytes if memory_limit is None else memory_limit for kind in kinds]
+        self.memory_bytes: Floats = np.array([math.inf if each is None else each for each in held])[which]
+        self.speeds: Floats = np.array([kind.speed for kind in kinds])[which]
+        self.link_speeds: Floats = np.array([kind.link_speed for kind in kinds])[which]
+        self.is_uniform = len(kinds) == 1
         self.has_equal_links = bool((self.link_speeds == 1).all())
         self.fastest = float(self.speeds.max())
         self.total_speed = float(self.speeds.sum())
@@ -101,7 +100,7 @@ class Topology:
         """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank."""
         counts = len(src) // tensor, len(dst) // tensor
         k = np.arange(min(math.lcm(*counts), MAX_PAIRS))
-        first, last = (np.asarray(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
+        first, last = (_indices(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
         levels = sum((first // size != last // size).astype(int) for size in self._group_sizes)
         link = self.links[int(np.max(levels))]
         if self.has_equal_links:
@@ -112,7 +111,7 @@ class Topology:
 
     def ring(self, ranks: Sequence[int]) -> TransferTime:
         """A sum over these ranks, by the bytes that each of them holds."""
-        members = np.unique(ranks)
+        members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
         counts = []
         for size in self.level_sizes:
@@ -164,3 +163,10 @@ class Topology:
             seconds = seconds + 2 * (most - 1) / most * part * per_byte
             part = part / least
         return np.asarray(seconds, dtype=np.float64)
+
+
+def _indices(ranks: Sequence[int]) -> Indices:
+    """As an array; ranges of very many ranks without a look at each."""
+    if isinstance(ranks, range):
+        return np.arange(ranks.start, ranks.stop, ranks.step)
+    return np.asarray(ranks)

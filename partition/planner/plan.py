@@ -241,7 +241,7 @@ def _unequal(
             is_short = 2 * configuration.pipeline * configuration.batch <= MAX_ACTIONS
             if has_work and is_short:
                 plain = replace(configuration, ranks=None)
-                same = configuration.is_equal and plain.stage_ranks == configuration.stage_ranks
+                same = configuration.is_equal and tuple(map(tuple, plain.stage_ranks)) == configuration.ranks
                 yield plain if same else configuration, ends
 
 

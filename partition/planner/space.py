@@ -71,12 +71,12 @@ class Configuration:
         return self.num_microbatches
 
     @property
-    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """[P] ranks of each stage of the first chunk."""
+    def stage_ranks(self) -> tuple[Sequence[int], ...]:
+        """[P] ranks of each stage of the first chunk: ranges where nothing else was said."""
         if self.ranks is not None:
             return self.ranks
         width = self.data * self.tensor
-        return tuple(tuple(range(p * width, (p + 1) * width)) for p in range(self.pipeline))
+        return tuple(range(p * width, (p + 1) * width) for p in range(self.pipeline))
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -1,0 +1,148 @@
+"""Seconds that no cuts of a configuration can save: what is known of it before it is cut.
+
+Rank r waits for the first r stages, on the way there and on the way back, and in between it has m microbatches of the
+nodes that it runs (one stage or V of them):
+
+    T >= head(r) + m work(r)          head(r): F + B of the nodes that r stages hold at least, and the runtime's own
+
+Over all ranks that is a mean. And nodes are whole: of K nodes that each cost c or more, a rank that is through at T has
+at most (T - head(r)) / c, so that they all find a place when T has reached the K-th of the moments head(r) + j c.
+The same with the updates behind the work, where nothing of them can run beside it: with one stage a rank the sums of
+gradients as well, with several the optimizer's steps alone, since sums of the last stages go beside backwards of the
+first. Where backwards are split, what comes behind may be weight gradients, and the way back counts nothing.
+
+With one stage a rank and whole backwards, rank r may have 1 - 1/m of the work of the rank in front:
+T = W / (1 - (1 - 1/m)^P) for W a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ...schedules.registry import family
+from ..topology import Floats, Topology
+from .model import Model
+from .space import Configuration
+
+_KINDS = 16  # of nodes that are counted apart
+_MOMENTS = 1 << 16  # that are sorted; beyond, ranks count as beginning at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nodes:
+    """Nodes of a model by what they cost.
+
+    Arguments:
+        counts: [K] nodes of each kind.
+        work, parameters, update: [K] F + B [s], bytes, optimizer's step [s]; of the cheapest where kinds were joined.
+        sizes: [n] nodes in each cut, ascending.
+        forward, both: [n] the least F, and F + B, of any cut with as many nodes as that or more [s].
+    """
+
+    counts: Floats
+    work: Floats
+    parameters: Floats
+    update: Floats
+    sizes: Floats
+    forward: Floats
+    both: Floats
+
+
+class LeastSeconds:
+    """Lower bounds of the seconds of a batch, by configuration, on devices that are all as fast as the fastest."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._fast = topology.with_fast_cards()
+        self._least_busy = min(link.busy for link in topology.links)
+        self._nodes: dict[int, tuple[Model, _Nodes]] = {}
+        self._rings: dict[tuple[int, int], float] = {}  # seconds a byte
+
+    def of(self, c: Configuration, model: Model) -> float:
+        """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
+        nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
+        around = 2 * model.profile.action_seconds  # of F and B of a stage
+        messages = 4 * m * self._least_busy * sum(a != b for a, b in pairwise(c.positions))
+        work, total = m * nodes.work / speed, m * model.seconds / speed + messages
+        own = np.full(c.pipeline, m * c.num_chunks * around)
+        if family(c.schedule).rule.is_asynchronous:
+            return _through(total, nodes.counts, work, own)
+        is_split = family(c.schedule).splits_backward
+        stages = np.arange(c.pipeline)
+        head = np.searchsorted(nodes.sizes, stages)
+        there = own + nodes.forward[head] / speed + stages * around / 2
+        both = there if is_split else own + nodes.both[head] / speed + stages * around
+        least = _through(total, nodes.counts, work, both)
+        update, updates = nodes.update / speed / c.data, float(model.cuts.update[-1]) / speed / c.data
+        if c.num_chunks == 1:
+            ring = self._ring(c)
+            update, updates = update + nodes.parameters * ring, updates + float(model.cuts.parameters[-1]) * ring
+            if not is_split:
+                each = model.seconds / speed + c.pipeline * around
+                least = max(least, each / (1 - (1 - 1 / m) ** c.pipeline))
+        return max(least, _through(total + updates, nodes.counts, work + update, there))
+
+    def _nodes_of(self, model: Model) -> _Nodes:
+        if id(model) not in self._nodes:
+            self._nodes[id(model)] = model, _nodes(model)
+        return self._nodes[id(model)][1]
+
+    def _ring(self, c: Configuration) -> float:
+        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""
+        key = (c.data, c.tensor)
+        if key not in self._rings:
+            rings = self._fast.rings_of_groups(c.data, stride=c.tensor)
+            self._rings[key] = min(ring.seconds_a_byte for ring in rings)
+        return self._rings[key]
+
+
+def _through(total: float, counts: Floats, costs: Floats, heads: Floats) -> float:
+    """Seconds in which ranks that begin at `heads` can do all of this, the nodes undivided."""
+    return max((total + float(heads.sum())) / len(heads), _spread(counts, costs, heads))
+
+
+def _spread(counts: Floats, costs: Floats, heads: Floats) -> float:
+    """When nodes that cost at least c each have all found a rank, for the c that says most.
+
+    >>> _spread(np.array([2, 5]), np.array([10.0, 4.0]), np.array([0.0, 1.0, 2.0]))
+    12.0
+    """
+    order, least, number = np.argsort(-costs), 0.0, 0
+    for at in order:
+        number += int(counts[at])
+        cost = float(costs[at])
+        if cost <= 0:
+            break
+        per_rank = -(-number // len(heads))
+        rounds = min(number, per_rank + int(float(heads.max()) / cost) + 1)
+        if rounds * len(heads) > _MOMENTS:
+            least = max(least, per_rank * cost)
+            continue
+        moments = (heads[:, None] + cost * np.arange(1, rounds + 1)).ravel()
+        least = max(least, float(np.partition(moments, number - 1)[number - 1]))
+    return least
+
+
+def _nodes(model: Model) -> _Nodes:
+    rows = np.array(
+        [(n.forward_seconds + n.backward_seconds, n.parameter_bytes, n.update_seconds) for n in model.profile.nodes]
+    )
+    kinds, counts = np.unique(rows, axis=0, return_counts=True)  # the least work first
+    groups = np.array_split(np.arange(len(kinds)), min(len(kinds), _KINDS))
+    work, parameters, update = (np.array([kinds[at, column].min() for at in groups]) for column in range(3))
+    sizes = model.cuts.members.sum(axis=1)
+    forward, both = (
+        np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds)
+    )
+    return _Nodes(
+        counts=np.array([counts[at].sum() for at in groups], dtype=np.float64),
+        work=work,
+        parameters=parameters,
+        update=update,
+        sizes=sizes,
+        forward=forward,
+        both=both,
+    )
