@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..schedules.alive import activations
+from ..schedules.alive import activation_counts, activations
 from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.registry import family
 from ..schedules.versions import derive_versions
-from .topology import Floats
+from .topology import Floats, Indices
 
 RUNNING_ON = 1 << 20  # microbatches beyond those in flight, where nobody says how many a batch has
 
@@ -116,45 +116,45 @@ def merged(ranks: Sequence[InFlight]) -> InFlight:
 
 
 def _of_program(program: Sequence[Action], stages: Sequence[int], versions: int, *, streams: bool) -> InFlight:
+    computes = [action for action in program if action.op not in MOVE_OPS]
+    if streams or len(computes) < len(program):
+        counts = [[alive.get(s, 0) for s in stages] for a, alive in activations(program) if a.op not in MOVE_OPS]
+        alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
+    else:
+        alive = activation_counts(program, stages)
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    none = (0,) * len(stages)
+    chunks = np.array([chunk_of[stage] for stage, _, _ in computes], dtype=np.intp)
+    forward = np.array([op is Op.F for _, op, _ in computes], dtype=bool)
     # An update drops the gradients; without a flush those of the next batch are there already.
-    graded = [int(streams)] * len(stages)
-    held, in_backward = {(none, tuple(graded))}, {(none, tuple(graded), 0)}
-    num_microbatches = 0
-    for (stage, op, _), alive in activations(program):
-        if op in MOVE_OPS:
-            continue
-        chunk = chunk_of[stage]
-        counts = tuple(alive.get(s, 0) for s in stages)
-        if op is Op.F:
-            held.add((counts, tuple(graded)))
-            num_microbatches += chunk == 0
-        elif op in BACKWARD_OPS:
-            in_backward.add((counts, tuple(graded), chunk))
-        if op in LAST_USES:
-            graded[chunk] = 1
-    rows, moments = _largest(in_backward), _largest(held)
+    graded = np.full_like(alive, int(streams))
+    ends = np.array([op in LAST_USES for _, op, _ in computes], dtype=bool)
+    for chunk in range(len(stages)):
+        first = np.flatnonzero(ends & (chunks == chunk))[:1]
+        graded[int(first[0]) + 1 if len(first) else len(computes) :, chunk] = 1
+    backward = np.array([op in BACKWARD_OPS for _, op, _ in computes], dtype=bool)
+    none, moments = np.zeros((1, len(stages)), dtype=np.int64), np.concatenate([alive, graded], axis=1)
+    nothing = np.concatenate([none, np.full_like(none, int(streams))], axis=1)
+    held = _largest(np.concatenate([nothing, moments[forward]]))
+    running = np.concatenate([[0], chunks[backward]])
+    rows = np.concatenate([nothing, moments[backward]])
+    in_backward = [(row, chunk) for chunk in range(len(stages)) for row in _largest(rows[running == chunk])]
+    V = len(stages)
     return InFlight(
-        held=np.array([row for row, _ in moments], dtype=np.float64),
-        graded=np.array([row for _, row in moments], dtype=np.float64),
-        in_backward=np.array([row for row, _, _ in rows], dtype=np.float64),
-        graded_backward=np.array([row for _, row, _ in rows], dtype=np.float64),
-        running=np.array([chunk for _, _, chunk in rows]),
+        held=held[:, :V].astype(np.float64),
+        graded=held[:, V:].astype(np.float64),
+        in_backward=np.array([row[:V] for row, _ in in_backward], dtype=np.float64),
+        graded_backward=np.array([row[V:] for row, _ in in_backward], dtype=np.float64),
+        running=np.array([chunk for _, chunk in in_backward]),
         versions=max(1, versions),
-        num_microbatches=num_microbatches,
+        num_microbatches=int((forward & (chunks == 0)).sum()),
     )
 
 
-def _largest(moments: set[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Moments (held, graded, and whose backward runs, if one does), in order, without those at which less is there."""
-    rows = sorted(moments)
-    counts = np.array([(*held, *graded) for held, graded, *_ in rows], dtype=np.int64)
-    running = np.array([chunk for _, _, *chunk in rows], dtype=np.int64).reshape(len(rows), -1)
-    left, found = np.arange(len(rows)), []
+def _largest(moments: Indices) -> Indices:
+    """[largest, figures] of these moments, less those at which nothing is more than at another."""
+    found, left = [], moments
     while len(left):
-        top = left[counts[left].sum(axis=1).argmax()]
-        found.append(int(top))
-        less = (counts[left] <= counts[top]).all(axis=1) & (running[left] == running[top]).all(axis=1)
-        left = left[~less]
-    return [rows[at] for at in sorted(found)]
+        top = left[left.sum(axis=1).argmax()]
+        found.append(top)
+        left = left[(left > top).any(axis=1)]
+    return np.array(sorted(map(tuple, found)), dtype=np.int64).reshape(len(found), moments.shape[1])

@@ -294,8 +294,8 @@ class _Rank:
 
     def least_excess(self, recompute: Sequence[str]) -> float:
         """`treated(recompute).too_many`, quickly: nothing else of it depends on what is recomputed."""
-        rows = [self._row(name) for name in recompute]
-        peak = self._peak([kept[v] for v, (kept, _) in enumerate(rows)], [again[v] for v, (_, again) in enumerate(rows)])
+        rows = list(enumerate(map(self._row, recompute)))
+        peak = self._peak([kept[v] for v, (kept, _) in rows], [again[v] for v, (_, again) in rows])
         return self._excess(self._fixed + max(peak + self._largest_workspace, self._all_weights))
 
     def _row(self, name: str) -> tuple[list[float], list[float]]:
@@ -336,8 +336,10 @@ class _Rank:
     def _peak(self, kept: Sequence[float], again: Sequence[float]) -> float:
         """Bytes of activations and gradients when they are most."""
         forward, backward = self._moments
-        most = max(sum(map(mul, held, kept)) + gradients for held, gradients in forward)
-        return max(most, *(sum(map(mul, held, kept)) + gradients + again[at] for held, gradients, at in backward))
+        most: float = max(sum(map(mul, held, kept)) + gradients for held, gradients in forward)
+        for held, gradients, at in backward:
+            most = max(most, sum(map(mul, held, kept)) + gradients + again[at])
+        return most
 
     def relaxed(self, choice: Choice, options: Sequence[Sequence[Option]]) -> Choice:
         """The same with fewer seconds in single stages, where that still fits."""

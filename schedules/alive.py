@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from .ir import COMING_OPS, LAST_USES, LEAVING_OPS, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
@@ -38,6 +41,22 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
         yield action, alive
         if action.op in _END or action.stage not in with_backward:
             alive[action.stage] -= 1
+
+
+def activation_counts(program: Sequence[Action], stages: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[actions, stages] of `activations`, for those programs whose activations all begin and end on the rank.
+
+    >>> activation_counts([Action.parse(each) for each in "0F0 0F1 0B0 0B1".split()], [0]).ravel().tolist()
+    [1, 2, 2, 1]
+    """
+    column = {stage: at for at, stage in enumerate(stages)}
+    columns, rows = np.array([column[stage] for stage, _, _ in program], dtype=np.intp), np.arange(len(program))
+    begins, ends = (np.zeros((len(program), len(stages)), dtype=np.int64) for _ in range(2))
+    begins[rows, columns] = [op is Op.F for _, op, _ in program]
+    with_backward = {stage for stage, op, _ in program if op is not Op.F}
+    ends[rows, columns] = [op in LAST_USES or stage not in with_backward for stage, op, _ in program]
+    alive = np.cumsum(begins - ends, axis=0)
+    return np.asarray(alive + ends, dtype=np.int64)
 
 
 def peak_activations(program: Sequence[Action]) -> int:

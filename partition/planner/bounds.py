@@ -28,7 +28,7 @@ from .model import Model
 from .space import Configuration
 
 _KINDS = 16  # of nodes that are counted apart
-_MOMENTS = 1 << 16  # that are sorted; beyond, ranks count as beginning at once
+_NEXT = 3  # moments of each rank that are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class LeastSeconds:
         """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
         nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
         around = 2 * model.profile.action_seconds  # of F and B of a stage
-        messages = 4 * m * self._least_busy * sum(a != b for a, b in pairwise(c.positions))
+        messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
         work, total = m * nodes.work / speed, m * model.seconds / speed + messages
         own = np.full(c.pipeline, m * c.num_chunks * around)
         if family(c.schedule).rule.is_asynchronous:
@@ -84,6 +84,11 @@ class LeastSeconds:
                 each = model.seconds / speed + c.pipeline * around
                 least = max(least, each / (1 - (1 - 1 / m) ** c.pipeline))
         return max(least, _through(total + updates, nodes.counts, work + update, there))
+
+    def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
+        """Bytes of parameters that the fullest rank has, at least."""
+        nodes = self._nodes_of(model)
+        return _through(float(model.cuts.parameters[-1]), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
 
     def _nodes_of(self, model: Model) -> _Nodes:
         if id(model) not in self._nodes:
@@ -110,19 +115,20 @@ def _spread(counts: Floats, costs: Floats, heads: Floats) -> float:
     >>> _spread(np.array([2, 5]), np.array([10.0, 4.0]), np.array([0.0, 1.0, 2.0]))
     12.0
     """
-    order, least, number = np.argsort(-costs), 0.0, 0
-    for at in order:
+    least, number, ranks = 0.0, 0, len(heads)
+    for at in np.argsort(-costs):
         number += int(counts[at])
         cost = float(costs[at])
         if cost <= 0:
             break
-        per_rank = -(-number // len(heads))
-        rounds = min(number, per_rank + int(float(heads.max()) / cost) + 1)
-        if rounds * len(heads) > _MOMENTS:
-            least = max(least, per_rank * cost)
-            continue
-        moments = (heads[:, None] + cost * np.arange(1, rounds + 1)).ravel()
-        least = max(least, float(np.partition(moments, number - 1)[number - 1]))
+        least = max(least, -(-number // ranks) * cost)
+        # So many are done somewhat earlier; of each rank the next moments are enough.
+        done = np.maximum(np.floor(((number * cost + float(heads.sum())) / ranks - cost - heads) / cost), 0.0)
+        short = number - int(done.sum())
+        if 0 < short <= _NEXT * ranks:
+            moments = heads + cost * (done + np.arange(1, _NEXT + 1)[:, None])
+            found = np.partition(moments.ravel(), short - 1)[short - 1]
+            least = max(least, min(float(found), float(moments[-1].min())))
     return least
 
 
@@ -134,9 +140,7 @@ def _nodes(model: Model) -> _Nodes:
     groups = np.array_split(np.arange(len(kinds)), min(len(kinds), _KINDS))
     work, parameters, update = (np.array([kinds[at, column].min() for at in groups]) for column in range(3))
     sizes = model.cuts.members.sum(axis=1)
-    forward, both = (
-        np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds)
-    )
+    forward, both = (np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds))
     return _Nodes(
         counts=np.array([counts[at].sum() for at in groups], dtype=np.float64),
         work=work,

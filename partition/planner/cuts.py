@@ -59,6 +59,7 @@ class _EvenCosts:
         self, model: Model, place: Placement, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration
     ) -> None:
         self.place, self.flights, self.rules, self.c = place, flights, rules, c
+        self.positions, self.counts = c.positions, c.counts
         at = np.asarray(model.coarse)
         self.inside = model.cuts.inside[np.ix_(at, at)]
         self.sums = model.cuts.stages(at[:, None], at)
@@ -69,7 +70,7 @@ class _EvenCosts:
 
     def whatever(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
-        speed = self.place.speeds[self.c.positions[stage]]
+        speed = self.place.speeds[self.positions[stage]]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
         key = (inward, outward, speed)
         if key not in self._plain:
@@ -85,7 +86,7 @@ class _EvenCosts:
 
     def within(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
-        p, chunk = self.c.positions[stage], stage // self.c.pipeline
+        p, chunk = self.positions[stage], stage // self.c.pipeline
         flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
         plain = self.whatever(stage)
         if not math.isfinite(limit) and "none" in self.rules.recompute:
@@ -103,7 +104,7 @@ class _EvenCosts:
         return made
 
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
-        counts, versions = self.c.counts[p], self.flights[p].versions
+        counts, versions = self.counts[p], self.flights[p].versions
         key = (counts, versions, recompute)
         if key not in self._parts:
             self._parts[key] = stage_parts(

@@ -118,8 +118,7 @@ class Evaluator:
         if self._memories_of != (c, flights):
             self._memories_of, self._memories = (c, flights), {}
         memories = []
-        for p in range(c.pipeline):
-            stages = tuple(s for s, at in enumerate(positions) if at == p)
+        for p, stages in enumerate(_stages_of(positions, c.pipeline)):
             own = (p, *((ends[s], ends[s + 1]) for s in stages))
             if own not in self._memories:
                 rank = RankPlace(
@@ -134,7 +133,15 @@ class Evaluator:
         worst = max(range(c.pipeline), key=lambda p: memories[p].too_many)
         if memories[worst].too_many:
             raise MisfitError(stage_group=worst, too_many=memories[worst].too_many, limit=place.limits[worst])
-        seconds = _seconds(c, sums, place, memories, action=model.profile.action_seconds)
+        treatments = [(memories[p].treatment, s // c.pipeline) for s, p in enumerate(positions)]
+        seconds = _seconds(
+            c,
+            sums,
+            place,
+            recompute=[each.recompute[v] for each, v in treatments],
+            shards=[each.shards[v] for each, v in treatments],
+            action=model.profile.action_seconds,
+        )
         return Evaluated(
             configuration=c,
             ends=ends,
@@ -146,6 +153,22 @@ class Evaluator:
             bottleneck=float(pace(work=_work(c, seconds), links=_links(c, seconds)).max()),
             bound=0.0 if c.num_microbatches is None else _bound(c, seconds),
         )
+
+    def least_seconds(self, c: Configuration, ends: Ends) -> float:
+        """No order of this work is faster, whatever is done about memory [s]; 0 where M is open."""
+        if c.num_microbatches is None:
+            return 0.0
+        model, counts = self.model(c), c.counts
+        may_shard = "full" in self._rules_of(model).sharding
+        seconds = _seconds(
+            c,
+            model.stages(ends),
+            self.placements.of(c),
+            recompute=["none"] * c.num_stages,
+            shards=[counts[p] if may_shard else 1 for p in c.positions],
+            action=model.profile.action_seconds,
+        )
+        return _bound(c, seconds)
 
     def simulate(self, evaluated: Evaluated) -> Simulated:
         """One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all.
@@ -240,10 +263,15 @@ def _per_replica(c: Configuration) -> int:
 
 
 def _seconds(
-    c: Configuration, sums: StageSums, place: Placement, memories: Sequence[RankMemory], *, action: float
+    c: Configuration,
+    sums: StageSums,
+    place: Placement,
+    *,
+    recompute: Sequence[str],
+    shards: Sequence[int],
+    action: float,
 ) -> StageSeconds:
     group = np.array(c.positions)
-    treatments = [(memories[p].treatment, s // c.pipeline) for s, p in enumerate(c.positions)]
     return stage_seconds(
         sums,
         speeds=np.asarray(place.speeds)[group],
@@ -251,10 +279,18 @@ def _seconds(
         outward=place.outward,
         rings=[place.rings[p] for p in group],
         tensor=c.tensor,
-        recompute=[each.recompute[v] for each, v in treatments],
-        shards=np.array([float(each.shards[v]) for each, v in treatments]),
+        recompute=recompute,
+        shards=np.array(shards, dtype=np.float64),
         action=action,
     )
+
+
+def _stages_of(positions: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """[P] stages of each rank."""
+    stages: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage, at in enumerate(positions):
+        stages[at].append(stage)
+    return [tuple(each) for each in stages]
 
 
 def traffic_of(evaluated: Evaluated) -> tuple[StageTraffic, ...]:
@@ -320,10 +356,9 @@ def _updates_behind(c: Configuration, s: StageSeconds) -> Floats:
 
     All its steps, and the sums of the one stage whose backward was last: those of others may have gone on beside it.
     """
-    least = [
-        min(pair for pair, at in zip(s.around + s.step, c.positions, strict=True) if at == p) for p in range(c.pipeline)
-    ]
-    return np.maximum(by_rank(c, s.step), least)
+    least = np.full(c.pipeline, np.inf)
+    np.minimum.at(least, list(c.positions), s.around + s.step)
+    return np.asarray(np.maximum(by_rank(c, s.step), least), dtype=np.float64)
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:

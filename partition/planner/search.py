@@ -1,6 +1,6 @@
 """Best first: the configuration that may still be fastest is looked at next, until none left can beat the best.
 
-    work alone  ->  cuts, costs and memory  ->  ranks levelled  ->  simulated
+    work alone  ->  cuts, nothing recomputed  ->  memory, what is recomputed for it  ->  simulated
     (every one)           (while they may win: bound below the best simulated step)
 
 Each step makes the bound of a configuration larger or leaves it; the next one to look at is the one with the least.
@@ -12,23 +12,23 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, pairwise
+from itertools import count
 from operator import itemgetter
-from typing import overload
+from typing import NamedTuple, overload
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
 from ..solver.chunks import level_ranks, neighbours
 from ..stage_memory import MemoryRules
-from .cuts import candidate_ends, few_ways
-from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError, by_rank
+from .bounds import LeastSeconds
+from .cuts import candidate_ends
+from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError
 from .model import Model
 from .result import Found
 from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
-_LEAST_FILL = 0.5
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
@@ -60,6 +60,13 @@ class Tally:
 Progress = Callable[[Tally, float | None], None]
 
 
+class _Cut(NamedTuple):
+    """A configuration with its cuts to look at, the one with the least bound first."""
+
+    configuration: Configuration
+    every: list[Ends]
+
+
 class Search:
     """One search.
 
@@ -81,7 +88,7 @@ class Search:
         self.evaluator, self.rules_of = evaluator, rules_of
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self.tally = Tally()
-        self._rings: dict[tuple[int, int], float] = {}  # seconds a byte
+        self._least = LeastSeconds(evaluator.topology)
         self.miss: Miss | None = None
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
@@ -92,33 +99,32 @@ class Search:
         """Simulated configurations, the best first; empty where nothing fits."""
         queue: list[tuple[float, int, tuple[object, ...], int, object]] = []
         for c in configurations:
-            queue.append((self._least(c), 0, c.key, len(queue), c))
+            queue.append((self._least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
         self.tally.considered += len(queue) + len(fixed)
         numbers = count(len(queue))
         heapify(queue)
         for number, (c, ends) in enumerate(fixed):
-            fitting = self._fitting(c, [ends])
-            self.tally.unfit += not fitting
-            if fitting:
-                heappush(queue, (fitting[0].bound, 2, c.key, -1 - number, fitting))
+            heappush(queue, (self.evaluator.least_seconds(c, ends), 1, c.key, -1 - number, _Cut(c, [ends])))
         found: list[Found] = []
         while queue and not self._is_done(queue[0][0], found):
-            bound, level, key, number, item = heappop(queue)
-            if level == 2:
-                assert isinstance(item, list)
+            bound, _, key, number, item = heappop(queue)
+            if isinstance(item, list):
                 self._run(item, found)
             else:
-                fitting, bound = self._cut(item, bound)
-                if fitting:
-                    heappush(queue, (bound, level + 1, key, next(numbers), fitting))
+                further, least = self._further(item)
+                if further is not None:
+                    level = 1 if isinstance(further, _Cut) else 2
+                    at = next(numbers) if level == 1 else number
+                    heappush(queue, (max(bound, least), level, key, at, further))
             if self.progress is not None:
                 self.progress(self.tally, _least_seconds(found))
         self.least_left = queue[0][0] if queue else None
         # Stopped or not, nothing that was brought along and may still win is left out.
         for bound, *_, item in sorted((entry for entry in queue if entry[3] < 0), key=itemgetter(0, 3)):
             if bound < _least_seconds(found, otherwise=math.inf):
-                assert isinstance(item, list)
-                self._run(item, found)
+                fitting = item if isinstance(item, list) else self._further(item)[0]
+                if isinstance(fitting, list):
+                    self._run(fitting, found)
         self.tally.left = len(queue)
         if not found:
             self._find_miss()
@@ -133,15 +139,30 @@ class Search:
         done = bool(found) and least >= _least_seconds(found, otherwise=math.inf) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
 
-    def _cut(self, item: object, bound: float) -> tuple[list[Evaluated], float]:
-        """A configuration's candidates that fit, or those with their ranks made level, and their least bound."""
+    def _further(self, item: object) -> tuple[_Cut | list[Evaluated] | None, float]:
+        """A configuration as its cuts, cuts as those that fit, with the least seconds; None where nothing is left."""
         if isinstance(item, Configuration):
-            self.tally.cut += 1
-            fitting = self._candidates(item)
-            return fitting, max(bound, _if_level(fitting[0])) if fitting else bound
-        assert isinstance(item, list)
-        fitting = self._levelled(item)
-        return fitting, max(bound, fitting[0].bound)
+            return self._cut(item)
+        assert isinstance(item, _Cut)
+        fitting = self._fitting(item.configuration, item.every)
+        self.tally.unfit += not fitting
+        return fitting or None, fitting[0].bound if fitting else math.inf
+
+    def _cut(self, c: Configuration) -> tuple[_Cut | None, float]:
+        """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
+        self.tally.cut += 1
+        every = [] if self._is_hopeless(c) else self._ends(c)
+        if not every:
+            self.tally.unfit += 1
+            return None, math.inf
+        least = {ends: self.evaluator.least_seconds(c, ends) for ends in every}
+        every.sort(key=lambda ends: (least[ends], ends))
+        if c.num_chunks > 1:
+            cuts = self.evaluator.model(c).cuts
+            for ends in [level_ranks(cuts, ends, c.positions) for ends in every[:2]]:
+                if ends not in least:
+                    least[ends] = self.evaluator.least_seconds(c, ends)
+        return _Cut(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
 
     def _run(self, item: list[Evaluated], found: list[Found]) -> None:
         """Simulate the candidates of one configuration; the best of them joins `found`."""
@@ -153,83 +174,31 @@ class Search:
         self.tally.simulated += bool(ran)
         self.tally.unfit += not ran
 
-    def _least(self, c: Configuration) -> float:
-        """No cut of this configuration is faster, on devices that are all as fast as the fastest [s].
-
-        Each rank has its work and its updates. Under a flush with one stage a rank, rank r may have 1 - 1/m of the work
-        of the rank in front, since it waits that much longer: T = W / (1 - (1 - 1/m)^P) for W a microbatch, m
-        microbatches a replica. With chunks the cuts that are tried (even ones) fill the pipeline in about (P - 1)/V
-        times W/P; half of that is counted, and nothing where every cut is tried. Neither holds where the backward is
-        split: weight gradients are work for those who wait.
-        """
-        model = self.evaluator.model(c)
-        m = c.batch // c.data
-        work = model.seconds / self.evaluator.topology.fastest + self._around(c, model)
-        if family(c.schedule).rule.is_asynchronous:
-            return work * m / c.pipeline
-        is_split = family(c.schedule).splits_backward
-        fill = 0.0
-        if c.num_chunks > 1 and not is_split and not few_ways(model, c.num_stages):
-            fill = _LEAST_FILL * (c.pipeline - 1) / c.num_chunks
-        each = (work * (m + fill) + self._updates(c, model)) / c.pipeline
-        return each if c.num_chunks > 1 or is_split else max(each, work / (1 - (1 - 1 / m) ** c.pipeline))
-
-    def _around(self, c: Configuration, model: Model) -> float:
-        """Seconds a microbatch that the runtime takes of all ranks together, beside F and B of all stages."""
-        hops = sum(a != b for a, b in pairwise(c.positions))  # a message at two ends, in both directions
-        least = min(link.busy for link in self.evaluator.topology.links)
-        return 2 * c.num_stages * model.profile.action_seconds + 4 * hops * least
-
-    def _updates(self, c: Configuration, model: Model) -> float:
-        """Seconds of all ranks of a replica together: gradients summed over the best placed D ranks, and the steps.
-
-        Where ranks have several stages the sums of one may go on beside the backwards of another.
-        """
-        steps = float(model.cuts.update[-1]) / self.evaluator.topology.fastest / c.data
-        if c.num_chunks > 1:
-            return steps
-        key = (c.data, c.tensor)
-        if key not in self._rings:
-            self._rings[key] = self._least_ring(c.data, c.tensor)
-        ring = float(model.cuts.parameters[-1]) * self._rings[key]
-        return ring + steps
-
-    def _least_ring(self, data: int, tensor: int) -> float:
-        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""
-        fast = self.evaluator.topology.with_fast_cards()
-        return min(ring.seconds_a_byte for ring in fast.rings_of_groups(data, stride=tensor))
-
-    def _candidates(self, c: Configuration) -> list[Evaluated]:
-        if self._is_hopeless(c):
-            self.tally.unfit += 1
-            return []
-        fitting = self._with_cuts(c)
-        self.tally.unfit += not fitting
-        return fitting
-
-    def _with_cuts(self, c: Configuration) -> list[Evaluated]:
-        """Its candidates that fit; none where the schedule does not take its sizes."""
+    def _ends(self, c: Configuration) -> list[Ends]:
+        """Cuts to look at; none where the schedule does not take its sizes."""
         try:
-            ends = candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
+            return candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
         except RefusedError as error:
             self._note_refusal(error)
             return []
-        return self._fitting(c, ends)
 
     def _find_miss(self) -> None:
         """Look at the hopeless ones for what they lack in truth, in order of what they lack on average."""
         for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
             if self.miss is not None and (excess >= self.miss.too_many or tried >= _MISSES):
                 break
-            self._with_cuts(c)
+            self._fitting(c, self._ends(c))
 
     def _is_hopeless(self, c: Configuration) -> bool:
-        """True where all devices together are too small for the weights alone, without another look at the cuts."""
+        """True where the fullest rank is too small for its weights alone, without a look at the cuts.
+
+        Where the optimizer is divided, a rank has the parts of others for a moment, of gradients and of weights.
+        """
         model = self.evaluator.model(c)
         rules = self.rules_of(model)
-        shards = c.data if "full" in rules.sharding else 1
-        held = float(model.cuts.parameters[-1]) * (2 + rules.optimizer_ratio / shards) + float(model.cuts.buffers[-1])
-        excess = held / c.pipeline - self.evaluator.topology.largest_memory
+        ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
+        optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
+        excess = self._least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False
         self._hopeless.append((excess, c))
@@ -247,19 +216,6 @@ class Search:
                 self._note_refusal(error)
                 break
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
-
-    def _levelled(self, fitting: list[Evaluated]) -> list[Evaluated]:
-        """The same, and with chunks the same with the work of the ranks made level."""
-        c = fitting[0].configuration
-        if c.num_chunks == 1:
-            return fitting
-        cuts = self.evaluator.model(c).cuts
-        known = [each.ends for each in fitting]
-        more = [level_ranks(cuts, ends, c.positions) for ends in known[:2]]
-        return sorted(
-            fitting + self._fitting(c, [ends for ends in dict.fromkeys(more) if ends not in known]),
-            key=lambda each: (each.bound, each.ends),
-        )
 
     def _note_miss(self, c: Configuration, ends: Ends, error: MisfitError) -> None:
         if self.miss is None or error.too_many < self.miss.too_many:
@@ -341,15 +297,6 @@ def _least_seconds(found: Sequence[Found], *, otherwise: float) -> float: ...
 
 def _least_seconds(found: Sequence[Found], *, otherwise: float | None = None) -> float | None:
     return min((each.seconds for each in found), default=otherwise)
-
-
-def _if_level(e: Evaluated) -> float:
-    """The bound if its ranks had equal work, where they have several stages: what levelling them may reach [s]."""
-    c = e.configuration
-    if c.num_chunks == 1:
-        return e.bound
-    work = by_rank(c, e.seconds.work)
-    return e.bound - float(work.max() - work.mean()) * c.batch / c.data
 
 
 def _rank(found: Found) -> tuple[object, ...]:

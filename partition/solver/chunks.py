@@ -40,10 +40,12 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[int, ...]
     bar = least * (1 + 1e-12)
     rest = np.full(num_cuts, np.inf)
     rest[-1] = 0.0
-    choices = []
+    choices, last_costs = [], None
     for stage in range(num_stages - 1, -1, -1):
         costs = cost(stage)
-        total = np.where(costs <= bar, costs * costs, np.inf) + rest
+        if costs is not last_costs:  # most stages cost as much as the one behind
+            squares, last_costs = np.where(costs <= bar, costs * costs, np.inf), costs
+        total = squares + rest
         last = num_cuts - 1 - total[:, ::-1].argmin(axis=1)
         rest = total[np.arange(num_cuts), last]
         choices.append(last)
