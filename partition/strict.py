@@ -111,6 +111,13 @@ class Fields:
         """A whole number of at least 1."""
         return count(self.at(key), self.take(key, "a whole number of at least 1", **default))
 
+    def whole(self, key: str) -> int:
+        """A whole number of at least 0."""
+        value = self.take(key, "a whole number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_COUNT:
+            fail(self.at(key), value, "a whole number of at least 0")
+        return value
+
     def optional_count(self, key: str) -> int | None:
         """A whole number of at least 1, or null; null where it is missing."""
         value = self.take(key, "a whole number or null", default=None)

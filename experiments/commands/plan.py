@@ -44,6 +44,7 @@ _OPTIONS = {  # as `plan` calls them
     "recompute": "--recompute",
     "optimizer_sharding": "--optimizer-sharding",
     "runnable=True": "--runnable",
+    "seconds": "--seconds",
 }
 _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 
@@ -91,6 +92,8 @@ class PlanOptions(OwnOptions):
     """Sharding of the optimizer's state to choose from."""
     runnable: bool = False
     """Only what `stagewright train --plan` executes."""
+    seconds: float | None = None
+    """Search no longer than this, or until something is found (default: until nothing left can be faster)."""
     order_seconds: float = 0.0
     """Look so long for a better order of the plan's work, in no more memory (default: the schedule's own)."""
     out: Path | None = None
@@ -161,6 +164,7 @@ def _planned(
         recompute=options.recompute,
         optimizer_sharding=options.optimizer_sharding,
         runnable=options.runnable,
+        seconds=options.seconds,
         progress=_Reporter(),
     )
 

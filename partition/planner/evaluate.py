@@ -47,6 +47,10 @@ class RefusedError(ValueError):
     """The schedule does not take these sizes."""
 
 
+class TooLongError(RefusedError):
+    """More actions than are simulated or counted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluated:
     """A configuration with cuts that fits.
@@ -251,9 +255,9 @@ class Evaluator:
         return self._schedules[key]
 
 
-def too_long(c: Configuration, num_microbatches: int) -> RefusedError:
+def too_long(c: Configuration, num_microbatches: int) -> TooLongError:
     """Error for more actions than are simulated or counted."""
-    return RefusedError(
+    return TooLongError(
         f"{num_microbatches:,} microbatches of {c.num_stages} stages: more than {MAX_ACTIONS:,} actions"
     )
 

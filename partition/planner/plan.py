@@ -55,6 +55,7 @@ def plan(
     runnable: bool = False,
     num_runners_up: int = 8,
     max_simulated: int = 64,
+    seconds: float | None = None,
     max_cuts: int = MAX_CUTS,
     progress: Progress | None = None,
 ) -> Plan:
@@ -80,7 +81,9 @@ def plan(
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
         runnable: only what the runtime executes, which today is all.
         num_runners_up: to name in the plan.
-        max_simulated: configurations to simulate at most; a note says where the search stopped at it.
+        max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
+        seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
+            win. With it the same input may give another plan.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
         progress: called with a `Tally` and the best seconds so far.
 
@@ -164,6 +167,7 @@ def plan(
         rules_of,
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
+        seconds=None if seconds is None else number("seconds", seconds),
         progress=progress,
     )
     found = search.run(_in_all_orders(space, topology.cluster), fixed)
@@ -181,6 +185,7 @@ def plan(
         says_size=says_size,
         num_runners_up=num_runners_up,
         notes=_notes(search, found, says_size=says_size),
+        searched=search.searched,
     )
 
 
@@ -301,23 +306,12 @@ def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int]
 
 
 def _notes(search: Search, found: Sequence[Found], *, says_size: bool) -> list[str]:
-    tally, best = search.tally, found[0]
-    notes = [f"{CHOSEN}{label(best.evaluated)}", *best.evaluated.model.cuts.notes]
+    best = found[0].evaluated
+    notes = [f"{CHOSEN}{label(best)}", *best.model.cuts.notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
-    done = f"{tally.considered:,} configurations: {tally.cut:,} cut, {tally.simulated:,} simulated"
-    if tally.unfit:
-        done += f", {tally.unfit:,} do not fit the memory or the schedule"
-    if tally.too_long:
-        done += f", {tally.too_long:,} too long to simulate"
-    notes.append(done)
     if search.refused:
         notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
-    if search.least_left is not None and search.least_left < best.seconds:
-        notes.append(
-            f"stopped at max_simulated={search.max_simulated}: of those left none can be more than "
-            f"{best.seconds / search.least_left - 1:.2%} faster"
-        )
     return notes
 
 

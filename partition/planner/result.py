@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..allocator import Allocator
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
+from ..plans.searched import Searched
 from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
 from ..stage_memory import stage_bytes
@@ -38,6 +39,7 @@ def as_plan(
     says_size: bool,
     num_runners_up: int,
     notes: Sequence[str],
+    searched: Searched | None = None,
 ) -> Plan:
     """The first of `found` as a plan, the next ones as its runners-up.
 
@@ -63,6 +65,7 @@ def as_plan(
         allocator=Allocator.of(e.model.profile.device),
         runners_up=tuple(_runner_up(each) for each in found[1 : num_runners_up + 1]),
         notes=tuple(notes),
+        searched=searched,
     )
 
 

@@ -9,20 +9,21 @@ Each step makes the bound of a configuration larger or leaves it; the next one t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
-from operator import itemgetter
 from typing import NamedTuple, overload
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
+from ..plans.searched import Searched
 from ..solver.chunks import level_ranks, neighbours
 from ..stage_memory import MemoryRules
 from .bounds import LeastSeconds
 from .cuts import candidate_ends
-from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError
+from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError, TooLongError
 from .model import Model
 from .result import Found
 from .space import Configuration
@@ -31,6 +32,7 @@ _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _REFINED = 3  # configurations whose cuts are moved
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
+_STEPS = 12  # of best first to one of farthest first, where seconds are counted
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
@@ -57,6 +59,7 @@ class Tally:
     left: int = 0
 
 
+_Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key, number, what is looked at
 Progress = Callable[[Tally, float | None], None]
 
 
@@ -74,6 +77,8 @@ class Search:
         fixed: cuts of configurations that bring their own (unequal replicas).
         wanted: how many simulated configurations to return, at least, where there are as many.
         max_simulated: to stop at.
+        seconds: to stop after, once something is simulated; None: never. Then every few steps whatever has come
+            farthest goes on, so that something is simulated early.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Search:
         *,
         wanted: int,
         max_simulated: int,
+        seconds: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.evaluator, self.rules_of = evaluator, rules_of
@@ -93,38 +99,37 @@ class Search:
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
         self.refusal: str | None = None  # of sizes that a schedule does not take, the first
-        self.least_left: float | None = None
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self._least_seconds = math.inf  # of any configuration, whatever its cuts
+        self._least_left = math.inf  # of those that were not simulated
+        self._numbers = count()
 
     def run(self, configurations: Iterable[Configuration], fixed: Sequence[tuple[Configuration, Ends]]) -> list[Found]:
         """Simulated configurations, the best first; empty where nothing fits."""
-        queue: list[tuple[float, int, tuple[object, ...], int, object]] = []
+        queue: list[_Entry] = []
         for c in configurations:
             queue.append((self._least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
         self.tally.considered += len(queue) + len(fixed)
-        numbers = count(len(queue))
+        self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue), *map(self._all_busy, fixed)])
+        self._numbers = count(len(queue))
         heapify(queue)
         for number, (c, ends) in enumerate(fixed):
             heappush(queue, (self.evaluator.least_seconds(c, ends), 1, c.key, -1 - number, _Cut(c, [ends])))
         found: list[Found] = []
-        while queue and not self._is_done(queue[0][0], found):
-            bound, _, key, number, item = heappop(queue)
-            if isinstance(item, list):
-                self._run(item, found)
-            else:
-                further, least = self._further(item)
-                if further is not None:
-                    level = 1 if isinstance(further, _Cut) else 2
-                    at = next(numbers) if level == 1 else number
-                    heappush(queue, (max(bound, least), level, key, at, further))
+        for step in count():
+            if not queue or self._is_done(queue[0][0], found):
+                break
+            self._look(self._next(queue, step), queue, found)
             if self.progress is not None:
                 self.progress(self.tally, _least_seconds(found))
-        self.least_left = queue[0][0] if queue else None
         # Stopped or not, nothing that was brought along and may still win is left out.
-        for bound, *_, item in sorted((entry for entry in queue if entry[3] < 0), key=itemgetter(0, 3)):
-            if bound < _least_seconds(found, otherwise=math.inf):
-                fitting = item if isinstance(item, list) else self._further(item)[0]
-                if isinstance(fitting, list):
-                    self._run(fitting, found)
+        brought = [entry for entry in queue if entry[3] < 0]
+        queue = [entry for entry in queue if entry[3] >= 0]
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
+        heapify(brought)
+        while brought and brought[0][0] < _least_seconds(found, otherwise=math.inf):
+            self._look(heappop(brought), brought, found)
+        self._least_left = min([self._least_left, *(entry[0] for entry in brought)])
         self.tally.left = len(queue)
         if not found:
             self._find_miss()
@@ -134,8 +139,49 @@ class Search:
             best.setdefault(each.evaluated.configuration, each)
         return self._refined(list(best.values()))
 
+    def _look(self, entry: _Entry, queue: list[_Entry], found: list[Found]) -> None:
+        """Take one step with what is looked at: it joins `found`, or the queue again, or is out."""
+        bound, _, key, number, item = entry
+        if isinstance(item, list):
+            self._run(item, found)
+            return
+        further, least = self._further(item)
+        if further is not None:
+            level = 1 if isinstance(further, _Cut) else 2
+            heappush(queue, (max(bound, least), level, key, next(self._numbers) if level == 1 else number, further))
+
+    @property
+    def searched(self) -> Searched:
+        """What was looked at, and what is known of the rest."""
+        tally = self.tally
+        return Searched(
+            considered=tally.considered,
+            cut=tally.cut,
+            simulated=tally.simulated,
+            unfit=tally.unfit,
+            too_long=tally.too_long,
+            least_left=self._least_left if math.isfinite(self._least_left) else None,
+            least=self._least_seconds,
+        )
+
+    def _all_busy(self, brought: tuple[Configuration, Ends]) -> float:
+        """Seconds in which all devices of a configuration do all of its work, if none ever waits."""
+        c = brought[0]
+        return c.batch * self.evaluator.model(c).seconds / self.evaluator.topology.fastest / c.num_devices
+
+    def _next(self, queue: list[_Entry], step: int) -> _Entry:
+        """What has the least bound; where seconds are counted, now and then the farthest of all."""
+        if self.deadline is None or step % _STEPS:
+            return heappop(queue)
+        farthest = min(queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))
+        queue.remove(farthest)
+        heapify(queue)
+        return farthest
+
     def _is_done(self, least: float, found: Sequence[Found]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
+        if found and self.deadline is not None and time.monotonic() > self.deadline:
+            return True
         done = bool(found) and least >= _least_seconds(found, otherwise=math.inf) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
 
@@ -168,6 +214,7 @@ class Search:
         """Simulate the candidates of one configuration; the best of them joins `found`."""
         if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
             self.tally.too_long += 1
+            self._least_left = min(self._least_left, item[0].bound)
             return
         ran = self._simulated(item)
         found += ran
@@ -179,7 +226,7 @@ class Search:
         try:
             return candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
         except RefusedError as error:
-            self._note_refusal(error)
+            self._note_refusal(error, self._least.of(c, self.evaluator.model(c)))
             return []
 
     def _find_miss(self) -> None:
@@ -213,7 +260,7 @@ class Search:
             except MisfitError as error:
                 self._note_miss(c, ends, error)
             except RefusedError as error:
-                self._note_refusal(error)
+                self._note_refusal(error, self.evaluator.least_seconds(c, ends))
                 break
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
 
@@ -223,7 +270,10 @@ class Search:
                 configuration=c, ends=ends, stage_group=error.stage_group, too_many=error.too_many, limit=error.limit
             )
 
-    def _note_refusal(self, error: RefusedError) -> None:
+    def _note_refusal(self, error: RefusedError, least: float) -> None:
+        """A schedule that does not take its sizes; or one too long to look at, which would take `least` or more [s]."""
+        if isinstance(error, TooLongError):
+            self._least_left = min(self._least_left, least)
         self.refusal = str(error) if self.refusal is None else self.refusal
 
     def _simulated(self, candidates: list[Evaluated]) -> list[Found]:
@@ -239,12 +289,12 @@ class Search:
                 self._note_miss(evaluated.configuration, evaluated.ends, error)
                 continue
             except RefusedError as error:
-                self._note_refusal(error)
+                self._note_refusal(error, evaluated.bound)
                 break
             try:
                 simulated = self.evaluator.simulate(exact)
             except RefusedError as error:  # no short batch stands for it, and all of it is too long
-                self._note_refusal(error)
+                self._note_refusal(error, exact.bound)
                 break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
                 self.refused.append(f"{exact.configuration.label}: {error}")

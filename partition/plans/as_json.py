@@ -12,6 +12,7 @@ from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE
 from ..strict import Fields, fail, parse_object
 from .record import PlanRecord, PlanStage, RunnerUp
+from .searched import Searched
 from .traffic import StageTraffic
 
 P = TypeVar("P", bound=PlanRecord)
@@ -46,6 +47,7 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
             allocator=_allocator(record),
             runners_up=tuple(_runner_up(each) for each in record.objects("runners_up")),
             notes=tuple(str(note) for note in record.items("notes")),
+            searched=None if (searched := record.optional_object("searched")) is None else _searched(searched),
         )
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
@@ -96,6 +98,13 @@ def _figures(kind: type[Bytes], record: Fields) -> Bytes:
 def _traffic(record: Fields) -> StageTraffic:
     given = {each.name: record.number(each.name) for each in fields(StageTraffic) if each.name != "message_seconds"}
     found = StageTraffic(**given, message_seconds=record.number("message_seconds", default=0.0))
+    record.done()
+    return found
+
+
+def _searched(record: Fields) -> Searched:
+    counts = {name: record.whole(name) for name in ("considered", "cut", "simulated", "unfit", "too_long")}
+    found = Searched(**counts, least_left=record.optional_number("least_left"), least=record.number("least"))
     record.done()
     return found
 

@@ -38,6 +38,8 @@ def explain(plan: PlanRecord) -> str:
     lines += _memory(plan)
     lines += _kept(plan)
     lines += [f"runner-up {_label(each)}: {_loss(plan, each)}" for each in plan.runners_up]
+    if plan.searched is not None and plan.simulated_step_time is not None:
+        lines += plan.searched.lines(plan.simulated_step_time)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))])
 
 

@@ -11,6 +11,7 @@ from ...schedules.timing.memory import StageBytes
 from ..allocator import Allocator, Kept, kept
 from ..memory_use import MemoryUse
 from ..stage_cost import RECOMPUTE, overheads
+from .searched import Searched
 from .traffic import StageTraffic
 
 
@@ -139,6 +140,7 @@ class PlanRecord:
         allocator: of the devices' memory, of which `kept` says more; None where nobody knows the devices.
         runners_up: what else was considered, the better ones first.
         notes: what was left out or could not be done.
+        searched: how far, and what is known of the rest; None where configurations were not searched.
 
     Raises ValueError for a node that stands twice, a rank that stands twice among the stages of one chunk or other
     ranks in another chunk, a rank outside the cluster, and traffic of some stages only or over other ways in another
@@ -160,6 +162,7 @@ class PlanRecord:
     allocator: Allocator | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
+    searched: Searched | None = None
 
     def __post_init__(self) -> None:
         for field in ("stages", "order", "runners_up", "notes"):

@@ -30,6 +30,7 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     assert printed.count("pipe 1 x data 4, 1f1b, microbatch 1\n") == 1
     assert "runner-up pipe 2 x data 2, interleaved V=2, microbatch 1: " in printed
     assert "configurations: " in printed
+    assert "by their bounds none of the rest is faster" in printed
     assert "planned in " in printed
     assert Plan.load(out).replicas == (4,)
 

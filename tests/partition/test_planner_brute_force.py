@@ -189,13 +189,27 @@ def by_hand(
 def test_never_worse_than_any_configuration(
     profile: Profile, cluster: Cluster, batch: int, sharding: tuple[str, ...]
 ) -> None:
-    """With a choice: than any that divides no optimizer."""
-    found = plan(profile, cluster, global_batch=batch, optimizer_sharding=sharding, chunk_sizes=(2, 3))
+    """With a choice: than any that divides no optimizer. A search cut short says how much the rest may gain at most."""
+    options: dict[str, Any] = {"global_batch": batch, "optimizer_sharding": sharding, "chunk_sizes": (2, 3)}
+    found = plan(profile, cluster, **options)
+    short = plan(profile, cluster, max_simulated=1, num_runners_up=0, **options)
     assert found.simulated_step_time is not None
+    assert found.searched is not None
+    assert found.searched.faster_left(found.simulated_step_time) == 0
     for each in by_hand(profile, cluster, batch, 3):
         shards = each["data"] if sharding == ("full",) else 1
         least = step(profile, cluster, shards=shards, **each)
         assert found.simulated_step_time <= least * (1 + 1e-8), each
+        assert found.searched.least <= least * (1 + 1e-8), each
+        assert promised(short) <= least * (1 + 1e-8), each
+
+
+def promised(found: Plan) -> float:
+    """No configuration takes less, so the plan says."""
+    assert found.simulated_step_time is not None
+    assert found.searched is not None
+    left = found.searched.least_left
+    return min(found.simulated_step_time, math.inf if left is None else left)
 
 
 @settings(max_examples=25, deadline=None)
@@ -210,6 +224,7 @@ def test_never_worse_where_stages_go_back_and_forth_or_backwards_are_split(
 ) -> None:
     """No bound hides what they gain over 1F1B."""
     found = plan(profile, cluster, global_batch=batch, schedules=("1f1b", schedule), chunk_sizes=(2,))
+    assert found.searched is not None
     assert found.simulated_step_time == pytest.approx(simulate_plan(profile, cluster, found), rel=1e-9)
     for each in by_hand(profile, cluster, batch, 2, schedule):
         try:
@@ -217,6 +232,7 @@ def test_never_worse_where_stages_go_back_and_forth_or_backwards_are_split(
         except ValueError:  # too few microbatches
             continue
         assert found.simulated_step_time <= least * (1 + 1e-8), each
+        assert found.searched.least <= least * (1 + 1e-8), each
 
 
 def seconds_again(stage: Sequence[Node], recompute: str) -> float:

@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.partition.planner.bounds import LeastSeconds
 from stagewright.partition.planner.cuts import candidate_ends
 from stagewright.partition.planner.evaluate import Evaluator
 from stagewright.partition.planner.model import Model
-from stagewright.partition.planner.search import Search
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.plans.reorder import reorder
 from stagewright.partition.plans.simulated import simulated
@@ -160,8 +160,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             microbatch_size=1,
             num_microbatches=(4, 8)[trial % 2],
         )
-        search = Search(evaluator, lambda _, rules=rules: rules, wanted=1, max_simulated=1)
-        least = search._least(c)
+        least = LeastSeconds(links).of(c, model)
         for ends in candidate_ends(evaluator, rules, c):
             evaluated = evaluator.evaluate(c, ends, exact=True)
             seconds = evaluator.simulate(evaluated).seconds
