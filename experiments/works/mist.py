@@ -8,31 +8,29 @@ The check is on waits: who waits for whom, and for how long, is what the simulat
     embedding           of the two ends, the least: the one that is there first waits for the other
     update              of the two ends, the larger: these are through with the embeddings last, so that they do not
                         wait for the norm, while the ranks between them do
-    send                of the last stage but one alone, which sends one forward in its warm-up, to a stage that has
-                        done nothing but wait for it: bytes over these seconds are the link's bandwidth; its median
-                        over all plans on the platform
+    send                of the warm-up, for seconds of a message: `mist_links`
 
 and not the iteration, nor the other sends and receives, which say how long a rank waited.
 
 Aceso's engine computes nothing while it communicates: behind a forward a rank exchanges the activation for a gradient
 with the next stage, behind a backward the gradient for an activation with the one before. So each action is as long as
 its exchange longer. Of GPUs without a link of their own (L4, A10G) all bytes go through the host's memory, one message
-after the other: an exchange takes as long as both. NVLink carries both at once.
+after the other (github.com/NVIDIA/nccl issue 384): an exchange takes as long as both. NVLink, and the network between
+nodes, carry both at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from ...schedules import Costs, Timeline, build, simulate
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from . import mist_memory
-from .mist_messages import Message, message_behind
-from .mist_plans import MEASURED, MeasuredPlan, Rank, Stage, measured, path_of
+from .mist_links import bandwidth, between_nodes, message_seconds
+from .mist_messages import message_behind
+from .mist_plans import MeasuredPlan, Rank, Stage, measured, path_of
 
 _OWN_LINKS = ("a100", "h100", "v100-sxm")  # GPUs that reach each other without the host's memory
 _RATIO, _LEFT_OUT = "simulated / measured", "left out"
@@ -92,26 +90,11 @@ def _named(figure: Figure) -> str:
     return f"{case.text('model')} on {case.text('platform')} in {case.count('stages')} stages"
 
 
-@cache
-def bandwidth(platform: str, path: Path = MEASURED) -> float:
-    """One message's bytes a second on a platform: the median of what its plans' lone sends say.
-
-    1e12, of which no message is felt, where no plan of the platform has a message.
-    """
-    found = [
-        message_behind(plan, len(plan.stages) - 2).sent / seconds
-        for plan in measured(path).plans
-        if plan.platform == platform and len(plan.stages) > 1
-        if (seconds := min(rank.send for rank in plan.stages[-2].ranks)) > 0
-    ]
-    return median(found) if found else 1e12
-
-
 def simulated(plan: MeasuredPlan, bytes_per_second: float) -> Timeline:
     """The iteration, from the seconds that the module lists."""
     S, M = len(plan.stages), plan.num_microbatches
-    duplex = plan.platform.startswith(_OWN_LINKS)
-    behind = [_exchanges(message_behind(plan, stage), duplex, bytes_per_second) for stage in range(S - 1)]
+    messages = message_seconds(plan, bytes_per_second)
+    behind = [_exchanges(plan, stage, messages[stage], bytes_per_second) for stage in range(S - 1)]
     first, last = plan.stages[0], plan.stages[-1]
     update = max(_least(first, "update"), _least(last, "update"))
     tied = (((0, S - 1), min(_least(first, "embedding"), _least(last, "embedding"))),) if S > 1 else ()
@@ -128,10 +111,11 @@ def simulated(plan: MeasuredPlan, bytes_per_second: float) -> Timeline:
     return simulate(build("1f1b", num_ranks=S, num_microbatches=M), costs)
 
 
-def _exchanges(message: Message, duplex: bool, bytes_per_second: float) -> tuple[float, float]:
+def _exchanges(plan: MeasuredPlan, stage: int, seconds: float, bytes_per_second: float) -> tuple[float, float]:
     """Seconds that the stage before a cut, and the one behind it, take to send one message and receive another."""
-    both = message.sent if duplex else 2 * message.sent
-    return (both + message.gathered_before) / bytes_per_second, (both + message.gathered_behind) / bytes_per_second
+    at_once = between_nodes(plan, stage) or plan.platform.startswith(_OWN_LINKS)
+    message, both = message_behind(plan, stage), seconds if at_once else 2 * seconds
+    return both + message.gathered_before / bytes_per_second, both + message.gathered_behind / bytes_per_second
 
 
 def _least(stage: Stage, name: str) -> float:

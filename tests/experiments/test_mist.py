@@ -11,7 +11,8 @@ import pytest
 
 from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.figure import How
-from stagewright.experiments.works.mist import bandwidth, findings, simulate_plans, simulated
+from stagewright.experiments.works.mist import findings, simulate_plans, simulated
+from stagewright.experiments.works.mist_links import bandwidth, message_seconds, sent, warm_up_sends
 from stagewright.experiments.works.mist_memory import LayerBytes, memory_of_plans, predicted
 from stagewright.experiments.works.mist_messages import message_behind
 from stagewright.experiments.works.mist_plans import MEASURED, OPERATIONS, MeasuredPlan, measured
@@ -180,3 +181,36 @@ def test_behind_the_batch_gradients_are_in_float32() -> None:
     use = predicted(small, 0)
     assert use.total == pytest.approx(9 * use.parameters)  # 18 bytes a parameter, of which 2 are weights
     assert use.activations == 0
+
+
+def test_sends_of_the_warm_up_follow_from_forwards_and_messages() -> None:
+    """Of all stages, although one of them alone says the bandwidth: the others' sends are mostly waits."""
+    ratios = []
+    for plan in PLANS:
+        forward = [sum(rank.forward for rank in stage.ranks) / len(stage.ranks) for stage in plan.stages]
+        seconds = [each / plan.num_microbatches for each in forward]
+        said = warm_up_sends(seconds, message_seconds(plan, bandwidth("l4")))
+        ratios += [each / sent(stage) for each, stage in zip(said, plan.stages, strict=False)]
+    assert len(ratios) == 25
+    assert sorted(ratios)[12] == pytest.approx(1.0, abs=0.1)
+    assert all(0.7 < ratio < 1.6 for ratio in ratios)
+
+
+def test_messages_between_nodes_follow_from_the_sends_in_front_of_them() -> None:
+    """Sends as messages of 40 ms between the nodes would make them: these are found again, the others stay."""
+    plan = PLANS[-1]
+    apart = [
+        replace(stage, ranks=(replace(stage.ranks[0], number=number + (4 if number > 3 else 0)),))
+        for number, stage in enumerate(plan.stages)
+    ]
+    inside = message_seconds(plan, 1e10)
+    truth = [*inside[:3], 0.040, *inside[4:]]
+    sends = warm_up_sends([stage.ranks[0].forward / plan.num_microbatches for stage in apart], truth)
+    stages = tuple(
+        replace(stage, ranks=(replace(stage.ranks[0], send=send),))
+        for stage, send in zip(apart, [*sends, 0.0], strict=True)
+    )
+    two_nodes = replace(plan, stages=stages)
+    assert message_seconds(two_nodes, 1e10) == pytest.approx(truth)
+    longer = simulated(two_nodes, 1e10).batch_seconds - simulated(plan, 1e10).batch_seconds
+    assert 1.0 < longer < 2 * 0.040 * plan.num_microbatches  # the stages at the cut were not the slowest
