@@ -88,4 +88,5 @@ def _processor(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
     """The clock of what a rank is busy with; one that stands still where another device computes and sends."""
     if device.type != "cpu":
         return lambda: 0.0
-    return time.thread_time if len(os.sched_getaffinity(0)) > ranks_of_host else time.process_time
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return time.thread_time if cores > ranks_of_host else time.process_time

@@ -31,6 +31,7 @@ def explain(plan: PlanRecord) -> str:
             f"simulated, {plan.schedule}, {count(plan.num_microbatches or 0, 'microbatch')}: "
             f"{duration(plan.simulated_step_time)} a batch, bubble {plan.bubble:.1%}"
         )
+    lines += _runtime(plan)
     more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
     head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"
     lines.append(head + "".join(f"  {_MORE[name]:>6}" for name in more))
@@ -66,6 +67,16 @@ def describe(plan: PlanRecord) -> str:
 
 
 _MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some stage has more than 1
+
+
+def _runtime(plan: PlanRecord) -> list[str]:
+    """What the runtime takes of a rank, where the plan knows it."""
+    action = max(stage.action_seconds for stage in plan.stages)
+    message = max((each.message_seconds for each in plan.traffic), default=0.0)
+    if not action and not message:
+        return []
+    around = f"runtime: {duration(action)} around each action"
+    return [f"{around}, {duration(message)} at either end of a message" if message else around]
 
 
 def _folded(rows: list[str], what: str) -> list[str]:

@@ -75,6 +75,7 @@ def test_seconds_by_hand() -> None:
     assert found.overheads == (0.75, 0.75)
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
     assert found.predicted_step_time == pytest.approx(1 + 2 + 2 * 0.75)
+    assert "runtime: 500 ms around each action, 250 ms at either end of a message" in found.explain()
 
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:
