@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .shown_figure import ShownFigure
 
 _MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
+_WORDS = 1.65  # room for the words behind a bar [inch]
 _ROW = 0.34  # height of a bar with what is around it [inch]
 _USUAL = FigureStyle(width=9.0)
 
@@ -43,15 +44,22 @@ def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureSt
     height = (_ROW * len(bars) + 1.0) * scale
     figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)
     left, foot, head = 1.5 * scale / style.width, 0.55 * scale / height, 0.35 * scale / height
-    axes = figure.add_axes((left, foot, 1.0 - left - 0.3 * scale / style.width, 1.0 - foot - head))
-    _draw(axes, bars, check.predicted, style.font)
+    width = 1.0 - left - 0.1 * scale / style.width
+    axes = figure.add_axes((left, foot, width, 1.0 - foot - head))
+    _draw(axes, bars, check.predicted, style.font, words=min(0.8, _WORDS * scale / (width * style.width)))
     if style.title and title:
         figure.text(left, 1.0 - 0.1 * scale / height, title, ha="left", va="top", fontsize=style.font)
     return figure
 
 
-def _draw(axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predicted: float, font: float) -> None:
-    """Bars from the top, the wholes from 0 and each change from where the one before ended."""
+def _draw(
+    axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predicted: float, font: float, *, words: float
+) -> None:
+    """Bars from the top, the wholes from 0 and each change from where the one before ended.
+
+    Arguments:
+        words: share of the width that stays free behind the longest bar.
+    """
     ends = [each for _, before, after in bars for each in (before, after) if each > 0]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     name, unit = time_unit(high)
@@ -65,13 +73,13 @@ def _draw(axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predict
         axes.barh(
             row, (end - start) / unit, left=start / unit, height=0.66, color=colour, edgecolor=_EDGE, linewidth=0.5
         )
-        words = duration(after) if is_whole else _change(after - before, predicted)
-        axes.text((end + 0.01 * room) / unit, row, words, va="center", ha="left", fontsize=font)
+        told = duration(after) if is_whole else _change(after - before, predicted)
+        axes.text((end + 0.01 * room) / unit, row, told, va="center", ha="left", fontsize=font)
         if row + 1 < len(bars):
             axes.plot([after / unit] * 2, [row + 0.33, row + 0.67], color=_EDGE, linewidth=0.8)
     axes.set_yticks(range(len(bars)), [each[0] for each in bars], fontsize=font)
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(first / unit, (high + 0.28 * room) / unit)
+    axes.set_xlim(first / unit, (first + room / (1.0 - words)) / unit)
     axes.tick_params(axis="x", labelsize=font)
     cut = f", from {duration(first)} on" if first > 0 else ""
     axes.set_xlabel(f"a step [{name}]{cut}", fontsize=font)

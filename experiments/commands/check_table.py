@@ -89,11 +89,16 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
     if what.kind == "norm" or (what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"):
         return None  # no input of a plan: the clipping of gradients, and sums of tied weights
-    if what.kind in _OF_LINKS:
+    if what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
         if found.num_hosts > 1:
             return "torchrun ... -m stagewright profile --links --out cluster.json"
         return f"stagewright profile --links --ranks {plan.num_devices} --out cluster.json"
     return profile_command(found.config, plan, num_hosts=found.num_hosts)
+
+
+def _is_of_messages(each: InputCheck, plan: Plan) -> bool:
+    """Whether most of what a plan has around the actions of a stage is what its messages keep a rank busy."""
+    return each.predicted > 2 * plan.stages[each.what.at[0]].action_seconds
 
 
 def profile_command(config: Mapping[str, Any], plan: Plan, *, num_hosts: int) -> str:
