@@ -30,6 +30,7 @@ from .simulate import simulate
 from .timeline import Idle, Timeline
 
 _MOST_STEPS = 15  # of a run's traced ones, the newest
+_MOST_REPLAYED = 5  # of these in the middle, with the durations of their own actions
 _MOST_ALONE = 12  # inputs that are replaced one by one, to see what each does
 _OFF = 0.05  # ratio from which on an input is wrong
 _MATTERS = 0.01  # share of the step from which on it is worth measuring again
@@ -127,7 +128,7 @@ def check_prediction(
         known: costs that the run measured itself; see `measured_inputs`.
         step_seconds: of a step as the training loop sees it; what it has beyond the timelines is a cause of its own.
 
-    O(causes + steps) simulations. Raises ValueError for no measured step, or steps of another schedule.
+    About 25 simulations at most. Raises ValueError for no measured step, or steps of another schedule.
     """
     schedule = predicted.schedule
     _refuse_others(schedule, measured)
@@ -148,9 +149,10 @@ def check_prediction(
         values |= own
         totals.append(asked.step(values) if own else totals[-1])
     with_medians = replaced(schedule, costs, links, values)
+    middle = _middle(steps)
     spread = [
         simulate(schedule, own_durations(schedule, step, with_medians[0]), with_medians[1]).batch_seconds
-        for step in steps
+        for step in middle
     ]
     whole = median(each.batch_seconds for each in steps)
     totals += [median(spread), whole]
@@ -158,13 +160,12 @@ def check_prediction(
     if step_seconds is not None:
         totals.append(step_seconds)
         names.append(Cause.OUTSIDE)
-    middle = sorted(steps, key=lambda each: each.batch_seconds)[(len(steps) - 1) // 2]
     return PredictionCheck(
         predicted=predicted.batch_seconds,
         measured=whole,
         causes=tuple(Change(name.value, a, b) for name, a, b in zip(names, totals[:-1], totals[1:], strict=True)),
         inputs=_inputs(schedule, before, seen, asked, predicted.batch_seconds),
-        ranks=_ranks(predicted, middle, costs),
+        ranks=_ranks(predicted, middle[(len(middle) - 1) // 2], costs),
         num_steps=len(steps),
         notes=tuple(_notes(steps, before, seen)),
     )
@@ -179,6 +180,13 @@ class _Asked:
     def step(self, values: dict[Input, float]) -> float:
         costs, links = replaced(self._schedule, self._costs, self._links, values)
         return simulate(self._schedule, costs, links).batch_seconds
+
+
+def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
+    """Those that took neither most nor least, in the order of their seconds; their median is that of all."""
+    ordered = sorted(steps, key=lambda each: each.batch_seconds)
+    aside = max(0, (len(ordered) - _MOST_REPLAYED + 1) // 2)
+    return ordered[aside : len(ordered) - aside]
 
 
 def _refuse_others(schedule: Schedule, measured: Sequence[Timeline]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from support.recorded import recorded
@@ -149,6 +150,22 @@ def test_what_varies_is_spread_and_no_input() -> None:
     assert set(seconds_of(found)) == {Cause.SPREAD, Cause.OUTSIDE}
     assert found.step_seconds == 60.0
     assert found.wrong == ()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 6, 9, 20])
+def test_steps_in_the_middle_stand_for_all(num_steps: int) -> None:
+    """Of many steps some are replayed; each of these took what its own actions say, so nothing is unexplained."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = Costs(forward=1.0, backward=2.0)
+    steps = [
+        recorded(simulate(schedule, replace(costs, backward=[2.0, [2.0, 2.0, 2.0, 2.0 + n % 7]])))
+        for n in range(num_steps)
+    ]
+    found = check_prediction(simulate(schedule, costs), steps, costs=costs)
+    check_adds_up(found)
+    assert found.num_steps == min(num_steps, 15)
+    assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0, abs=1e-9)
+    assert found.measured == median(each.batch_seconds for each in steps[-15:])
 
 
 def test_costs_that_the_run_measured_know_what_is_around_an_action() -> None:
