@@ -6,14 +6,15 @@ The checker, the simulator's timelines and the planner count with these, and nob
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from .ir import COMING_OPS, LAST_USES, LEAVING_OPS, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _BEGIN = COMING_OPS | {Op.F}
 _END = LEAVING_OPS | LAST_USES
@@ -50,6 +51,8 @@ def activation_counts(program: Sequence[Action], stages: Sequence[int]) -> npt.N
     [1, 2, 2, 1]
     """
     column = {stage: at for at, stage in enumerate(stages)}
+    import numpy as np  # for planners alone: a schedule is drawn without it
+
     columns, rows = np.array([column[stage] for stage, _, _ in program], dtype=np.intp), np.arange(len(program))
     begins, ends = (np.zeros((len(program), len(stages)), dtype=np.int64) for _ in range(2))
     begins[rows, columns] = [op is Op.F for _, op, _ in program]
