@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -12,12 +13,15 @@ import tyro
 from ...schedules import (
     Costs,
     Schedule,
+    Spread,
     Timeline,
     attribute_idle,
     ideal_makespan,
     lower_bound,
     simulate,
+    simulate_spread,
 )
+from ...schedules.timing.run_file import NAME, RunFile
 from ...schedules.wording import count
 from ..help_text import plain_help
 from .schedule_options import NAME_HELP, LimitedOptions
@@ -31,6 +35,9 @@ class SimulateOptions(LimitedOptions):
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
     csv: str | None = None
     """The schedule's file, in place of its name."""
+    spread: str | None = None
+    """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
+    Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
     json: bool = False
     """Print one JSON object."""
 
@@ -40,7 +47,8 @@ class SimulationSummary:
     """Answer of `stagewright simulate`; times in the unit of the costs.
 
     Where batches overlap (`streams`), the bubbles and `batch_seconds` are those of the steady state, all else is of the
-    whole program of `num_batches`, its warm-up and drain included.
+    whole program of `num_batches`, its warm-up and drain included. `sampled_seconds` and `sampled_range` are the median
+    of steps whose durations vary, from batch to batch, and where 90% of them lie; None without --spread.
     """
 
     schedule: str
@@ -62,6 +70,8 @@ class SimulationSummary:
     staleness: list[int]
     busy: list[float]
     idle: list[dict[str, float]]
+    sampled_seconds: float | None = None
+    sampled_range: tuple[float, float] | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -70,6 +80,9 @@ def run(argv: Sequence[str]) -> int:
     schedule = _schedule(options)
     costs = options.costs()
     answer = summarise(schedule, costs, simulate(schedule, costs))
+    if options.spread is not None:
+        sampled = simulate_spread(schedule, costs, read_spread(options.spread, schedule))
+        answer = replace(answer, sampled_seconds=sampled.median, sampled_range=sampled.range())
     if options.json:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
@@ -103,6 +116,25 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulatio
     )
 
 
+def read_spread(text: str, schedule: Schedule) -> Spread:
+    """What --spread names; ValueError says what was expected."""
+    try:
+        number = float(text)
+    except ValueError:
+        pass
+    else:
+        return Spread.of_half_ranges([number] * schedule.num_stages)
+    from ..training.run_folder import find_run  # numpy: a simulation without a spread needs none
+
+    path = Path(text)
+    if path.is_file() and path.name != NAME:
+        return Spread.from_json(path.read_text(encoding="utf-8"))
+    found = RunFile.read(path.parent if path.is_file() else find_run(path)).spread
+    if found is None:
+        raise ValueError(f"--spread {text}: the run measured fewer than ten steps: expected one that measured more")
+    return found
+
+
 def _schedule(options: SimulateOptions) -> Schedule:
     if (options.schedule is None) == (options.csv is None):
         raise ValueError(
@@ -124,8 +156,12 @@ def table(answer: SimulationSummary) -> str:
         ("makespan bubble", f"{answer.makespan_bubble:10.2%}", ""),
         ("span bubble", f"{answer.span_bubble:10.2%}", ""),
     ]
+    if answer.sampled_seconds is not None and answer.sampled_range is not None:
+        low, high = (f"{end:.6g}" for end in answer.sampled_range)
+        median = f"{answer.sampled_seconds:10.6g}"
+        figures.insert(1, ("predicted", median, f"   median of steps that vary; 90%: {low} .. {high}"))
     if answer.streams:
-        figures[3:] = [
+        figures[-2:] = [
             ("batch seconds", f"{answer.batch_seconds:10.6g}", f"   from batch to batch {steady}"),
             ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
         ]

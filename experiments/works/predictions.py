@@ -6,6 +6,7 @@ was planned. Cases say which (`run`), so that each is a job.
     step, planned / measured    the plan's step over the median step of rank 0, the first ones apart
     work, planned / measured    likewise F + B of a microbatch over all stages, by the clock of the run's own actions
     step, simulated / measured  simulated from the costs that the run measured: the rest is not the plan's
+    share of steps within ...   of the range that the spread of the run's own durations gives, by its own clock
     bubble                      simulated by the plan, and measured
 """
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
+from .ranges import WITHIN
 
 if TYPE_CHECKING:
     from ...partition.plans.plan import Plan
@@ -136,21 +138,23 @@ def _ran(
 ) -> Iterator[Figure]:
     """Figures of a plan and of the pipeline that carries it out."""
     from ...partition.plans.as_text import CHOSEN
-    from ...schedules import simulate
+    from ...schedules import simulate, simulate_spread
 
     assert plan.simulated_step_time is not None
     for _ in range(_WARM_UP):
         step()
     pipe.measured_costs()  # the link's latency: measured while little is under way
     pipe.forget_measurements()
-    seconds, bubbles = [], []
+    seconds, bubbles, spans = [], [], []
     for number in range(steps):
         began = time.perf_counter()
         result = step()
         seconds.append(time.perf_counter() - began)
+        timeline = result.timeline()
+        spans.append(timeline.batch_seconds)
         if number % max(1, steps // _GATHERED) == 0:
-            bubbles.append(result.timeline().bubble)
-    costs, took = pipe.measured_costs(), median(seconds)
+            bubbles.append(timeline.bubble)
+    costs, spread, took = pipe.measured_costs(), pipe.measured_spread(), median(seconds)
     table = replace(costs, overhead=0.0).table(num_stages=pipe.schedule.num_stages)
     work = sum(table.forward) + sum(table.backward)
     planned = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
@@ -163,6 +167,8 @@ def _ran(
     yield figure(STEP, plan.simulated_step_time / took)
     yield figure("work, planned / measured", planned / work)
     yield figure("step, simulated / measured", simulate(pipe.schedule, costs).batch_seconds / took)
+    if spread is not None:
+        yield figure(WITHIN, simulate_spread(pipe.schedule, costs, spread).holds(spans), "fraction")
     yield figure("step", took, "s")
     yield figure("step", plan.simulated_step_time, "s", How.SIMULATED)
     yield figure("bubble", median(bubbles), "fraction")

@@ -10,6 +10,7 @@ from ..allocator import Allocator
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
 from ..plans.searched import Searched
+from ..profile import Node
 from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
 from ..stage_memory import stage_bytes
@@ -74,6 +75,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
     paces, traffic = stage_paces(c, seconds), traffic_of(e)
     held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor)
+    nodes = {node.name: node for node in e.model.profile.nodes}
     stages = []
     for s in range(c.num_stages):
         p, v = c.positions[s], s // c.pipeline
@@ -88,6 +90,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 update_seconds=float(seconds.around[s] + seconds.step[s]),
                 step_seconds=float(paces[s]),
                 action_seconds=e.model.profile.action_seconds,
+                spread=_spread([nodes[name] for name in e.model.names(first, last)]),
                 traffic=traffic[s],
                 parameter_bytes=e.model.parameter_bytes(first, last),
                 memory=memory.uses[v],
@@ -99,6 +102,13 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
             )
         )
     return tuple(stages)
+
+
+def _spread(nodes: Sequence[Node]) -> float:
+    """Of an action of these nodes: what slows one of them slows those around it, too."""
+    seconds = sum(node.forward_seconds + node.backward_seconds for node in nodes)
+    varied = sum((node.forward_seconds + node.backward_seconds) * node.spread for node in nodes)
+    return varied / seconds if seconds > 0 else 0.0
 
 
 def label(e: Evaluated) -> str:

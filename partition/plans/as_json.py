@@ -75,6 +75,7 @@ def _stage(record: Fields) -> PlanStage:
         step_seconds=record.number("step_seconds"),
         input_grad_seconds=record.optional_number("input_grad_seconds"),
         action_seconds=record.number("action_seconds", default=0.0),
+        spread=record.number("spread", default=0.0),
         traffic=None if traffic is None else _traffic(traffic),
         parameter_bytes=record.optional_number("parameter_bytes"),
         memory=None if memory is None else _figures(MemoryUse, memory),

@@ -8,6 +8,7 @@ from dataclasses import fields
 from ...schedules.wording import count, duration, size
 from ..memory_use import MemoryUse
 from .record import PlanRecord, PlanStage, RunnerUp
+from .simulated import sampled
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
 MAX_ROWS = 24  # of a table; of longer ones the first and the last ENDS are shown
@@ -31,6 +32,8 @@ def explain(plan: PlanRecord) -> str:
             f"simulated, {plan.schedule}, {count(plan.num_microbatches or 0, 'microbatch')}: "
             f"{duration(plan.simulated_step_time)} a batch, bubble {plan.bubble:.1%}"
         )
+        if plan.num_microbatches is not None and (varied := sampled(plan)) is not None:
+            lines.append(f"predicted, with actions that vary as in the profile: {varied}")
     lines += _runtime(plan)
     more = [name for name in ("tensor", "optimizer_shards") if any(getattr(each, name) > 1 for each in plan.stages)]
     head = "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,7 @@ class PlanStage:
         update_seconds: gradients summed over the replicas, and the optimizer's step, behind a batch [s].
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         action_seconds: that the runtime takes of a rank around each F, B, I and W, beside theirs and messages [s].
+        spread: of an action's seconds, relative (half the interquartile range over the median); 0 when unknown.
         traffic: its messages and the parts of its update, with which the plan can be simulated again; None where nobody
             kept it.
         parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
@@ -50,6 +52,7 @@ class PlanStage:
     step_seconds: float
     input_grad_seconds: float | None = None
     action_seconds: float = 0.0
+    spread: float = 0.0
     traffic: StageTraffic | None = None
     parameter_bytes: float | None = None
     memory: MemoryUse | None = None
@@ -74,6 +77,8 @@ class PlanStage:
                 f"input_grad_seconds={self.input_grad_seconds} of a backward of {self.backward_seconds} s: expected a "
                 f"part of it"
             )
+        if not 0 <= self.spread < math.inf:
+            raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
         if not 1 <= self.optimizer_shards <= self.replicas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .record import PlanRecord
-from .simulated import simulated
+from .simulated import sampled, simulated
 
 if TYPE_CHECKING:
     from ...viz.exhibit import Exhibit
@@ -35,6 +35,7 @@ def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatch
         predicted=timeline,
         costs=costs,
         links=links,
+        sampled=sampled(plan, num_microbatches=num_microbatches),
         memory=plan.stage_bytes,
         memory_limit=plan.by_group(plan.memory_limits),
         predicted_peak=plan.by_group(plan.memory_bytes),

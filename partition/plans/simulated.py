@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...schedules.builders.late_updates import defer_updates
+from ...schedules.ir import Schedule
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links
+from ...schedules.timing.sampling import StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
+from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
 from .record import PlanRecord
 from .to_schedule import schedule_of
 from .traffic import links_of
+
+MOST_SAMPLED = 10_000  # actions of a batch that is simulated many times
 
 
 class SimulatedPlan(NamedTuple):
@@ -36,6 +41,23 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
 
     Raises ValueError as `schedule_of` does.
     """
+    schedule, costs, links = _inputs(plan, num_microbatches)
+    return SimulatedPlan(simulate(schedule, costs, links), costs, links)
+
+
+def sampled(plan: PlanRecord, *, num_microbatches: int | None = None) -> StepSamples | None:
+    """Steps of the plan with durations that vary as they did in its profile, which knows of single actions alone.
+
+    None where the profile says nothing of that, and for a batch of more than MOST_SAMPLED actions.
+    """
+    microbatches = num_microbatches or plan.num_microbatches or 0
+    if not any(stage.spread for stage in plan.stages) or 2 * len(plan.stages) * microbatches > MOST_SAMPLED:
+        return None
+    schedule, costs, links = _inputs(plan, num_microbatches)
+    return simulate_spread(schedule, costs, Spread.of_half_ranges([stage.spread for stage in plan.stages]), links)
+
+
+def _inputs(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Costs, Links | None]:
     schedule, traffic = schedule_of(plan, num_microbatches=num_microbatches), plan.traffic
     inputs = [stage.backward_seconds / 2 if (i := stage.input_grad_seconds) is None else i for stage in plan.stages]
     costs = Costs(
@@ -47,9 +69,9 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
         overhead=plan.overheads,
     )
     if not traffic:
-        return SimulatedPlan(simulate(schedule, costs), costs, None)
+        return schedule, costs, None
     if schedule.rule.updates_may_wait and any(each.sum_seconds for each in traffic):
         schedule = defer_updates(schedule)  # as the runtime does, so that sums overlap with compute
     ranks = schedule.owners[: len(plan.stages) // plan.num_chunks]
     links = links_of(traffic, ranks, positions=plan.positions, rings=ranks)
-    return SimulatedPlan(simulate(schedule, costs, links), costs, links)
+    return schedule, costs, links

@@ -14,11 +14,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from statistics import NormalDist
 
 from ..ir import Op
 from .wiring import OPS
 
 Ratios = tuple[float, ...]
+_NUM_ALIKE = 64  # ratios that stand for a distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,23 @@ class Spread:
         object.__setattr__(self, "actions", actions)
         object.__setattr__(self, "steps", steps)
 
+    @classmethod
+    def of_half_ranges(cls, stages: Sequence[float]) -> Spread:
+        """Actions alone vary, all of a stage alike, and steps do not: all that a profile knows.
+
+        Arguments:
+            stages: [S] half the interquartile range of an action's seconds over their median.
+
+        >>> spread = Spread.of_half_ranges([0.1])
+        >>> quarter = len(spread.actions[Op.F][0]) // 4
+        >>> [round(spread.actions[Op.F][0][at * quarter], 2) for at in (1, 3)]
+        [0.91, 1.1]
+        """
+        if any(not (isinstance(each, Real) and 0 <= float(each) < math.inf) for each in stages):
+            raise ValueError(f"half ranges {list(stages)!r:.60}: expected finite numbers of at least 0, one a stage")
+        own = [_alike(float(each)) for each in stages]
+        return cls(actions=dict.fromkeys((Op.F, Op.B, Op.I, Op.W), own))
+
     def to_json(self) -> str:
         """One JSON object."""
         actions = {op.value: stages for op, stages in self.actions.items()}
@@ -72,6 +91,14 @@ class Spread:
             return cls(actions=actions, **data)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a spread: {error}; expected the JSON that Spread.to_json writes") from None
+
+
+def _alike(half_range: float) -> Ratios:
+    """Equally likely ratios, lognormal around 1."""
+    if not half_range:
+        return ()
+    normal = NormalDist(0.0, math.log1p(half_range) / NormalDist().inv_cdf(0.75))
+    return tuple(math.exp(normal.inv_cdf((n + 0.5) / _NUM_ALIKE)) for n in range(_NUM_ALIKE))
 
 
 def _ratios(name: str, values: Iterable[float]) -> Ratios:

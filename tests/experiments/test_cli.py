@@ -12,7 +12,8 @@ import pytest
 
 from stagewright.experiments.cli import COMMANDS, main
 from stagewright.experiments.commands.schedule_options import BuildOptions
-from stagewright.schedules import FAMILIES, Costs, Schedule, build
+from stagewright.schedules import FAMILIES, Costs, Schedule, Spread, build, simulate, simulate_spread
+from stagewright.schedules.timing.run_file import RunFile
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -102,6 +103,26 @@ def test_a_simulation_answers_with_one_object(capsys: pytest.CaptureFixture[str]
     assert found["schedule"] == "interleaved"
     assert found["peak_activations"] == [11, 9, 7, 5]  # (V-1)P + 2(P-1-r) + 1
     assert "span_bubble" in found
+
+
+def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4"]
+    spread = Spread.of_half_ranges([0.1, 0.1])
+    (tmp_path / "noise.json").write_text(spread.to_json())
+    schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
+    taken = simulate_spread(schedule, costs, spread)
+    run = RunFile(schedule=schedule, predicted=simulate(schedule, costs), costs=costs, spread=spread, sampled=taken)
+    run.write(tmp_path)
+    for given in ("0.1", str(tmp_path / "noise.json"), str(tmp_path), str(tmp_path / "timeline.json")):
+        assert main([*words, "--spread", given, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["sampled_seconds"], tuple(answer["sampled_range"])) == (taken.median, taken.range())
+        assert answer["makespan"] == 15.0
+    assert main([*words, "--spread", "0.1"]) == 0
+    low, high = taken.range()
+    assert f"{taken.median:10.6g}   median of steps that vary; 90%: {low:.6g} .. {high:.6g}" in capsys.readouterr().out
+    assert main([*words, "--spread", "-0.1"]) == 2
+    assert "half ranges [-0.1, -0.1]: expected finite numbers of at least 0" in capsys.readouterr().err
 
 
 def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, partition, plan
 from stagewright.partition.plans.shown import exhibit_of_plan
-from stagewright.partition.plans.simulated import SimulatedPlan, simulated
+from stagewright.partition.plans.simulated import SimulatedPlan, sampled, simulated
 from stagewright.schedules import simulate
 from stagewright.viz.explorer.whatif_data import whatif_data
 
@@ -228,3 +228,29 @@ def edited(change: Callable[[list[dict[str, Any]]], None], **options: Any) -> st
 def test_traffic_that_cannot_be(change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
     with pytest.raises(ValueError, match=rf"p\.json: .*{message}|p\.json: {message}"):
         Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
+
+
+def test_a_plan_varies_as_the_actions_of_its_profile() -> None:
+    """Stages by the seconds of their nodes; the range stands in what `explain` says, in JSON and in what is drawn."""
+    nodes = [Node(name=n, forward_seconds=f, backward_seconds=2 * f, spread=s) for n, f, s in SPREADS]
+    found = plan(
+        Profile(nodes=nodes), Cluster.parse("2:net=1TB/s"), global_batch=4, data_sizes=(1,), schedules=("1f1b",)
+    )
+    assert [stage.spread for stage in found.stages] == [pytest.approx((1 * 0.1 + 3 * 0.02) / 4), 0.3]
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    taken = sampled(again)
+    assert taken is not None
+    low, high = taken.range()
+    assert low < taken.median < high
+    assert taken.median > (found.simulated_step_time or 0)  # a maximum over ranks
+    assert f"predicted, with actions that vary as in the profile: {taken}" in found.explain()
+    assert exhibit_of_plan(found).sampled == taken
+    fixed = replace(found, stages=tuple(replace(stage, spread=0.0) for stage in found.stages))
+    assert sampled(fixed) is None
+    assert "predicted, with" not in fixed.explain()
+    with pytest.raises(ValueError, match="spread=-1"):
+        replace(found.stages[0], spread=-1.0)
+
+
+SPREADS = [("a", 1.0, 0.1), ("b", 3.0, 0.02), ("c", 4.0, 0.3)]
