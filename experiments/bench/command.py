@@ -1,6 +1,7 @@
 """`stagewright bench`: runs the workloads that the cases need, and prints every figure beside its target.
 
 simulator, partitioner, planner   a process of its own a repetition
+planning-scale                    a process of its own a problem, once
 split-backward                    a process of its own
 overhead                          its own process (in one: the engine without messages), and P = 2 processes
 memory of a planned run           fresh processes a repetition, under both settings of malloc
@@ -26,6 +27,8 @@ from .plan_workloads import (
     CONTESTS,
     MEMORY_JOBS,
     PLANNED_RUNS,
+    SCALE,
+    SCALES,
     CutContest,
     MemoryKind,
     PlannedRun,
@@ -123,6 +126,7 @@ def collect(cases: Sequence[Case], options: BenchOptions, folder: Path) -> list[
     for name in _PLANNING:
         if name in names:
             records += _run_often(name, "planning_speed", ["--case", name], options, folder)
+    records += _run_scales(folder) if SCALE in names else []
     tiny = [workload for workload in workloads if workload.model is ModelKind.TINY]
     if tiny:
         records += _run_in_process(tiny, options, folder)
@@ -172,6 +176,17 @@ def _run_in_process(workloads: Sequence[Workload], options: BenchOptions, folder
     arguments = ["--workloads", *(w.name for w in workloads), "--repetitions", str(options.repetitions)]
     _run_alone("in_process", [*arguments, "--out", str(out), *(["--profile"] if options.profile else [])])
     return read_records(out)
+
+
+def _run_scales(folder: Path) -> list[Record]:
+    """A process a problem, once: their peaks of memory are their own."""
+    records: list[Record] = []
+    for number, (cluster, layers, *_) in enumerate(SCALES):
+        _say(f"{SCALE}: {layers} layers on {cluster}")
+        out = folder / f"{SCALE}-{number}.jsonl"
+        _run_alone("planning_speed", ["--case", SCALE, "--number", str(number), "--out", str(out)])
+        records += read_records(out)
+    return records
 
 
 def _run_often(name: str, module: str, arguments: Sequence[str], options: BenchOptions, folder: Path) -> list[Record]:

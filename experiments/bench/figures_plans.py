@@ -49,7 +49,7 @@ def _planning(case: Case, records: Sequence[PlanningSpeed]) -> list[Figure]:
                 value=Spread(median=value.median * scale, low=value.low * scale, high=value.high * scale),
                 target=Target(limit=first.limit * scale),
                 origin=Origin.MEASURED,
-                note=", ".join([*others, first.plan]),
+                note=", ".join([*others, first.plan, *_peaks(case, variants[slowest])]),
             )
         )
     if records:
@@ -66,6 +66,11 @@ def _planning(case: Case, records: Sequence[PlanningSpeed]) -> list[Figure]:
             )
         )
     return found
+
+
+def _peaks(case: Case, records: Sequence[PlanningSpeed]) -> list[str]:
+    """Peak memory of a problem that had a process of its own."""
+    return [f"{max(r.peak_bytes for r in records) / 1e6:.0f} MB"] if case.name == "planning-scale" else []
 
 
 def _step(case: Case, run: PlannedRun, times: PlannedTimes) -> Figure:

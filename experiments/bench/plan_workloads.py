@@ -186,3 +186,16 @@ CONTESTS: dict[str, CutContest] = {
         CutContest(name="cuts-gpt", model=ContestModel.HEAD, microbatch_size=1, size=128, layers_cut="blocks.3"),
     )
 }
+
+SCALE = "planning-scale"
+SCALES = (  # cluster, layers, sequences of a batch, seconds of CPU that are asked for
+    ("128x8", 96, 1_536, 60.0),
+    ("128x8", 200, 1_536, 60.0),
+    ("1249x8", 96, 6_000, 60.0),
+    ("1250x8", 96, 6_000, 60.0),
+    ("1250x8", 200, 6_000, 60.0),
+    ("1280x8", 96, 10_240, 60.0),
+    ("12288x8", 96, 12_288, 300.0),
+    ("12500x8", 96, 12_000, 300.0),
+    ("12500x8", 200, 12_000, 300.0),
+)

@@ -16,7 +16,7 @@ from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import DeviceModel
 from ...partition.plans.as_text import describe
 from ..host import peak_resident_bytes
-from .plan_workloads import PIPEDREAM_DATA, PUBLISHED
+from .plan_workloads import PIPEDREAM_DATA, PUBLISHED, SCALE, SCALES
 from .records import PlanningSpeed, write_records
 
 PARTITIONER, PLANNER = "partitioner", "planner"
@@ -31,7 +31,9 @@ class PlanningOptions:
     """Options of the measurement."""
 
     case: str
-    """partitioner or planner."""
+    """partitioner, planner or planning-scale."""
+    number: int = 0
+    """Of SCALES, which one."""
     out: Path
     """Records go here."""
 
@@ -39,7 +41,14 @@ class PlanningOptions:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure once and write."""
     options = tyro.cli(PlanningOptions, args=argv)
-    records = [*published(), *large_chain()] if options.case == PARTITIONER else [large_transformer()]
+    match options.case:
+        case "partitioner":
+            records = [*published(), *large_chain()]
+        case "planner":
+            records = [large_transformer()]
+        case _:
+            cluster, layers, batch, limit = SCALES[options.number]
+            records = [at_scale(cluster, num_layers=layers, global_batch=batch, limit=limit)]
     peak = peak_resident_bytes()
     write_records(options.out, [replace(record, peak_bytes=peak) for record in records])
 
@@ -100,9 +109,7 @@ def large_chain(*, num_layers: int = 1000, cluster: str = "128x8") -> Iterator[P
 
 def large_transformer(*, num_layers: int = 100, cluster: str = "128x8", global_batch: int = 1536) -> PlanningSpeed:
     """A whole plan: sizes, schedule, microbatch and cuts for a transformer of 80 billion parameters on A100s."""
-    devices = Cluster.parse(f"{cluster}:nvlink=300GB/s@5us,infiniband=25GB/s@10us:80GB")
-    shape = Transformer(layers=num_layers, hidden=8192, heads=64, vocabulary=51200, length=2048)
-    source = TransformerSource(transformer=shape, device=DeviceModel.preset("A100-80GB"), cluster=devices)
+    source, devices = _transformer(num_layers, cluster)
     return _measured(
         PLANNER,
         f"{num_layers} layers on {cluster}",
@@ -110,6 +117,33 @@ def large_transformer(*, num_layers: int = 100, cluster: str = "128x8", global_b
         60.0,
         lambda: plan(source, devices, global_batch=global_batch),
     )
+
+
+def at_scale(cluster: str, *, num_layers: int, global_batch: int, limit: float) -> PlanningSpeed:
+    """Seconds of CPU of a whole plan, of profiles from formulas on, and what is known of the rest."""
+    source, devices = _transformer(num_layers, cluster)
+    start = time.process_time()
+    found = plan(source, devices, global_batch=global_batch)
+    seconds = time.process_time() - start
+    searched, step = found.searched, found.simulated_step_time
+    assert searched is not None
+    assert step is not None
+    return PlanningSpeed(
+        case=SCALE,
+        problem=f"{devices.num_devices:,} devices, {num_layers} layers",
+        variant=f"CPU, batch of {global_batch:,}",
+        seconds=[seconds],
+        limit=limit,
+        plan=f"{searched.considered:,} configurations, {searched.cut:,} cut, {searched.simulated:,} simulated, "
+        f"the rest at most {searched.faster_left(step):.1%} faster, with any cuts {step / searched.least - 1:.1%}",
+        peak_bytes=0,
+    )
+
+
+def _transformer(num_layers: int, cluster: str) -> tuple[TransformerSource, Cluster]:
+    devices = Cluster.parse(f"{cluster}:nvlink=300GB/s@5us,infiniband=25GB/s@10us:80GB")
+    shape = Transformer(layers=num_layers, hidden=8192, heads=64, vocabulary=51200, length=2048)
+    return TransformerSource(transformer=shape, device=DeviceModel.preset("A100-80GB"), cluster=devices), devices
 
 
 def _measured(

@@ -196,6 +196,9 @@ CASES: dict[str, Case] = {
         ),
         Case(name="planner", summary="its speed: a transformer of 100 layers on 1,024 GPUs in 60 s"),
         Case(
+            name="planning-scale", summary="seconds of CPU and memory of plans for 1,000 to 100,000 devices, each once"
+        ),
+        Case(
             name="planned-run",
             summary="plans carried out: step time within 10% (a GPT) and 5% (layers that sleep), memory within 10%",
             planned_runs=tuple(PLANNED_RUNS),

@@ -28,7 +28,7 @@ from stagewright.experiments.bench.plan_workloads import (
     plan_file,
 )
 from stagewright.experiments.bench.planned import run_memory, run_planned
-from stagewright.experiments.bench.planning_speed import large_chain, large_transformer, published
+from stagewright.experiments.bench.planning_speed import at_scale, large_chain, large_transformer, published
 from stagewright.experiments.bench.records import (
     CutTimes,
     PlannedMemory,
@@ -181,6 +181,10 @@ def test_the_planner_on_a_small_cluster():
     record = large_transformer(num_layers=4, cluster="2x4", global_batch=8)
     assert record.seconds[0] > 0
     assert "on 8 devices" in record.plan
+    scaled = replace(at_scale("2x4", num_layers=4, global_batch=8, limit=60.0), peak_bytes=123_000_000)
+    assert "the rest at most 0.0% faster" in scaled.plan
+    (figure, peak) = figures_of(CASES["planning-scale"], [scaled])
+    assert (figure.workload, figure.note[-6:], peak.what) == ("8 devices, 4 layers", "123 MB", "peak memory")
 
 
 @pytest.mark.parametrize(
