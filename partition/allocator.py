@@ -90,9 +90,14 @@ def coming_and_going(use: MemoryUse) -> float:
     return use.gradients + use.activations + use.workspace + use.communication
 
 
-def reserved(use: MemoryUse, *, allocator: Allocator) -> Kept:
-    """Holes and segments beside the tensors of a device; on CUDA, memory that is reserved and not allocated."""
-    return Kept(low=0.0, high=_HOLES * coming_and_going(use) + _SEGMENTS[allocator])
+def reserved(use: MemoryUse, *, allocator: Allocator, behind_batch: float = 0.0) -> Kept:
+    """Holes and segments beside the tensors of a device; on CUDA, memory that is reserved and not allocated.
+
+    Arguments:
+        behind_batch: bytes of what comes and goes at another time than the peak, in other sizes, such as float32 copies
+            of gradients that an optimizer makes [bytes].
+    """
+    return Kept(low=0.0, high=_HOLES * (coming_and_going(use) + behind_batch) + _SEGMENTS[allocator])
 
 
 def kept(use: MemoryUse, *, allocator: Allocator, speaks: bool) -> Kept:

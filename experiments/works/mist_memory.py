@@ -76,7 +76,7 @@ class LayerBytes:
                 8 * wide / t,
                 6 * wide / t,
                 3 * wide,
-                3 * wide,
+                wide,  # what the addition takes is kept instead: the engine begins anew at each first norm
                 2 * wide / t,
                 8 * wide / t,
             ),
@@ -88,6 +88,12 @@ class LayerBytes:
                 )
             ),
         )
+
+    def saved_by(self, places: Sequence[int]) -> float:
+        """Bytes of one layer of which these of `_RUN_AGAIN` run again; all of it keeps its input alone."""
+        if len(places) == len(_RUN_AGAIN):
+            return sum(self.kept) - self.kept[_NORM]
+        return sum(self.saved[place] for place in places)
 
 
 def predicted(plan: MeasuredPlan, number: int) -> MemoryUse:
@@ -112,10 +118,12 @@ def predicted(plan: MeasuredPlan, number: int) -> MemoryUse:
     again = _run_again(layers, stage.recomputed)
     kept = sum(node.stash_bytes or 0.0 for node in ends)
     kept += sum(bytes_of.kept[each] for operations in layers for each in operations)
-    kept -= sum(bytes_of.saved[place] for places in again for place in places)
+    kept -= sum(bytes_of.saved_by(places) for places in again)
     made_again = [sum(bytes_of.kept[each] for place in places for each in _RUN_AGAIN[place]) for places in again]
     sent = 0.0 if last else _on_a_rank(crossing(plan, stage.last), stage)
     received = _on_a_rank(crossing(plan, stage.first - 1), stage) if number else 0.0
+    # Of the gradients in front of and behind the scores one takes the place of what the product behind them let go of.
+    working = max(made_again, default=0.0) + layer.workspace_bytes / 2
     # What goes round the attention or the MLP belongs to no operation between; a stage that begins there holds it.
     passing = 0.0 if (stage.first - 2) % OPERATIONS in (_ADD, _ADD_2) or not number else bytes_of.kept[_NORM]
     use = MemoryUse(
@@ -123,7 +131,7 @@ def predicted(plan: MeasuredPlan, number: int) -> MemoryUse:
         gradients=weights,
         optimizer=model.optimizer_ratio * weights,
         activations=min(len(plan.stages) - number, plan.num_microbatches) * (kept + sent + passing),
-        workspace=max(max(made_again, default=0.0) + layer.workspace_bytes, head.workspace_bytes if last else 0.0),
+        workspace=max(working, head.workspace_bytes if last else 0.0),
         communication=sent + received,
     )
     behind = MemoryUse(parameters=weights, gradients=2 * weights, optimizer=use.optimizer)
@@ -161,7 +169,7 @@ def findings(figures: Sequence[Figure]) -> Iterator[str]:
     if beyond:
         yield (
             f"Beyond {_OFF:.0%}: {', '.join(beyond)}. Half of the scores is 3% of such a device: which operations run "
-            "again is taken for known, and what the backward of the attention holds at once is an upper bound."
+            "again is taken for known."
         )
 
 
