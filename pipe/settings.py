@@ -48,6 +48,7 @@ class Settings:
         first = self.flush_first
         if isinstance(first, bool) or not isinstance(first, Integral) or first < 0:
             raise ValueError(f"flush_first={first!r}: expected a number of batches, at least 0")
+        object.__setattr__(self, "flush_first", int(first))  # numpy's numbers are shown otherwise
         if not isinstance(self.seed, Integral):
             raise ValueError(f"seed={self.seed!r}: expected a whole number")
         for name in ("loss_fn", "optimizer", "lr_scheduler", "on_step"):
