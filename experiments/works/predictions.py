@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STEP = "step, planned / measured"
 _WARM_UP = 4  # steps
 _STEPS = 20
-_SLEEPING_STEPS = 10
+_SLEEPING_STEPS = 12
 _GATHERED = 5  # steps whose bubble counts
 
 

@@ -13,6 +13,7 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from stagewright.partition import Node, Plan, Profile
+from stagewright.partition.plans.simulated import simulated
 from stagewright.pipe import PipelineModule
 from stagewright.pipe.auto import AutoLayout, median_profile
 
@@ -111,6 +112,9 @@ def _restricted() -> Plan:
 def test_the_cut_follows_what_was_measured(gloo: Pool) -> None:
     for plan in gloo.run(_restricted, ranks=2):
         assert [stage.nodes for stage in plan.stages] == [("0",), ("1", "2", "3", "4")]
+        assert min(stage.action_seconds for stage in plan.stages) > 0
+        assert plan.traffic[0].message_seconds > 0  # both measured, and in what was simulated
+        assert simulated(plan).timeline.batch_seconds == pytest.approx(plan.simulated_step_time, rel=1e-9)
 
 
 def test_nothing_is_known_before_the_first_batch() -> None:
@@ -165,9 +169,11 @@ def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
 def test_the_median_of_several_ranks() -> None:
     def profile(seconds: float) -> Profile:
         return Profile(
-            nodes=[Node(name="a", forward_seconds=seconds, backward_seconds=2 * seconds)], step_seconds=seconds
+            nodes=[Node(name="a", forward_seconds=seconds, backward_seconds=2 * seconds)],
+            step_seconds=seconds,
+            action_seconds=seconds / 4,
         )
 
     merged = median_profile([profile(1.0), profile(5.0), profile(2.0)])
     assert merged.nodes[0] == replace(profile(2.0).nodes[0])
-    assert merged.step_seconds == 2.0
+    assert (merged.step_seconds, merged.action_seconds) == (2.0, 0.5)
