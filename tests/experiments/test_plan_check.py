@@ -13,9 +13,10 @@ from support.commands import Done
 from support.recorded import records_of
 
 from stagewright.experiments.cli import main
+from stagewright.experiments.commands.checked_run import _fits
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.plans.simulated import simulated
-from stagewright.schedules import Costs, simulate
+from stagewright.schedules import Costs, build, flushed, simulate
 from stagewright.schedules.timing.inputs import Cause
 from stagewright.schedules.timing.run_file import RunFile
 from stagewright.schedules.timing.trace_file import TraceHeader, digest, header_line, step_line, trace_path
@@ -108,6 +109,13 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def slower_backward(costs: Costs) -> list[float]:
     assert isinstance(costs.backward, tuple)
     return [1.25 * each if stage == 1 else each for stage, each in enumerate(costs.backward)]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["2bw", "pipedream"])
+def test_first_steps_with_a_flush_are_not_held_against_a_plan_without(name: str) -> None:
+    schedule = build(name, num_ranks=2, num_microbatches=4)
+    assert _fits(replace(schedule, programs=flushed(schedule).programs), schedule)  # the order is the run's own
+    assert not _fits(flushed(schedule), schedule)
 
 
 @pytest.mark.usefixtures("_here")
