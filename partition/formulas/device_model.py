@@ -276,7 +276,20 @@ PRESETS = (
     _sxm("A100-80GB", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
     _sxm("H100-80GB", multiprocessors=132, teraflops=989.4, gigabytes_a_second=3350, gigabytes=80, nvlink=900),
     _sxm("H200-141GB", multiprocessors=132, teraflops=989.4, gigabytes_a_second=4800, gigabytes=141, nvlink=900),
+    replace(
+        _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
+        matrix_efficiency=0.833,
+        wave_outputs=108 * 128 * 256,  # multiprocessors, each with the largest tile of cuBLAS
+        link_efficiency=0.758,
+        memory_efficiency=0.705,
+        kernel_seconds=1.11e-4,
+        sum_seconds=1.03e-4,
+        network_efficiency=0.881,
+        partial_efficiency=0.27,
+    ),
 )
 """SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),
 H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to Megatron-LM's Table 1, thus to
-the A100 80 GB; for the others it is an assumption, and `fit` takes measurements."""
+the A100 80 GB; for the others it is an assumption, and `fit` takes measurements. DGX-A100 is all that vTrain's 55
+trainings show of A100 80 GB in nodes of eight with four network cards (`stagewright experiment run vtrain`): a device
+to begin a fit of others' measurements with."""

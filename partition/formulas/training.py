@@ -85,8 +85,7 @@ class Training:
     @property
     def cluster(self) -> Cluster:
         """Nodes of eight devices that NVLink joins."""
-        nodes, size = max(1, self.num_devices // NODE), min(NODE, self.num_devices)
-        return Cluster.parse(f"{nodes}x{size}:nvlink=300GB/s,net={self.network:.0f}B/s")
+        return _cluster(self.num_devices, self.network)
 
     def teraflops(self, seconds: float) -> float:
         """TFLOP/s of each device, by Megatron-LM's count of a step's operations."""
@@ -109,8 +108,29 @@ class MeasuredTraining(Training):
         number("training: seconds", self.seconds, positive=True)
 
 
+@cache
+def _cluster(num_devices: int, network: float) -> Cluster:
+    nodes, size = max(1, num_devices // NODE), min(NODE, num_devices)
+    return Cluster.parse(f"{nodes}x{size}:nvlink=300GB/s,net={network:.0f}B/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stages:
+    """[PV] seconds of each stage, waits for sends and sums of gradients included; of a message beside compute."""
+
+    forward: list[float]
+    backward: list[float]
+    update: list[float]
+    latency: float
+
+
 def step_costs(training: Training, device: DeviceModel) -> Costs:
     """P * V stages of equally many layers, the embedding before and the head behind them."""
+    stages = _stages(training, device)
+    return Costs(forward=stages.forward, backward=stages.backward, update=stages.update, latency=stages.latency)
+
+
+def _stages(training: Training, device: DeviceModel) -> _Stages:
     formulas = LayerFormulas(
         training.model,
         microbatch_size=training.microbatch_size,
@@ -135,9 +155,9 @@ def step_costs(training: Training, device: DeviceModel) -> Costs:
     topology = formulas.topology
     ring = topology.ring(range(0, training.data * training.tensor, training.tensor))
     sent = layer.activation_bytes / (training.tensor if training.parts_sent else 1)
-    on_link = sent / topology.cluster.levels[1].bandwidth
+    on_link = sent / topology.cluster.levels[1].bandwidth if num_stages > 1 else 0.0
     waited = on_link if training.sends_wait else 0.0
-    return Costs(
+    return _Stages(
         forward=[waited + seconds for seconds in forward],
         backward=[waited + seconds for seconds in backward],
         latency=on_link - waited,
@@ -165,13 +185,12 @@ def estimated(training: Training, device: DeviceModel) -> float:
     Latency as in the closed forms of 1F1B, 2 ((P-1) + floor((M-1) (P-1) / P)), and of its interleaved form, 2 (PV-1).
     """
     P, V, M = training.pipeline, training.chunks, training.num_microbatches
-    costs = step_costs(training, device)
-    in_table = costs.table(num_stages=P * V)
-    chunks = [f + b for f, b in zip(in_table.forward, in_table.backward, strict=True)]
+    stages = _stages(training, device)
+    chunks = [f + b for f, b in zip(stages.forward, stages.backward, strict=True)]
     busiest = max(sum(chunks[rank::P]) for rank in range(P))
     fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
     messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
-    return M * busiest + fill + messages * in_table.latency[0] + sum(in_table.update[::P])
+    return M * busiest + fill + messages * stages.latency + sum(stages.update[::P])
 
 
 def fit_trainings(

@@ -250,6 +250,16 @@ def test_a_file_of_trainings() -> None:
     assert (first.seconds, first.num_microbatches, first.cluster.num_devices) == (3.5665, 1, 64)
     assert (last.hidden, last.pipeline, last.num_microbatches, last.seconds) == (12288, 32, 128, 62.6368)
     assert first.cluster.levels[1].bandwidth == 12.5e9
+    for training_, waits in ((first, False), (last, True)):  # one stage sends nothing
+        apart = replace(training_, sends_wait=False)
+        assert (estimated(apart, vtrain.typical()) < estimated(training_, vtrain.typical())) is waits
+
+
+@pytest.mark.nightly
+def test_the_preset_is_the_fit_to_all_rows() -> None:
+    preset, found = DeviceModel.preset("DGX-A100"), vtrain.fitted(vtrain.all_rows())
+    for constant in (*CONSTANTS, "link_efficiency", "wave_outputs"):
+        assert getattr(preset, constant) == pytest.approx(getattr(found, constant), rel=0.01), constant
 
 
 def test_a_device_as_a_file(tmp_path: Path) -> None:
