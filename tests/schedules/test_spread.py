@@ -196,6 +196,8 @@ def test_ranks_that_take_from_each_other_are_drawn_so() -> None:
     assert all(a < 1.02 or b < 1.02 for a, b in zip(one, other, strict=True))
     assert max(one) > 1.2
     assert max(other) > 1.2
+    for own in itertools.chain(*spread.actions.values()):
+        assert max(own) / min(own) < 1.01  # what the rank's row says is no noise of its actions
 
 
 def test_a_rank_that_recorded_less_is_alike_in_all_steps() -> None:

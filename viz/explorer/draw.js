@@ -398,7 +398,10 @@
       const { panel } = place;
       const marks = [[panel.makespan, theme.faint, []]];
       const predicted = panel.exhibit.predicted;
-      if (panel.kind === "measured" && predicted && !predicted.schedule.asynchronous) marks.push([predicted.makespan, theme.ink, [5, 4]]);
+      if (panel.kind === "measured" && predicted && !predicted.schedule.asynchronous) {
+        const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // as it is printed
+        marks.push([told[1], theme.ink, [5, 4]]);
+      }
       for (const [seconds, colour, dash] of marks) {
         const x = view.x(seconds);
         if (x < view.gutter || x > view.gutter + view.plotWidth + 1) continue;
