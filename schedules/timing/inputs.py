@@ -44,7 +44,8 @@ class Input(NamedTuple):
     """One number that a step is simulated from.
 
     kind: "F", "B", "I", "W", "overhead", "message", "sum", "gather", "update" or "norm".
-    at: its stage; of a message (sending rank, receiving rank); of a sum all stages whose gradients it adds up.
+    at: its stage, of an action of a stage on several ranks (stage, rank); of a message (sending rank, receiving rank);
+        of a sum all stages whose gradients it adds up.
     """
 
     cause: Cause
@@ -66,7 +67,8 @@ class Input(NamedTuple):
                 return f"gather of {stages}"
             case "update":
                 return f"update of {stages}"
-        return f"{_OP_WORDS[self.kind]} of {stages}"
+        on = f" on rank {self.at[1]}" if len(self.at) > 1 else ""
+        return f"{_OP_WORDS[self.kind]} of stage {self.at[0]}{on}"
 
 
 Values = Mapping[Input, float]
@@ -101,8 +103,10 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
     table = replace(costs, overhead=0.0).table_for(schedule)
     overhead = by_stage(costs.overhead, schedule.num_stages)
     ways = Passages(schedule, costs, links)
-    ops = {(op, stage) for program in schedule.compute_programs for stage, op, _ in program if op in COMPUTE_OPS}
-    found = {action_input(op, stage): fmean(table.row(op, stage)) for op, stage in sorted(ops, key=_in_order)}
+    found: dict[Input, float] = {}
+    for rank, program in enumerate(schedule.compute_programs):
+        for op, stage in sorted({(op, s) for s, op, _ in program if op in COMPUTE_OPS}, key=_in_order):
+            found[action_input(schedule, op, stage, rank)] = fmean(table.row(op, stage))
     found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
     found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
     found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in ways.sums.items()}
@@ -144,7 +148,8 @@ def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, values: V
             case "norm":
                 norm = seconds
             case "F" | "B" | "I" | "W":
-                columns[Op(each.kind)][each.at[0]] = seconds
+                column = columns[Op(each.kind)]
+                column[each.at[0]] = _on_rank(schedule, column[each.at[0]], each.at, seconds)
     return replace(
         costs,
         forward=columns[Op.F],
@@ -193,9 +198,22 @@ def _with_links(schedule: Schedule, costs: Costs, links: Links | None, values: V
     return replace(links, sums=tuple(sums))
 
 
-def action_input(op: Op, stage: int) -> Input:
-    """The input of an op of a stage."""
-    return Input(Cause.COMPUTE, op.value, (stage,))
+def action_input(schedule: Schedule, op: Op, stage: int, rank: int) -> Input:
+    """The input of an op of a stage, as this rank runs it."""
+    at = (stage,) if len(schedule.owners[stage]) == 1 else (stage, rank)
+    return Input(Cause.COMPUTE, op.value, at)
+
+
+def _on_rank(
+    schedule: Schedule, usual: float | tuple[float, ...], at: tuple[int, ...], seconds: float
+) -> float | tuple[float, ...]:
+    """Seconds of a stage's actions, by index where those of one of its ranks are replaced."""
+    if len(at) == 1:
+        return seconds
+    stage, rank = at
+    row = (usual,) if isinstance(usual, float) else usual
+    size = max(len(row), schedule.batch_indices)
+    return tuple(seconds if schedule.owner(stage, k) == rank else row[k % len(row)] for k in range(size))
 
 
 def _in_order(pair: tuple[Op, int]) -> tuple[int, int]:

@@ -83,10 +83,10 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
 
 def _actions(timeline: Timeline) -> Iterator[tuple[Input, float]]:
     """F, B, I, W and updates."""
-    for trace in timeline.ranks:
+    for rank, trace in enumerate(timeline.ranks):
         for (stage, op, _), start, end in trace.compute:
             if op in COMPUTE_OPS:
-                yield action_input(op, stage), end - start
+                yield action_input(timeline.schedule, op, stage, rank), end - start
             elif op is Op.U:
                 yield Input(Cause.UPDATE, "update", (stage,)), end - start
 
