@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from stagewright.partition.stage_cost import overheads
 from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, build, simulate
+from stagewright.schedules.synthesis.synthesize import Synthesis, synthesize
 
 NODES = tuple(
     Node(name=f"n{i}", forward_seconds=1.0, backward_seconds=2.0, activation_bytes=5, parameter_bytes=20)
@@ -126,15 +128,22 @@ def test_unequal_replicas() -> None:
     assert found.bound <= found.predicted_step_time
 
 
-def test_the_search_for_an_order_knows_them() -> None:
-    """What is gained is gained with them: the plan's own order and the one found are simulated alike."""
+def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gained is gained with them: in the search, and where the order found is simulated."""
+    searched: list[Costs] = []
+
+    def search(*, costs: Costs, **options: Any) -> Synthesis:
+        searched.append(costs)
+        return synthesize(costs=costs, **options)
+
+    monkeypatch.setattr(f"{reorder.__module__}.synthesize", search)
     found = plan(
         profile(0.3), cluster(message_seconds=0.1), global_batch=6, schedules=("1f1b",), pipeline_sizes=(2,),
         data_sizes=(1,),
     )  # fmt: skip
     better = reorder(found, seconds=10.0, evaluations=200)
     assert simulated(better).timeline.batch_seconds == better.simulated_step_time
-    assert simulated(better).costs.overhead == found.overheads
+    assert [each.overhead for each in (*searched, simulated(better).costs)] == [found.overheads] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs", "zb-v", "hanayo"])
