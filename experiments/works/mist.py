@@ -113,7 +113,7 @@ def simulated(plan: MeasuredPlan, bytes_per_second: float) -> Timeline:
 
 def _exchanges(plan: MeasuredPlan, stage: int, seconds: float, bytes_per_second: float) -> tuple[float, float]:
     """Seconds that the stage before a cut, and the one behind it, take to send one message and receive another."""
-    at_once = between_nodes(plan, stage) or plan.platform.startswith(_OWN_LINKS)
+    at_once = between_nodes(plan, stage) or plan.platform.lower().startswith(_OWN_LINKS)
     message, both = message_behind(plan, stage), seconds if at_once else 2 * seconds
     return both + message.gathered_before / bytes_per_second, both + message.gathered_behind / bytes_per_second
 

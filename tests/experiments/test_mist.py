@@ -105,7 +105,7 @@ def test_tensor_ranks_send_their_share_and_gather_what_all_need() -> None:
 
 def test_where_gpus_reach_each_other_both_messages_of_an_exchange_go_at_once() -> None:
     plan = PLANS[-1]
-    with_links = replace(plan, platform="a100-sxm4-40gb")
+    with_links = replace(plan, platform="A100-SXM4-40GB")
     assert simulated(with_links, 1e10).batch_seconds < simulated(plan, 1e10).batch_seconds
     assert simulated(with_links, 1e10).batch_seconds == pytest.approx(simulated(plan, 2e10).batch_seconds)
 
