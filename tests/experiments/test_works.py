@@ -130,7 +130,9 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told(tmp_path: Path)
     shares = [figure.value for figure in figures if figure.name == ranges.WITHIN]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
-    assert [said.startswith("Measured: ") and "over 2 pairs" in said for said in ranges.findings(figures)] == [True]
+    said = next(iter(ranges.findings(figures)))  # another one follows where the pace changed
+    assert said.startswith("Measured: ")
+    assert "over 2 pairs" in said
 
 
 @pytest.mark.nightly
