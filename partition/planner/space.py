@@ -153,8 +153,8 @@ class SearchSpace:
     def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:
         for schedule, chunk_sizes in self.schedules:
             for num_chunks in chunk_sizes:
-                if num_chunks > 1 and pipeline == 1:
-                    continue  # chunks of one rank follow each other: the same work, more of it under way
+                if num_chunks > 1 and pipeline == 1 and (data == 1 or not family(schedule).takes_chunks):
+                    continue  # chunks of one rank follow each other; with replicas sums go on beside the next one's
                 if num_chunks * pipeline > self.max_stages:
                     continue
                 yield Configuration(

@@ -58,7 +58,7 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
         device = replace(DeviceModel.preset("A100-80GB"), network_efficiency=part)
         path.write_text(device.to_json(), encoding="utf-8")
         cluster = ["--cluster", "4x1:nvlink=300GB/s,net=12GB/s", "--batch", "8", "--replicas", "4", "--json"]
-        assert main(["plan", "--transformer", SHAPE, "--device", str(path), *cluster]) == 0
+        assert main(["plan", "--transformer", SHAPE, "--device", str(path), "--schedules", "1f1b", *cluster]) == 0
         found = Plan.from_json(capsys.readouterr().out)
         steps.append(found.stages[0].traffic.sum_seconds)
     assert steps[1] == pytest.approx(2 * steps[0])

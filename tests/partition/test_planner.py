@@ -22,7 +22,7 @@ FOUR = Cluster.from_levels([(4, 1e9)])
 
 
 def test_free_links_and_memory_leave_replicas_alone() -> None:
-    found = plan(chain(4, parameter_bytes=1.0), FOUR, global_batch=8)
+    found = plan(chain(4), FOUR, global_batch=8)
     assert (found.replicas, found.schedule, found.microbatch_size) == ((4,), "1f1b", 1)
     assert found.simulated_step_time == pytest.approx(2 * 12.0)
 
@@ -30,6 +30,16 @@ def test_free_links_and_memory_leave_replicas_alone() -> None:
 def test_same_input_same_plan() -> None:
     profile, cluster = chain(6, activation_bytes=1e6, parameter_bytes=1e8), Cluster.parse("2x2:a=1GB/s,b=100MB/s:8GB")
     assert plan(profile, cluster, global_batch=8) == plan(profile, cluster, global_batch=8)
+
+
+def test_sums_of_replicas_go_on_beside_backwards_where_ranks_have_chunks() -> None:
+    """As DistributedDataParallel's buckets do: the sum of the first part alone, of one node, is behind the work."""
+    profile = chain(8, parameter_bytes=1e8, activation_bytes=1e9)
+    found = plan(profile, Cluster.from_levels([(2, 1e8)]), global_batch=4, chunk_sizes=(2, 4))
+    assert (found.replicas, found.schedule, found.num_chunks) == ((2,) * 4, "interleaved", 4)
+    assert found.simulated_step_time == pytest.approx(2 * 24 + 1)
+    plain = plan(profile, Cluster.from_levels([(2, 1e8)]), global_batch=4, schedules="1f1b")
+    assert plain.simulated_step_time == pytest.approx(2 * 24 + 8)
 
 
 def test_heavy_gradients_on_slow_links_make_a_pipeline_with_chunks() -> None:
@@ -52,7 +62,7 @@ def test_unequal_replicas_where_they_win() -> None:
         Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1),
         Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e10),
     )
-    found = plan(Profile(nodes=nodes, microbatch_size=1), FOUR, global_batch=24, runnable=True)
+    found = plan(Profile(nodes=nodes, microbatch_size=1), FOUR, global_batch=24, schedules="1f1b", runnable=True)
     assert found.replicas == (3, 1)
     schedule = found.build_schedule()
     check(schedule)
@@ -78,7 +88,7 @@ def test_only_the_stages_that_need_it_recompute() -> None:
 
 
 def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
-    options = {"global_batch": 8, "pipeline_sizes": (1,), "data_sizes": (4,)}
+    options = {"global_batch": 8, "pipeline_sizes": (1,), "data_sizes": (4,), "schedules": "1f1b"}
     profile = chain(2, parameter_bytes=10.0)
     roomy = plan(profile, FOUR, **options)  # type: ignore[arg-type]
     tight = plan(profile, FOUR, memory_limit=86.0, **options)  # type: ignore[arg-type]

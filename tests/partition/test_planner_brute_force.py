@@ -167,7 +167,8 @@ def by_hand(
         for data in range(1, cluster.num_devices // pipeline + 1):
             for V in range(1, chunks + 1):
                 S = pipeline * V
-                if batch % data or len(profile.nodes) < S or (V > 1 and pipeline == 1):
+                is_useless = V > 1 and pipeline == 1 and (data == 1 or schedule != "interleaved")
+                if batch % data or len(profile.nodes) < S or is_useless:
                     continue
                 for inner in combinations(range(1, len(profile.nodes)), S - 1):
                     yield {

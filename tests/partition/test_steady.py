@@ -65,7 +65,6 @@ def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> Evaluato
 @given(st.data())
 def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
     P, V = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 1, 2]))
-    V = 1 if P == 1 else V
     figure = data.draw(st.sampled_from([EIGHTHS, NEAR]))
     nodes = tuple(
         Node(
