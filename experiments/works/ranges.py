@@ -46,7 +46,7 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
         return side.result
 
     try:
-        yield from _figures(case, side.pipe, step, How.MEASURED, repetitions)
+        yield from figures_of(case, side.pipe, step, How.MEASURED, repetitions=repetitions)
     finally:
         side.pipe.close()
 
@@ -57,14 +57,15 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
     sleeping = SleepingPipe(schedule_of(case))
     try:
-        yield from _figures(case, sleeping.pipe, sleeping.step, How.EMULATED, repetitions)
+        yield from figures_of(case, sleeping.pipe, sleeping.step, How.EMULATED, repetitions=repetitions)
     finally:
         sleeping.close()
 
 
-def _figures(
-    case: Case, pipe: PipelineModule, step: Callable[[], StepResult], how: How, repetitions: int
+def figures_of(
+    case: Case, pipe: PipelineModule, step: Callable[[], StepResult], how: How, *, repetitions: int
 ) -> Iterator[Figure]:
+    """Figures of a pipeline whose batches `step` runs; the case says how many `steps` a half has."""
     half = case.count("steps")
 
     def seconds(number: int) -> list[float]:

@@ -7,6 +7,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
+from support.small import X, Y, make
 
 from stagewright.experiments.backends.local import LocalBackend
 from stagewright.experiments.backends.records import Nodes, Work
@@ -114,25 +115,20 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
 
 
-@pytest.mark.gloo
-def test_steps_are_counted_within_a_range_that_earlier_ones_told(tmp_path: Path) -> None:
-    """That figures come out; how many steps lie within is a question of the machine."""
-    (tmp_path / "job.json").write_text(
-        '{"work": "stagewright.experiments.works.ranges:measured", "repetitions": 2, "cases": [{"schedule": "1f1b", '
-        '"ranks": 2, "microbatches": 4, "layers": 2, "width": 16, "length": 8, "batch": 4, "steps": 12}]}'
-    )
-    work = Work(
-        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=120
-    )
-    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
-    assert outcome.status == 0, outcome.report
-    figures = read_figures(tmp_path / "figures.jsonl")
+def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
+    """That figures come out, of ranks in one process; how many steps lie within is a question of the machine."""
+    pipe = make()
+    case = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 12})
+    figures = list(ranges.figures_of(case, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=2))
     shares = [figure.value for figure in figures if figure.name == ranges.WITHIN]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
     said = next(iter(ranges.findings(figures)))  # another one follows where the pace changed
     assert said.startswith("Measured: ")
     assert "over 2 pairs" in said
+    short = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 9})
+    with pytest.raises(ValueError, match="steps: expected at least 10"):
+        list(ranges.figures_of(short, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=1))
 
 
 @pytest.mark.nightly
