@@ -113,8 +113,8 @@ class State:
             collectives=self.collectives,
             agree=self._agree,
         )
-        self.training.num_steps = loaded.step
         self.update.restart()
+        self.training.restart(loaded.step)
         self._say(f"of the checkpoint {folder}: {'; '.join(loaded.lost)}" if loaded.lost else "")
 
     def _say(self, text: str) -> None:

@@ -139,6 +139,12 @@ class Training:
                 self._engine.run(programs)
             self._reports.tell(self._update.waiting())
 
+    def restart(self, step: int) -> None:
+        """Another state was loaded: the next batch is this one."""
+        self.num_steps = step
+        for local in self._engine.ranks:
+            local.recorder.restart()
+
     def confirm(self) -> None:
         """Make the weights what they should be, before anything reads or replaces them."""
         if self._update.unconfirmed is not None:

@@ -36,6 +36,8 @@ class RunLayout:
 
     Arguments:
         predicted_step_seconds: by its plan; None without one.
+        flush_first: batches, the first ones, with a flush; 0 in a run of before there were any.
+        correction: of late gradients; None in a run that did not leave it.
     """
 
     num_ranks: int
@@ -44,11 +46,15 @@ class RunLayout:
     num_microbatches: int
     weight_rule: str
     predicted_step_seconds: float | None
+    flush_first: int = 0
+    correction: str | None = None
 
     @classmethod
-    def of(cls, pipe: PipelineModule) -> RunLayout:
-        """The layout of a pipeline that is built."""
+    def of(cls, pipe: PipelineModule, options: TrainOptions) -> RunLayout:
+        """The layout of a pipeline that is built, and what is done about late gradients."""
         schedule = pipe.schedule
+        factor = 1.0 if options.delay_factor is None else options.delay_factor
+        corrects = options.delay_correction not in (None, "none")
         return cls(
             num_ranks=schedule.num_ranks,
             schedule=schedule.name,
@@ -56,6 +62,8 @@ class RunLayout:
             num_microbatches=schedule.num_microbatches,
             weight_rule=schedule.weight_rule,
             predicted_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
+            flush_first=options.flush_first or 0,
+            correction=f"{options.delay_correction} x {factor:g}" if corrects else "none",
         )
 
     def changes_to(self, now: RunLayout) -> tuple[str, ...]:
@@ -75,6 +83,14 @@ class RunLayout:
         if self.weight_rule != now.weight_rule:
             told.append(
                 f"weights follow the rule {now.weight_rule!r}, before {self.weight_rule!r}: the newest were kept"
+            )
+        elif self.flush_first != now.flush_first:
+            told.append(
+                f"the first {count(now.flush_first, 'step')} with a flush (--flush-first), before {self.flush_first}"
+            )
+        if self.weight_rule == now.weight_rule and self.correction not in (None, now.correction):
+            told.append(
+                f"late gradients are corrected by {now.correction} (--delay-correction), before {self.correction}"
             )
         if self.predicted_step_seconds is not None and now.predicted_step_seconds is not None and told:
             before, after = self.predicted_step_seconds, now.predicted_step_seconds
@@ -131,7 +147,7 @@ class Checkpoints:
         if self._run is not None:
             if self._pipe.plan is not None:
                 write_whole(self._path / PLAN, self._pipe.plan.to_json())
-            write_whole(self._path / _LAYOUT, json.dumps(asdict(RunLayout.of(self._pipe))))
+            write_whole(self._path / _LAYOUT, json.dumps(asdict(RunLayout.of(self._pipe, self._options))))
 
     def behind(self, step: int, log: Callable[[], object]) -> None:
         """Step number `step` was run: save where that is due, once `log` has written down what is known of it."""
@@ -173,7 +189,7 @@ class Checkpoints:
 
     def _tell(self, run: RunFolder) -> None:
         self.known, lost = run.keep_before(self.first_step)
-        before, now = _read_layout(self._path / _LAYOUT), RunLayout.of(self._pipe)
+        before, now = _read_layout(self._path / _LAYOUT), RunLayout.of(self._pipe, self._options)
         changes = before.changes_to(now) if before is not None and self.first_step else ()
         if self.first_step == 0 and not lost:
             return

@@ -52,13 +52,17 @@ class Recorder:
         """A new step: the one before goes into the durations.
 
         Arguments:
-            counts: whether this one is to; not one that evaluates, whose forwards keep nothing for a backward.
+            counts: whether this one is to; not one that evaluates, whose forwards keep nothing for a backward. Behind
+                it the window begins anew: the pipeline was empty, and its microbatches have the numbers of batch 0.
         """
         self._remember()
         if self._actions and self._is_kept:
             self._steps.append(self._ran())
+        if counts and self._counts:
+            self._before.append((self._actions, self._waits, self._collectives, self._fused))
+        else:
+            self._before.clear()
         self._is_kept = self._counts = counts
-        self._before.append((self._actions, self._waits, self._collectives, self._fused))
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
         self._waited, self._fused = [], set()
 
@@ -70,6 +74,12 @@ class Recorder:
         """This step begins anew: what it did so far does not count."""
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
         self._waited = []
+
+    def restart(self) -> None:
+        """The run goes on from another state: its next step is no neighbour of those before, and may have the number
+        of one of them."""
+        self.begin()
+        self._before.clear()
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         """An action ran."""

@@ -377,7 +377,7 @@ class Verifier:
             with untouched(self._parts.root, device=self._settings.device):
                 yield
         finally:
-            training.num_steps = step
+            training.restart(step)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if not update.is_lost:

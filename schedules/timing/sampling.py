@@ -6,6 +6,7 @@ actions give, and it varies less than each of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -44,8 +45,8 @@ class StepSamples:
     def __post_init__(self) -> None:
         for name in ("seconds", "bubbles"):
             numbers = tuple(map(float, getattr(self, name)))
-            if not numbers or list(numbers) != sorted(numbers):
-                raise ValueError(f"{name}={numbers!r:.60}: expected ascending numbers, at least one")
+            if not numbers or not all(map(math.isfinite, numbers)) or list(numbers) != sorted(numbers):
+                raise ValueError(f"{name}={numbers!r:.60}: expected ascending finite numbers, at least one")
             object.__setattr__(self, name, numbers)
 
     @property

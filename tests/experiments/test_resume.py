@@ -20,6 +20,7 @@ from support.commands import answer, end_forked, start_forked
 from stagewright.experiments.cli import main
 from stagewright.experiments.own_batches import OwnBatches
 from stagewright.experiments.own_options import OwnOptions
+from stagewright.experiments.training.checkpoints import RunLayout
 from stagewright.experiments.training.options import TrainOptions, make_schedule, resolve, with_recipe
 from stagewright.experiments.training.run_folder import Manifest, Metrics, RunFolder
 from stagewright.partition import Plan
@@ -230,6 +231,28 @@ def logged_steps(name: str) -> int:
 
 def writing(name: str) -> bool:
     return any((Path("runs") / name / "checkpoints").glob("step-*.partial"))
+
+
+def test_it_is_told_when_late_gradients_are_treated_otherwise() -> None:
+    """A run that was begun with --flush-first 0, and goes on with the default."""
+    before = RunLayout(
+        num_ranks=2,
+        schedule="2bw",
+        num_stages=2,
+        num_microbatches=4,
+        weight_rule="2bw",
+        predicted_step_seconds=None,
+        correction="none",
+    )
+    now = replace(before, flush_first=150, correction="error-feedback x 2")
+    assert before.changes_to(before) == ()
+    assert before.changes_to(now) == (
+        "the first 150 steps with a flush (--flush-first), before 0",
+        "late gradients are corrected by error-feedback x 2 (--delay-correction), before none",
+    )
+    assert replace(before, weight_rule="flush").changes_to(now) == (
+        "weights follow the rule '2bw', before 'flush': the newest were kept",
+    )
 
 
 def _check_equal(name: str, other: str, *, resumed_at: list[int]) -> None:

@@ -17,7 +17,7 @@ from support.reference import copied
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import Costs, check, simulate
+from stagewright.schedules import Costs, Op, check, simulate
 from stagewright.schedules.timing.trace_reader import find_traces, read_traces
 
 CASE = AsyncCase(
@@ -136,6 +136,23 @@ def test_timelines_and_traces_are_of_one_kind_of_batches(schedule: str, tmp_path
     traces = read_traces(find_traces([tmp_path]))
     assert not traces.notes
     assert [(one.timeline.schedule.name, one.timeline.schedule.num_batches) for one in traces.steps] == kinds[3:]
+
+
+@pytest.mark.parametrize(("flush_first", "name"), [(0, "2bw"), (9, "2bw with a flush")])
+def test_timelines_begin_anew_behind_what_is_no_training(flush_first: int, name: str, tmp_path: Path) -> None:
+    """An evaluation, a verification and another state: what ran there has numbers of batches that are shown, too."""
+    pipe, x, y = _pipe(flush_first=flush_first, verify=True), torch.ones(8, 4), torch.zeros(8, 4)
+    pipe.save(tmp_path)
+    between: list[Any] = [None, lambda: pipe.eval_step(x, y), lambda: pipe.verify(x, y), lambda: pipe.load(tmp_path)]
+    for act in between:
+        if act is not None:
+            act()
+        for number in (1, 2):
+            timeline = pipe.train_step(x, y).timeline()
+            assert (timeline.schedule.name, timeline.schedule.num_batches) == (name, number)
+            ran = [span.what for trace in timeline.ranks for span in trace.compute]
+            assert len(set(ran)) == len(ran)
+            assert {action.index // 4 for action in ran if action.op is Op.F} == set(range(number))
 
 
 def test_an_overflow_is_skipped_as_under_1f1b() -> None:

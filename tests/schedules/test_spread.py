@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import itertools
 from dataclasses import replace
 from math import comb, exp, log, sqrt
@@ -102,6 +103,9 @@ def test_quantiles() -> None:
     assert one.range() == (2.0, 2.0)
     with pytest.raises(ValueError, match="from 0 to 1"):
         taken.quantile(90)
+    for wrong in ((), (2.0, 1.0), (math.nan,), (1.0, math.inf)):
+        with pytest.raises(ValueError, match="expected ascending finite numbers"):
+            StepSamples(seconds=wrong, bubbles=(0.0,))
 
 
 def test_the_same_seed_gives_the_same_samples() -> None:
