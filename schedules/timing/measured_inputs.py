@@ -16,13 +16,17 @@ from .inputs import Cause, Input, action_input, by_stage
 from .timeline import Timeline
 
 
-def measured_inputs(timelines: Sequence[Timeline], known: Costs | None = None) -> dict[Input, float]:
+def measured_inputs(
+    timelines: Sequence[Timeline], known: Costs | None = None, *, planned: Costs | None = None
+) -> dict[Input, float]:
     """Inputs that measured steps of one schedule show, medians [s]; those that they do not show are not among them.
 
     Arguments:
         timelines: at least one.
         known: costs that the run measured itself over all of its steps: they know what goes on between actions, waits
             left out, and whether there is a norm.
+        planned: where the steps do not show what goes on around the actions of a stage (one that always waits), as much
+            as these say is taken for no part of its messages.
     """
     found: dict[Input, list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -31,6 +35,8 @@ def measured_inputs(timelines: Sequence[Timeline], known: Costs | None = None) -
     between = _overheads(timelines, known)
     for stage, seconds in between.items():
         found[Input(Cause.OVERHEAD, "overhead", (stage,))].append(seconds)
+    if planned is not None:
+        between = dict(enumerate(by_stage(planned.overhead, timelines[0].schedule.num_stages))) | between
     ways = [way for timeline in timelines for way in _ways(timeline)]
     seen_whole = {way.pair for way in ways if way.whole}
     for way in ways:

@@ -140,7 +140,7 @@ def check_prediction(
         )
     asked = _Asked(schedule, costs, links)
     before = predicted_inputs(schedule, costs, links)
-    seen = measured_inputs(steps, known)
+    seen = measured_inputs(steps, known, planned=costs)
     seen = {each: seconds for each, seconds in seen.items() if _is_known(each, before)}
     totals = [predicted.batch_seconds]
     values: dict[Input, float] = {}

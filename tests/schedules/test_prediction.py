@@ -204,6 +204,15 @@ def test_one_of_two_replicas_that_is_slow_is_named(slow: int) -> None:
     assert seconds_of(found) == pytest.approx({Cause.COMPUTE: 8.0})
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_is_around_an_action_is_no_part_of_a_message_where_nothing_shows_it(num_microbatches: int) -> None:
+    """One microbatch: all ranks but the last wait behind each of their actions."""
+    schedule = build("1f1b", num_ranks=3, num_microbatches=num_microbatches)
+    costs = uneven(schedule)
+    truth = simulate(schedule, costs)
+    assert seconds_of(check_prediction(truth, [recorded(truth, 0.0625)], costs=costs)) == {}
+
+
 def test_a_message_counts_until_its_user_begins_and_a_sum_until_the_first_rank_sees_it() -> None:
     """Ranks see late that something is there: the simulator knows no such delay, it is a part of the message."""
     schedule, costs, links = linked()

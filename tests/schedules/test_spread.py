@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import itertools
 from dataclasses import replace
-from math import comb, exp, log, sqrt
+from math import comb, exp, inf, log, nan, sqrt
 from random import Random
 from statistics import covariance, fmean, pvariance
 
@@ -103,7 +102,7 @@ def test_quantiles() -> None:
     assert one.range() == (2.0, 2.0)
     with pytest.raises(ValueError, match="from 0 to 1"):
         taken.quantile(90)
-    for wrong in ((), (2.0, 1.0), (math.nan,), (1.0, math.inf)):
+    for wrong in ((), (2.0, 1.0), (nan,), (1.0, inf)):
         with pytest.raises(ValueError, match="expected ascending finite numbers"):
             StepSamples(seconds=wrong, bubbles=(0.0,))
 
