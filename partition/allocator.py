@@ -34,14 +34,14 @@ _GPUS = ("cuda", "nvidia", "tesla", "geforce", "a100", "a10", "h100", "h200", "b
 
 
 class Allocator(StrEnum):
-    """What gives a kind of device its memory."""
+    """Source of memory on a kind of device."""
 
     MALLOC = "malloc"  # glibc's, on a CPU
     CUDA = "CUDA caching allocator"
 
     @classmethod
     def of(cls, device: str) -> Allocator | None:
-        """That of a profile's device: a CPU's, a GPU's; None for a name that says nothing, such as "device".
+        """Allocator of a profile's device: a CPU's, a GPU's; None for a name that says nothing, such as "device".
 
         >>> Allocator.of("cpu"), Allocator.of("A100-80GB"), Allocator.of("device")
         (<Allocator.MALLOC: 'malloc'>, <Allocator.CUDA: 'CUDA caching allocator'>, None)

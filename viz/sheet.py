@@ -94,7 +94,7 @@ class Sheet:
         self.ceiling = ceiling_of(self.memories)
         self.times = style.font / _USUAL_FONT
         self.width = style.width * UNITS_AN_INCH
-        longest = max(panel.length for panel in panels)
+        longest = max(self._end_of(panel) for panel in panels)
         self.unit_name, self.unit = time_unit(longest)
         self.causes = {cause for t in self.timelines for cause in causes_of(t)}
         has_side = bool(self.causes or self.memories)  # at the right: idle bars, peaks
@@ -114,6 +114,13 @@ class Sheet:
         gaps = (_PANEL_TITLE * len(panels) + _PANEL_GAP * (len(panels) - 1) + _TIME_AXIS + _FOOT) * self.times
         self.foot = line_height(style.font) * len(self.lines)
         self.height = round(self._top() + gaps + rows + self.foot)
+
+    @staticmethod
+    def _end_of(panel: Panel) -> float:
+        """Seconds that the time axis needs for a panel: what ran, and where it was predicted to end."""
+        if not isinstance(panel, TimelinePanel):
+            return panel.length
+        return max(panel.length, panel.predicted_end or 0.0, *(panel.predicted_ends or ()))
 
     def _num_rows(self) -> int:
         return max(panel.num_rows for panel in self.panels)
@@ -185,8 +192,7 @@ class Sheet:
                 draw_path(axes, panel.timeline, panel.path, scale)
             if panel.predicted_ends is not None:
                 low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
-                end = min(high, self.scale.length) / self.unit
-                axes.axvspan(low / self.unit, end, ymax=_RANGE_HEIGHT, zorder=3, **RANGE_BAND)
+                axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **RANGE_BAND)
             if panel.predicted_end is not None:
                 axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
             if self.causes and panel.length > 0:

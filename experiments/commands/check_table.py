@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...partition import Plan
 from ...schedules import Change
 from ...schedules.timing.inputs import Cause
-from ...schedules.timing.prediction import InputCheck
+from ...schedules.timing.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size
 from .tables import console
@@ -66,14 +66,17 @@ def advice(found: CheckedRun) -> list[Advice]:
     """Inputs to measure again by the command that does it, those first that change the step most."""
     by_command: dict[str | None, list[str]] = {}
     for each in found.check.wrong:
-        by_command.setdefault(_command(each, found), []).append(_why(each))
+        by_command.setdefault(_command(each, found), []).append(_why(each, found.check))
     return [Advice(why=tuple(why), command=command) for command, why in by_command.items()]
 
 
-def _why(each: InputCheck) -> str:
-    what, own = each.what, ""
-    if each.alone is not None:
-        own = f"; by itself {_signed(each.alone)} a step"
+def _why(each: InputCheck, check: PredictionCheck) -> str:
+    what, own = (
+        each.what,
+        f"; with the other inputs of its cause {_signed(check.cause(each.what.cause).seconds)} a step",
+    )
+    if check.matters_alone(each):
+        own = f"; by itself {_signed(each.alone or 0.0)} a step"
     plural = what.kind == "message"
     if each.ratio is None:
         words = f"{what} {'take' if plural else 'takes'} {duration(each.measured)}, and the plan knows nothing of that"

@@ -58,7 +58,7 @@ def crossing(plan: MeasuredPlan, operation: int) -> tuple[int, int]:
 
 
 def message_behind(plan: MeasuredPlan, stage: int) -> Message:
-    """What crosses the cut behind a stage, for one microbatch."""
+    """Message over the cut behind a stage, for one microbatch."""
     here, there = plan.stages[stage], plan.stages[stage + 1]
     whole, divided = crossing(plan, here.last)
 

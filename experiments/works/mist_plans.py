@@ -102,7 +102,7 @@ class MeasuredPlan:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration; ranks differ by less than a thousandth."""
+        """Seconds of the iteration; ranks differ by less than a thousandth."""
         return max(rank.iteration for stage in self.stages for rank in stage.ranks)
 
 

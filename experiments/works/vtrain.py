@@ -144,7 +144,7 @@ def _path(case: Case) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """What the figures of one row say."""
+    """Figures of one row."""
 
     number: int
     gpus: int

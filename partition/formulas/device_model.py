@@ -47,7 +47,7 @@ class _Range:
 
 
 def _part(start: float, spread: float) -> _Range:
-    """Of a data sheet's figure."""
+    """Range of a part of a data sheet's figure."""
     return _Range(least=0.01, most=1.0, start=start, step=0.1, spread=spread)
 
 

@@ -105,7 +105,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
 
 
 def _spread(nodes: Sequence[Node]) -> float:
-    """Of an action of these nodes: what slows one of them slows those around it, too."""
+    """Spread of an action of these nodes: what slows one of them slows those around it, too."""
     seconds = sum(node.forward_seconds + node.backward_seconds for node in nodes)
     varied = sum((node.forward_seconds + node.backward_seconds) * node.spread for node in nodes)
     return varied / seconds if seconds > 0 else 0.0

@@ -152,7 +152,7 @@ class Search:
 
     @property
     def searched(self) -> Searched:
-        """What was looked at, and what is known of the rest."""
+        """Record of how far was searched, and what is known of the rest."""
         tally = self.tally
         return Searched(
             considered=tally.considered,
@@ -170,7 +170,7 @@ class Search:
         return c.batch * self.evaluator.model(c).seconds / self.evaluator.topology.fastest / c.num_devices
 
     def _next(self, queue: list[_Entry], step: int) -> _Entry:
-        """What has the least bound; where seconds are counted, now and then the farthest of all."""
+        """Entry with the least bound; where seconds are counted, now and then the farthest of all."""
         if self.deadline is None or step % _STEPS:
             return heappop(queue)
         farthest = min(queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))

@@ -73,7 +73,7 @@ _MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some
 
 
 def _runtime(plan: PlanRecord) -> list[str]:
-    """What the runtime takes of a rank, where the plan knows it."""
+    """Seconds that the runtime takes of a rank, where the plan knows them."""
     action = max(stage.action_seconds for stage in plan.stages)
     message = max((each.message_seconds for each in plan.traffic), default=0.0)
     if not action and not message:

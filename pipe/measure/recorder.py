@@ -136,7 +136,7 @@ class Recorder:
         return {stage: statistics.median(seconds) for stage, seconds in self._overheads.items()}
 
     def steps(self) -> list[tuple[Ran, ...]]:
-        """What ran in each of the last steps, oldest first, with what came between it and the next action."""
+        """Actions of each of the last steps, oldest first, with what came between it and the next action."""
         return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
 
     def forget(self) -> None:
@@ -181,7 +181,7 @@ class Recorder:
                 yield number - 1, max(0.0, between(end, start) - waited[number])
 
     def _ran(self) -> tuple[Ran, ...]:
-        """What ran in this step, with what came behind each action.
+        """Actions of this step, with what came behind each action.
 
         Behind the last one, and in front of an update, comes what is no overhead (sums, the norm, the end of the
         batch): there it is what mostly comes between two.

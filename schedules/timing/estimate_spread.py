@@ -71,7 +71,7 @@ def _shared(logs: Sequence[Sequence[Logs]], number: int) -> list[list[float]]:
 
 
 def _logs(ran: Sequence[Ran], table: CostTable) -> Logs:
-    """Of each action that has a cost, the logarithm of its ratio to that."""
+    """Logarithm of the ratio of each action to its cost, where it has one."""
     costs = [(each, table.row(each.op, each.stage)[0]) for each in ran]
     return [(r.stage, r.op, log(r.seconds / cost)) for r, cost in costs if r.seconds > 0 and cost > 0]
 

@@ -95,6 +95,10 @@ class PredictionCheck:
         """The part of one cause."""
         return next(each for each in self.causes if each.name == name.value)
 
+    def matters_alone(self, each: InputCheck) -> bool:
+        """Whether an input changes the step by 1% when it alone is as measured."""
+        return abs(each.alone or 0.0) >= _MATTERS * self.predicted
+
     @property
     def wrong(self) -> tuple[InputCheck, ...]:
         """Inputs to measure again, those first that change the step most.
@@ -102,11 +106,10 @@ class PredictionCheck:
         They are off by 5% or more, and alone worth 1% of the step; where a cause is worth that and none of its inputs
         is alone, the one of them that has most seconds.
         """
-        least = _MATTERS * self.predicted
         off = [each for each in self.inputs if abs(each.measured - each.predicted) >= _OFF * each.predicted]
-        found = [each for each in off if abs(each.alone or 0.0) >= least]
+        found = [each for each in off if self.matters_alone(each)]
         for cause in {each.what.cause for each in off} - {each.what.cause for each in found}:
-            if abs(self.cause(cause).seconds) >= least:
+            if abs(self.cause(cause).seconds) >= _MATTERS * self.predicted:
                 found.append(max((e for e in off if e.what.cause is cause), key=lambda each: abs(each.seconds)))
         return tuple(sorted(found, key=lambda each: (-abs(each.alone or 0.0), -abs(each.seconds))))
 

@@ -32,7 +32,7 @@ SHARE = 0.9  # of steps, within a range that is printed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """What many simulated steps took.
+    """Seconds and bubbles of many simulated steps.
 
     Arguments:
         seconds: from batch to batch, ascending [s].
@@ -99,7 +99,7 @@ def with_range(seconds: float, ends: tuple[float, float]) -> str:
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
-    """Of n samples the i-th is the quantile i / (n + 1): as large a share of fresh draws stays below it."""
+    """Quantile of samples, the i-th of n being i / (n + 1): as large a share of fresh draws stays below it."""
     if not 0 <= share <= 1:
         raise ValueError(f"share={share!r}: expected a number from 0 to 1")
     at = min(max(share * (len(ascending) + 1) - 1, 0.0), len(ascending) - 1.0)

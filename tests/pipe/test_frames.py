@@ -1,4 +1,4 @@
-"""How far a microbatch walks: functions of ours between `train_step` and a layer of the user's."""
+"""The way of a microbatch: functions of ours between `train_step` and a layer of the user's."""
 
 from __future__ import annotations
 

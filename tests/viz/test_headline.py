@@ -11,6 +11,7 @@ from stagewright.schedules.timing.expected import busy_seconds, closed_form_seco
 from stagewright.viz.exhibit import Exhibit, MeasuredStep, Row, Slice
 from stagewright.viz.headline import HeadFigure, headline
 from stagewright.viz.panels import TimelinePanel, panels_of
+from stagewright.viz.sheet import FigureStyle, Sheet
 from stagewright.viz.terminal import render_terminal
 
 COSTS = Costs(forward=1.0, backward=2.0)
@@ -109,6 +110,8 @@ def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
     assert "makespan 21 s (1.005 times predicted)" in beside.title("s", 1.0)
     assert (beside.predicted_end, beside.predicted_ends) == (figure.seconds, pytest.approx((16.4, 25.4)))
     assert predicted.predicted_ends is None
+    early = replace(exhibit, measured=(MeasuredStep(3, slowed(timeline, 1.0)),))  # before what was predicted
+    assert Sheet(panels_of([early]), FigureStyle()).scale.length == pytest.approx(25.4)
     text = render_terminal([exhibit], width=100, colour=False)
     assert "20.9 s (90%: 16.4 s .. 25.4 s)" in text
 
