@@ -155,7 +155,9 @@ def _stages(training: Training, device: DeviceModel) -> _Stages:
     topology = formulas.topology
     ring = topology.ring(range(0, training.data * training.tensor, training.tensor))
     sent = layer.activation_bytes / (training.tensor if training.parts_sent else 1)
-    on_link = sent / topology.cluster.levels[1].bandwidth if num_stages > 1 else 0.0
+    inner, outer = topology.cluster.levels  # in one node no message goes over the network
+    way = outer if training.num_devices > NODE else inner
+    on_link = sent / way.bandwidth if num_stages > 1 else 0.0
     waited = on_link if training.sends_wait else 0.0
     return _Stages(
         forward=[waited + seconds for seconds in forward],

@@ -100,6 +100,14 @@ def test_constants_are_recovered_from_trainings_that_the_model_made() -> None:
     assert max(abs(each) for each in off[:2] + off[3:]) < 0.04, [f"{each:+.1%}" for each in off]
 
 
+def test_no_message_of_a_single_node_goes_over_the_network() -> None:
+    device = vtrain.typical()
+    slow = [replace(each, network=1e9) for each in (training(2, 1, 4, 2), training(2, 4, 4, 2))]
+    inner, outer = (estimated(each, device) for each in slow)
+    assert inner == estimated(training(2, 1, 4, 2), device)
+    assert outer > estimated(training(2, 4, 4, 2), device)
+
+
 def test_a_constant_that_no_training_shows_stays() -> None:
     rows = measured_on(OTHER, [SYNTHETIC[0]])  # one tensor rank: nothing is summed over a link; the device is busy
     found = fit_measured(vtrain.typical(), rows, constants=("matrix_efficiency", "sum_seconds", "kernel_seconds"))
