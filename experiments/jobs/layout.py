@@ -20,6 +20,7 @@ lines = ["schedule"]                case keys: a colour for each of their values
 panels = "ranks"                    a case key: axes side by side
 where = { ranks = [2, 4, 8] }
 x_scale = "log2"                    "linear" (the default), "log2" or "log10"; likewise y_scale
+x_scale = "list"                    numbers of rows, with nothing between them: no lines from row to row
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .case import Case, Value
 from .function_names import function_name
 
 SCALES = ("linear", "log2", "log10")
+LIST = "list"  # an x axis of numbered rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ def _plot(record: Fields, keys: Collection[str]) -> Plot:
         lines=_keys(record, "lines", keys, needed=False),
         panels=_optional_key(record, "panels", keys),
         where=_where(record, keys),
-        x_scale=record.text("x_scale", choices=SCALES, default="linear"),
+        x_scale=record.text("x_scale", choices=(*SCALES, LIST), default="linear"),
         y_scale=record.text("y_scale", choices=SCALES, default="linear"),
     )
     record.done()

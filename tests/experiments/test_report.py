@@ -13,7 +13,8 @@ from stagewright.experiments.jobs.case import Case
 from stagewright.experiments.jobs.cells import cells
 from stagewright.experiments.jobs.declaration import Declaration, read_declaration
 from stagewright.experiments.jobs.figure import Figure, How, read_figures, write_figures
-from stagewright.experiments.jobs.layout import Table, Where
+from stagewright.experiments.jobs.layout import Plot, Table, Where
+from stagewright.experiments.jobs.plots import style_of
 from stagewright.experiments.jobs.report import section_of, with_section, write_report
 from stagewright.experiments.jobs.results import Origin, Results
 from stagewright.experiments.jobs.tables import markdown
@@ -101,6 +102,13 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     assert "# mine\n\nHow long?\n" in readme.read_text()
     write_report(declared(), Results.read(tmp_path / "one"), tmp_path / "one")
     assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()} == files
+
+
+@pytest.mark.parametrize(("x_scale", "joined"), [("linear", True), ("list", False)])
+def test_numbered_rows_are_not_joined_by_a_line(x_scale: str, *, joined: bool) -> None:
+    plot = Plot(file="rows", title="", x="row", y="step", x_scale=x_scale)
+    assert (style_of(plot, How.SIMULATED)["linestyle"] == "-") == joined
+    assert style_of(plot, How.PUBLISHED)["linestyle"] == ""
 
 
 def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
