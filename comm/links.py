@@ -21,7 +21,7 @@ import torch
 from .collectives import Collectives
 from .groups import link_lanes
 from .mesh import MeshPlace, World
-from .ping_pong import PingPong, ping_pong
+from .ping_pong import PingPong, ping_pong, waking_seconds
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
@@ -57,7 +57,7 @@ class LinkLevel:
         name: "host" or "network".
         size: how many ranks, or groups of the level below, it joins.
         bandwidth, residual: medians over the pairs [bytes/s], relative.
-        latency: the same, without the time for which both ends are busy [s].
+        latency: the same to a rank that waits for a message asleep, without the time for which both ends are busy [s].
         reduce_bandwidth: that each of its members moves in a ring while they sum gradients, scaled and all under
             way at once as behind a batch [bytes/s].
         message_seconds: for which the rank at either end of a message is busy with it, in none of the others [s].
@@ -229,7 +229,10 @@ def _level(
 ) -> LinkLevel:
     """`times`: by pair, of each size and behind them of the smallest one with cold caches."""
     fits = tuple(fit_line(sizes, [one.seconds for one in each[:-1]]) for each in times)
-    latency = statistics.median(max(0.0, fit.latency - 2 * each[0].busy) for fit, each in zip(fits, times, strict=True))
+    latency = statistics.median(
+        max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-1])
+        for fit, each in zip(fits, times, strict=True)
+    )
     hops = 2 * (size - 1)
     return LinkLevel(
         name=name,

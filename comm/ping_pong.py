@@ -14,7 +14,9 @@ from ..schedules import Message, MessageKind
 from .transport import TensorSpec, Transport
 
 _ROUNDS = 30
+_COLD_ROUNDS = 12
 _WARM_UP = 5
+_PAUSE = 0.01  # about the compute of a stage [s]
 CACHE_BYTES = 4 << 20  # more than a core's own caches hold
 
 
@@ -29,6 +31,11 @@ class PingPong(NamedTuple):
     seconds: float
     busy: float
 
+    @property
+    def latency(self) -> float:
+        """What is left of the way beside both ends [s]."""
+        return max(0.0, self.seconds - 2 * self.busy)
+
 
 NOTHING = PingPong(0.0, 0.0)
 
@@ -41,7 +48,7 @@ def ping_pong(
     device: torch.device,
     timeout: float,
     pair: tuple[int, int] = (0, 1),
-    rounds: int = _ROUNDS,
+    rounds: int | None = None,
     ranks_of_host: int = 1,
     cold: bool = False,
 ) -> PingPong:
@@ -52,8 +59,9 @@ def ping_pong(
     Arguments:
         ranks_of_host: on this host. Where each has a core at most, what the transport's own threads compute is taken
             from the ranks, and counts to `busy`.
-        cold: whether to push the core's caches out in front of each message, as a stage's compute does: `busy` is then
-            that of a message between two actions, while `seconds` has the pushing in it.
+        cold: whether to be as ranks are between two actions: both push their core's caches out, as a stage's compute
+            does, and the second sleeps in its wait for some time before the message comes. Then half of the messages
+            wake a rank: see `waking_seconds`.
     """
     if rank not in pair:
         return NOTHING
@@ -61,10 +69,12 @@ def ping_pong(
     first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
     times, busy, pushed = [], [], torch.zeros(CACHE_BYTES // 4 if cold else 0)
-    for turn in range(_WARM_UP + rounds):
+    for turn in range(_WARM_UP + (rounds or (_COLD_ROUNDS if cold else _ROUNDS))):
         ping = Message(MessageKind.ACT, -1, -2, turn)
         pong = Message(MessageKind.GRAD, -2, -1, turn)
         pushed.add_(1.0)
+        if cold and first:
+            time.sleep(_PAUSE)
         start, worked = time.perf_counter(), processor()
         if first:
             transport.post(pong, peer, specs)
@@ -82,6 +92,15 @@ def ping_pong(
         busy.append(processor() - worked)
     transport.drain(timeout)
     return PingPong(*(statistics.median(each[_WARM_UP:]) / 2 for each in (times, busy)))
+
+
+def waking_seconds(hot: PingPong, cold: PingPong) -> float:
+    """How much longer a message takes to a rank that sleeps in its wait for it than to one that was just awake [s].
+
+    Arguments:
+        hot, cold: medians of `ping_pong` with the same tensors, as the first rank of the pair has them.
+    """
+    return max(0.0, 2 * (cold.latency - hot.latency))
 
 
 def _processor(device: torch.device, ranks_of_host: int) -> Callable[[], float]:

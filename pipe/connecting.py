@@ -19,7 +19,7 @@ from ..comm import (
     link_lanes,
     machine,
 )
-from ..comm.ping_pong import ping_pong
+from ..comm.ping_pong import ping_pong, waking_seconds
 from ..comm.process_group import Link
 from ..partition.profiler.clock import clock_for
 from ..schedules.messages import Sharing
@@ -51,7 +51,9 @@ class Connected:
     clocks: HostClocks
 
     def latency(self, rank: int, specs: Sequence[TensorSpec], settings: Settings) -> float:
-        """Seconds of an activation from stage 0 to its consumer on the next rank, measured between ranks 0 and 1.
+        """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it comes.
+
+        Measured between ranks 0 and 1, known to rank 0; 0 on the others.
 
         Arguments:
             rank: of this process.
@@ -60,8 +62,12 @@ class Connected:
         transport = self.transports[rank]
         if isinstance(transport, InProcessTransport) or not self.links >= {(0, 1), (1, 0)} or not specs:
             return 0.0
-        found = ping_pong(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout)
-        return max(0.0, found.seconds - 2 * found.busy)  # that is in the overhead of actions
+        hot, cold = (
+            ping_pong(transport, rank=rank, specs=specs, device=settings.device, timeout=settings.timeout, cold=cold)
+            for cold in (False, True)
+        )
+        # both ends are in the overhead of actions
+        return hot.latency + waking_seconds(hot, cold) if rank == 0 else 0.0
 
 
 def connect(ground: Ground, placed: Placed) -> Connected:

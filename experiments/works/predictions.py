@@ -3,9 +3,11 @@
 A run is one of `stagewright train --plan auto` in processes of its own: profile, links, plan, order, then steps of what
 was planned. Cases say which (`run`), so that each is a job.
 
-    step, planned / measured    the plan's step over the median step of rank 0, the first ones apart
+    step, planned / measured    the plan's step (the middle of its range) over the median step of rank 0, the first ones
+                                apart
     work, planned / measured    likewise F + B of a microbatch over all stages, by the clock of the run's own actions
-    step, simulated / measured  simulated from the costs that the run measured: the rest is not the plan's
+    step, simulated / measured  simulated from the costs that the run measured, and as they varied: the rest is not the
+                                plan's
     share of steps within ...   of the range that the spread of the run's own durations gives, by its own clock
     bubble                      simulated by the plan, and measured
 """
@@ -138,6 +140,7 @@ def _ran(
 ) -> Iterator[Figure]:
     """Figures of a plan and of the pipeline that carries it out."""
     from ...partition.plans.as_text import CHOSEN
+    from ...partition.plans.simulated import sampled
     from ...schedules import simulate, simulate_spread
 
     assert plan.simulated_step_time is not None
@@ -164,13 +167,17 @@ def _ran(
     def figure(name: str, value: float, unit: str = "ratio", how: How = how) -> Figure:
         return Figure(case=case, name=name, value=value, unit=unit, how=how, note=note)
 
-    yield figure(STEP, plan.simulated_step_time / took)
+    drawn = sampled(plan)
+    step_planned = plan.simulated_step_time if drawn is None else drawn.median
+    taken = None if spread is None else simulate_spread(pipe.schedule, costs, spread)
+    simulated = simulate(pipe.schedule, costs).batch_seconds if taken is None else taken.median
+    yield figure(STEP, step_planned / took)
     yield figure("work, planned / measured", planned / work)
-    yield figure("step, simulated / measured", simulate(pipe.schedule, costs).batch_seconds / took)
-    if spread is not None:
-        yield figure(WITHIN, simulate_spread(pipe.schedule, costs, spread).holds(spans), "fraction")
+    yield figure("step, simulated / measured", simulated / took)
+    if taken is not None:
+        yield figure(WITHIN, taken.holds(spans), "fraction")
     yield figure("step", took, "s")
-    yield figure("step", plan.simulated_step_time, "s", How.SIMULATED)
+    yield figure("step", step_planned, "s", How.SIMULATED)
     yield figure("bubble", median(bubbles), "fraction")
     yield figure("bubble", plan.bubble, "fraction", How.SIMULATED)
 

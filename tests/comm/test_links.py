@@ -101,10 +101,14 @@ def test_unequal_hosts_make_one_level_of_the_slowest_links() -> None:
 
 
 def test_a_message_takes_both_ends_and_the_way() -> None:
-    """What both ends are busy is no latency, nor a ring's; between actions it is what cold caches make of it."""
-    sizes, way, busy = (1000, 2000), 5e-6, 40e-6
+    """What both ends are busy is no latency, nor a ring's; between actions it is what cold caches make of it, and
+    a rank that sleeps wakes up."""
+    sizes, way, waking, busy = (1000, 2000), 5e-6, 300e-6, 40e-6
     hot = [PingPong(2 * busy + way + size / 1e9, busy + size / 1e12) for size in sizes]
-    pairs = [[*hot, PingPong(1.0, 3 * busy)]] * 2
+    # pings wake the second rank, pongs find the first one awake
+    cold = PingPong(2 * 3 * busy + hot[0].latency + waking / 2, 3 * busy)
+    pairs = [[*hot, cold]] * 2
+    way += waking
     hops, part = 2, SUM_BYTES / 1e9
     found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sum_seconds=hops * way + part)
     assert found.message_seconds == pytest.approx(3 * busy)
