@@ -11,12 +11,18 @@ The same with the updates behind the work, where nothing of them can run beside 
 gradients as well, with several the optimizer's steps alone, since sums of the last stages go beside backwards of the
 first. Where backwards are split, what comes behind may be weight gradients, and the way back counts nothing.
 
-With one stage a rank and whole backwards, rank r may have 1 - 1/m of the work of the rank in front:
-T = W / (1 - (1 - 1/m)^P) for W a microbatch.
+With whole backwards, no stage saves by being small what others gain by it. Of stage s and those behind it on its rank,
+none begins before a microbatch has come through the stages in front, and its gradient must go back through them:
+
+    T >= u(0) + .. + u(s-1) + m (u(s) + those of its rank behind)          u(s): F + B of stage s, W = sum of all
+
+The least T under which all S of these hold for some u is a multiple of W, `_passes`: with one stage a rank
+W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank in front.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,6 +66,7 @@ class LeastSeconds:
         self._least_busy = min(link.busy for link in topology.links)
         self._nodes: dict[int, tuple[Model, _Nodes]] = {}
         self._rings: dict[tuple[int, int], float] = {}  # seconds a byte
+        self._known_passes: dict[object, float] = {}
 
     def of(self, c: Configuration, model: Model) -> float:
         """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
@@ -80,15 +87,26 @@ class LeastSeconds:
         if c.num_chunks == 1:
             ring = self._ring(c)
             update, updates = update + nodes.parameters * ring, updates + float(model.cuts.parameters[-1]) * ring
-            if not is_split:
-                each = model.seconds / speed + c.pipeline * around
-                least = max(least, each / (1 - (1 - 1 / m) ** c.pipeline))
+        if not is_split:
+            least = max(least, self._passes(c, m) * (model.seconds / speed + c.num_stages * around))
         return max(least, _through(total + updates, nodes.counts, work + update, there))
+
+    def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
+        """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s]."""
+        devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
+        one = 0.0 if known.rule.is_asynchronous or known.splits_backward else seconds  # through all stages and back
+        return max(one, num_microbatches * seconds / devices)
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
         """Bytes of parameters that the fullest rank has, at least."""
         nodes = self._nodes_of(model)
         return _through(float(model.cuts.parameters[-1]), nodes.counts, nodes.parameters, np.zeros(c.pipeline))
+
+    def _passes(self, c: Configuration, m: int) -> float:
+        key = (c.schedule, c.pipeline, c.num_chunks, m)
+        if key not in self._known_passes:
+            self._known_passes[key] = _passes(c.positions, c.pipeline, m)
+        return self._known_passes[key]
 
     def _nodes_of(self, model: Model) -> _Nodes:
         if id(model) not in self._nodes:
@@ -102,6 +120,28 @@ class LeastSeconds:
             rings = self._fast.rings_of_groups(c.data, stride=c.tensor)
             self._rings[key] = min(ring.seconds_a_byte for ring in rings)
         return self._rings[key]
+
+
+def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: int) -> float:
+    """Times that F + B of a microbatch go into the least seconds of a batch, whatever part of them each stage has.
+
+    By duality: weights y(s) >= 0 of the S conditions that add up to 1, with which each u(j) counts T / W times or more.
+    From the first stage on, each gets the least weight with which its u counts as often as u(0).
+
+    Arguments:
+        positions: [S] rank of each stage.
+
+    >>> round(_passes([0, 1], 2, 2), 9), round(_passes([0, 1, 0, 1], 2, 2), 9)  # 1 / (1 - 1/4)
+    (1.333333333, 1.142857143)
+    """
+    if num_microbatches == 1:
+        return 1.0
+    total, of_rank = 0.0, [0.0] * num_ranks  # in units of y(0) (m - 1)
+    for rank in positions:
+        weight = max(0.0, (1 + total - num_microbatches * of_rank[rank]) / (num_microbatches - 1))
+        total += weight
+        of_rank[rank] += weight
+    return 1 + 1 / total
 
 
 def _through(total: float, counts: Floats, costs: Floats, heads: Floats) -> float:

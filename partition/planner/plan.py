@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from .candidates import TooLargeError, candidates
 from .evaluate import MAX_ACTIONS, Ends, Evaluator
 from .model import Model
 from .result import Found, as_plan, label
-from .search import Progress, Search
+from .search import Brought, Progress, Search
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, SearchSpace
@@ -150,18 +152,6 @@ def plan(
     )
     if recompute is not None and "selective" in allowed:
         _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
-    fixed: list[tuple[Configuration, Ends]] = []
-    if data_sizes is None and pipeline_sizes is None and 1 in ways:
-        for size in sizes:
-            for name in filter(SCHEDULES_WITH_REPLICAS.__contains__, names):
-                fixed += _unequal(
-                    model_of(size, 1),
-                    topology,
-                    schedule=name,
-                    microbatch_size=size,
-                    num_microbatches=global_batch // size,
-                    makes_room={*allowed, *sharding} != {"none"},
-                )
     search = Search(
         Evaluator(topology, rules_of, model_of),
         rules_of,
@@ -170,7 +160,21 @@ def plan(
         seconds=None if seconds is None else number("seconds", seconds),
         progress=progress,
     )
-    found = search.run(_in_all_orders(space, topology.cluster), fixed)
+    brought: list[Brought] = []
+    if data_sizes is None and pipeline_sizes is None and 1 in ways:
+        for size, name in product(sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
+            num_microbatches = global_batch // size
+            find = partial(
+                _unequal,
+                model_of(size, 1),
+                topology,
+                schedule=name,
+                microbatch_size=size,
+                num_microbatches=num_microbatches,
+                makes_room={*allowed, *sharding} != {"none"},
+            )
+            brought.append(Brought(search.least.of_any(name, model_of(size, 1), num_microbatches), find))
+    found = search.run(_in_all_orders(space, topology.cluster), brought)
     if not found:
         found = search.run(_in_all_orders(replace(space, all_layouts=True), topology.cluster), [])
     if not found:

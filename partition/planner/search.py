@@ -70,11 +70,21 @@ class _Cut(NamedTuple):
     every: list[Ends]
 
 
+class Brought(NamedTuple):
+    """Configurations that bring their own cuts (unequal replicas), found when they may win.
+
+    Arguments:
+        least: none of them takes less [s a batch].
+    """
+
+    least: float
+    find: Callable[[], Iterable[tuple[Configuration, Ends]]]
+
+
 class Search:
     """One search.
 
     Arguments:
-        fixed: cuts of configurations that bring their own (unequal replicas).
         wanted: how many simulated configurations to return, at least, where there are as many.
         max_simulated: to stop at.
         seconds: to stop after, once something is simulated; None: never. Then every few steps whatever has come
@@ -94,7 +104,7 @@ class Search:
         self.evaluator, self.rules_of = evaluator, rules_of
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self.tally = Tally()
-        self._least = LeastSeconds(evaluator.topology)
+        self.least = LeastSeconds(evaluator.topology)
         self.miss: Miss | None = None
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
@@ -102,19 +112,18 @@ class Search:
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self._least_seconds = math.inf  # of any configuration, whatever its cuts
         self._least_left = math.inf  # of those that were not simulated
-        self._numbers = count()
+        self._numbers, self._brought_numbers = count(), count(-1, -1)
 
-    def run(self, configurations: Iterable[Configuration], fixed: Sequence[tuple[Configuration, Ends]]) -> list[Found]:
+    def run(self, configurations: Iterable[Configuration], brought: Sequence[Brought]) -> list[Found]:
         """Simulated configurations, the best first; empty where nothing fits."""
         queue: list[_Entry] = []
         for c in configurations:
-            queue.append((self._least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
-        self.tally.considered += len(queue) + len(fixed)
-        self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue), *map(self._all_busy, fixed)])
-        self._numbers = count(len(queue))
+            queue.append((self.least.of(c, self.evaluator.model(c)), 0, c.key, len(queue), c))
+        self.tally.considered += len(queue)
+        self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
+        queue += [(each.least, 0, (), next(self._brought_numbers), each) for each in brought]
+        self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
         heapify(queue)
-        for number, (c, ends) in enumerate(fixed):
-            heappush(queue, (self.evaluator.least_seconds(c, ends), 1, c.key, -1 - number, _Cut(c, [ends])))
         found: list[Found] = []
         for step in count():
             if not queue or self._is_done(queue[0][0], found):
@@ -123,13 +132,13 @@ class Search:
             if self.progress is not None:
                 self.progress(self.tally, _least_seconds(found))
         # Stopped or not, nothing that was brought along and may still win is left out.
-        brought = [entry for entry in queue if entry[3] < 0]
+        own = [entry for entry in queue if entry[3] < 0]
         queue = [entry for entry in queue if entry[3] >= 0]
         self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
-        heapify(brought)
-        while brought and brought[0][0] < _least_seconds(found, otherwise=math.inf):
-            self._look(heappop(brought), brought, found)
-        self._least_left = min([self._least_left, *(entry[0] for entry in brought)])
+        heapify(own)
+        while own and own[0][0] < _least_seconds(found, otherwise=math.inf):
+            self._look(heappop(own), own, found)
+        self._least_left = min([self._least_left, *(entry[0] for entry in own)])
         self.tally.left = len(queue)
         if not found:
             self._find_miss()
@@ -144,6 +153,12 @@ class Search:
         bound, _, key, number, item = entry
         if isinstance(item, list):
             self._run(item, found)
+            return
+        if isinstance(item, Brought):
+            for c, ends in item.find():
+                least = max(bound, self.evaluator.least_seconds(c, ends))
+                heappush(queue, (least, 1, c.key, next(self._brought_numbers), _Cut(c, [ends])))
+                self.tally.considered += 1
             return
         further, least = self._further(item)
         if further is not None:
@@ -163,11 +178,6 @@ class Search:
             least_left=self._least_left if math.isfinite(self._least_left) else None,
             least=self._least_seconds,
         )
-
-    def _all_busy(self, brought: tuple[Configuration, Ends]) -> float:
-        """Seconds in which all devices of a configuration do all of its work, if none ever waits."""
-        c = brought[0]
-        return c.batch * self.evaluator.model(c).seconds / self.evaluator.topology.fastest / c.num_devices
 
     def _next(self, queue: list[_Entry], step: int) -> _Entry:
         """Entry with the least bound; where seconds are counted, now and then the farthest of all."""
@@ -226,7 +236,7 @@ class Search:
         try:
             return candidate_ends(self.evaluator, self.rules_of(self.evaluator.model(c)), c)
         except RefusedError as error:
-            self._note_refusal(error, self._least.of(c, self.evaluator.model(c)))
+            self._note_refusal(error, self.least.of(c, self.evaluator.model(c)))
             return []
 
     def _find_miss(self) -> None:
@@ -245,7 +255,7 @@ class Search:
         rules = self.rules_of(model)
         ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
         optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
-        excess = self._least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
+        excess = self.least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False
         self._hopeless.append((excess, c))
