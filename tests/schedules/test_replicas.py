@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 
 from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
+from stagewright.schedules.builders.flushed import flushed
 from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.messages import Sharing, Transfer
 from stagewright.schedules.program import Lowered
@@ -133,3 +135,15 @@ def test_replicas_that_do_not_divide_the_microbatches(M: int) -> None:
     """Nobody asked for update_every=2: the message must say what the replicas need."""
     with pytest.raises(ValueError, match=rf"num_microbatches={M} with replicas=\(2, 1\): expected a multiple of 2"):
         build("pipedream", num_ranks=3, num_microbatches=M, replicas=(2, 1))
+
+
+@pytest.mark.parametrize("name", ["2bw", "paci"])
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (3, 1), (1, 2)], ids=str)
+def test_behind_a_flush_replicas_wait_for_each_other_where_their_sum_takes_no_time(
+    name: str, replicas: tuple[int, ...]
+) -> None:
+    """Of a measured stream nobody knows the seconds of sums; the first batches still take those of 1F1B."""
+    sizes: dict[str, Any] = {"num_ranks": sum(replicas), "num_microbatches": 12, "replicas": replicas}
+    costs = Costs(forward=1.0, backward=2.0)
+    taken = simulate(flushed(build(name, **sizes)), costs).batch_seconds
+    assert taken == simulate(build("1f1b", **sizes), costs).makespan
