@@ -16,6 +16,8 @@ from .model import Model
 from .placement import Placement
 from .space import Configuration
 
+_REACH = 3  # times the mean of cuts a stage
+_MARGIN = 1e-9
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
@@ -31,16 +33,37 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    costs = _EvenCosts(model, evaluator.placements.of(c), evaluator.in_flight(c, exact=False), rules, c)
-    for fits in (True, False):
-        ends = even_stages(costs.within if fits else costs.whatever, c.num_stages, len(model.coarse))
-        if ends is not None:
-            found.append(tuple(model.coarse[at] for at in ends))
-            break
+    place, flights = evaluator.placements.of(c), evaluator.in_flight(c, exact=False)
+    ends = even_ends(model, place, flights, rules, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
+    if ends is not None:
+        found.append(ends)
     by_hand = equal_stages(model.cuts, c.num_stages)
     if by_hand is not None:
         found.append(by_hand)
     return list(dict.fromkeys(found))
+
+
+def even_ends(
+    model: Model, place: Placement, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration, *, reach: int
+) -> Ends | None:
+    """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds.
+
+    The same whatever the reach: where a longer stage might be part of it, longer ones are looked at, too.
+
+    Arguments:
+        reach: coarse cuts that a stage spans at most, at first.
+    """
+    num_cuts = len(model.coarse)
+    for fits in (True, False):
+        while True:
+            costs = _EvenCosts(model, place, flights, rules, c, reach=min(reach, num_cuts - 1))
+            found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
+            if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
+                break
+            reach *= 4
+        if found is not None:
+            return tuple(model.coarse[at] for at in found[0])
+    return None
 
 
 def few_ways(model: Model, num_stages: int) -> bool:
@@ -50,19 +73,31 @@ def few_ways(model: Model, num_stages: int) -> bool:
 
 
 class _EvenCosts:
-    """[n, n] pace of stage s between two of the coarse cuts [s], sums of gradients apart: they are alike for all cuts.
+    """[n, reach] pace of stage s from a coarse cut to those 1, 2, .. behind it [s].
+
+    Sums of gradients apart: they are alike for all cuts.
 
     Each of a rank's V stages is given a V-th of its memory, with what it holds at the rank's peak.
     """
 
     def __init__(
-        self, model: Model, place: Placement, flights: tuple[InFlight, ...], rules: MemoryRules, c: Configuration
+        self,
+        model: Model,
+        place: Placement,
+        flights: tuple[InFlight, ...],
+        rules: MemoryRules,
+        c: Configuration,
+        *,
+        reach: int,
     ) -> None:
         self.place, self.flights, self.rules, self.c = place, flights, rules, c
         self.positions, self.counts = c.positions, c.counts
-        at = np.asarray(model.coarse)
-        self.inside = model.cuts.inside[np.ix_(at, at)]
-        self.sums = model.cuts.stages(at[:, None], at)
+        at, rows = np.asarray(model.coarse), np.arange(len(model.coarse))[:, None]
+        last = rows + np.arange(1, reach + 1)
+        first, ends = at[rows], at[np.minimum(last, len(at) - 1)]
+        self.inside = model.cuts.inside[first, ends] & (last < len(at))
+        self.sums = model.cuts.stages(first, ends)
+        self.least_beyond = model.least_work_beyond(reach) / max(place.speeds)
         self.action_seconds = model.profile.action_seconds
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}

@@ -32,6 +32,7 @@ class Model:
         cuts = all_cuts(profile, limit=max_cuts)
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.seconds = float(self.cuts.seconds[-1])
+        self._beyond: dict[int, float] = {}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
 
     @cached_property
@@ -51,6 +52,15 @@ class Model:
             if known is None or cuts.crossing[at] < cuts.crossing[known]:
                 best[int(stretch[at])] = at
         return [0, *sorted(best.values()), len(cuts) - 1]
+
+    def least_work_beyond(self, reach: int) -> float:
+        """F + B of any stage that spans more of the coarse cuts, at least [s]; infinite where there is none."""
+        if reach not in self._beyond:
+            at = np.asarray(self.coarse)
+            longer = self.cuts.inside[np.ix_(at, at)] & np.tri(len(at), k=-reach - 1, dtype=bool).T
+            work = self.cuts.seconds[at] - self.cuts.seconds[at][:, None]
+            self._beyond[reach] = float(work[longer].min(initial=np.inf))
+        return self._beyond[reach]
 
     def stages(self, ends: Sequence[int]) -> StageSums:
         """[S] between neighbours among these cuts, S + 1 of them from 0 to the last."""

@@ -16,43 +16,52 @@ from ..topology import Floats
 from .cut_sums import Bools, Cuts
 
 MAX_MOVES = 32
+_ROUNDING = 1e-12
 CostOf = Callable[[int], Floats]
 
 
-def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[int, ...] | None:
-    """S + 1 cuts, from the first to the last; None where nothing fits. O(S n^2) for n cuts.
+def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int, ...], float] | None:
+    """S + 1 cuts, from the first to the last, and what the slowest stage costs; None where nothing fits. O(S n w).
 
     Arguments:
-        cost: of stage s, [n, n] by its first and last cut.
+        cost: of stage s, [n, w]: in row i, of those that end 1, 2, .. w cuts behind cut i; infinite behind the last.
 
-    >>> work = np.cumsum([0, 3, 1, 1, 1])
-    >>> cost = np.where(work > work[:, None], work - work[:, None], np.inf)
+    >>> work = np.array([0, 3, 1, 1, 1])
+    >>> cost = np.array([[work[i + 1 : i + k].sum() if i + k <= 5 else np.inf for k in range(2, 6)] for i in range(5)])
     >>> even_stages(lambda s: cost, 2, 5)
-    (0, 1, 4)
+    ((0, 1, 4), 3.0)
     """
+
+    def behind(figures: Floats, width: int) -> Floats:
+        """[n, w] of the cuts 1, 2, .. w behind each."""
+        padded = np.concatenate([figures[1:], np.full(width, np.inf)])
+        return np.lib.stride_tricks.sliding_window_view(padded, width)
+
     best = np.full(num_cuts, np.inf)
     best[-1] = 0.0
     for stage in range(num_stages - 1, -1, -1):
-        best = np.maximum(cost(stage), best).min(axis=1)
+        costs = cost(stage)
+        best = np.maximum(costs, behind(best, costs.shape[1])).min(axis=1)
     least = float(best[0])
     if not np.isfinite(least):
         return None
-    bar = least * (1 + 1e-12)
+    bar = least * (1 + _ROUNDING)
     rest = np.full(num_cuts, np.inf)
     rest[-1] = 0.0
-    choices, last_costs = [], None
+    choices, last_costs, rows = [], None, np.arange(num_cuts)
     for stage in range(num_stages - 1, -1, -1):
         costs = cost(stage)
         if costs is not last_costs:  # most stages cost as much as the one behind
             squares, last_costs = np.where(costs <= bar, costs * costs, np.inf), costs
-        total = squares + rest
-        last = num_cuts - 1 - total[:, ::-1].argmin(axis=1)
-        rest = total[np.arange(num_cuts), last]
-        choices.append(last)
+        width = costs.shape[1]
+        total = squares + behind(rest, width)
+        farthest = width - 1 - total[:, ::-1].argmin(axis=1)
+        rest = total[rows, farthest]
+        choices.append(rows + 1 + farthest)
     ends = [0]
     for last in reversed(choices):
         ends.append(int(last[ends[-1]]))
-    return tuple(ends)
+    return tuple(ends), least
 
 
 def equal_stages(cuts: Cuts, num_stages: int) -> tuple[int, ...] | None:

@@ -6,12 +6,18 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile, partition
+from stagewright.partition.planner.cuts import even_ends
+from stagewright.partition.planner.evaluate import Evaluator
+from stagewright.partition.planner.model import Model
+from stagewright.partition.planner.space import Configuration
 from stagewright.partition.solver.antichains import all_cuts
 from stagewright.partition.solver.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
+from stagewright.partition.stage_memory import MemoryRules
+from stagewright.partition.topology import Topology
 
 WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
@@ -25,7 +31,9 @@ def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], data: 
     num_stages = data.draw(st.integers(1, len(work)))
     factor = data.draw(st.lists(st.sampled_from([1.0, 2.0]), min_size=num_stages, max_size=num_stages))
     cuts = all_cuts(chain(work))
-    each = np.where(cuts.inside, cuts.seconds - cuts.seconds[:, None], np.inf)
+    each = np.array(
+        [[sum(work[i:j]) if j <= len(work) else np.inf for j in range(i + 1, i + len(cuts))] for i in range(len(cuts))]
+    )
     found = even_stages(lambda s: each * factor[s], num_stages, len(cuts))
 
     def goal(ends: tuple[int, ...]) -> tuple[float, float]:
@@ -33,14 +41,47 @@ def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], data: 
         return max(costs), sum(cost * cost for cost in costs)
 
     assert found is not None
+    ends, slowest = found
+    assert slowest == pytest.approx(goal(ends)[0])
     every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), num_stages - 1)]
-    assert goal(found) == pytest.approx(min(map(goal, every)))
+    assert goal(ends) == pytest.approx(min(map(goal, every)))
     assert all_stages(cuts.inside, num_stages, limit=1000) == every
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    work=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=6, max_size=12),
+    memory=st.integers(20, 400),
+    chunks=st.integers(1, 2),
+)
+def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memory: int, chunks: int) -> None:
+    """Unless they do: then longer ones are looked at, too. With recomputation, memory and slow links."""
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=w, backward_seconds=w, activation_bytes=a, stash_bytes=a, parameter_bytes=p)
+        for i, (w, a, p) in enumerate(work)
+    ]
+    model = Model(Profile(nodes=tuple(nodes), microbatch_size=1), optimizer_ratio=2.0)
+    c = Configuration(
+        pipeline=2,
+        data=1,
+        tensor=1,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        num_chunks=chunks,
+        microbatch_size=1,
+        num_microbatches=4,
+    )
+    rules = MemoryRules(optimizer_ratio=2.0, recompute=("none", "full"))
+    topology = Topology(Cluster.from_levels([(2, 2.0)]), memory_limit=float(memory))
+    evaluator = Evaluator(topology, lambda _: rules, lambda *_: model)
+    place, flights = evaluator.placements.of(c), evaluator.in_flight(c, exact=False)
+    every = even_ends(model, place, flights, rules, c, reach=len(model.coarse))
+    for reach in (1, 2, 4):
+        assert even_ends(model, place, flights, rules, c, reach=reach) == every
 
 
 def test_no_cut_fits() -> None:
     cuts = all_cuts(chain([1, 1]))
-    assert even_stages(lambda s: np.full((3, 3), np.inf), 2, 3) is None
+    assert even_stages(lambda s: np.full((3, 2), np.inf), 2, 3) is None
     assert equal_stages(cuts, 3) is None
     assert all_stages(cuts.inside, 3, limit=9) == []
     assert all_stages(all_cuts(chain([1] * 9)).inside, 4, limit=9) is None
@@ -89,4 +130,4 @@ def test_bad_chunks() -> None:
     with pytest.raises(ValueError, match="num_chunks=2 with schedule=None: expected 1, or interleaved or looped-bfs"):
         partition(chain([1, 1]), cluster, num_chunks=2)
     with pytest.raises(ValueError, match="no configuration of a batch of 4 on 2 devices"):
-        partition(chain([1, 1]), cluster, schedule="interleaved", num_chunks=2, num_microbatches=4)
+        partition(chain([1, 1]), cluster, schedule="interleaved", num_chunks=3, num_microbatches=4)
