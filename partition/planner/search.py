@@ -362,4 +362,4 @@ def _least_seconds(found: Sequence[Found], *, otherwise: float | None = None) ->
 def _rank(found: Found) -> tuple[object, ...]:
     """Least simulated seconds (to nine digits), then the simplest configuration, the least memory, the first cuts."""
     e = found.evaluated
-    return (float(f"{found.seconds:.9e}"), e.configuration.key, e.memory_bytes, e.ends)
+    return (float(f"{found.seconds:.8e}"), e.configuration.key, e.memory_bytes, e.ends)
