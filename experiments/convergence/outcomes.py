@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from ..jobs.case import Case, Value
 from ..jobs.figure import Figure
-from .setting import FEEDBACK, FLUSH, NONE
+from .setting import FEEDBACK, FLUSH, NONE, Setting
 
 CURVE, FINAL, SPEED = "validation loss", "final loss", "throughput"
 _NOT_OF_THE_METHOD = ("rate", "seed", "updates")  # the last: of a point of a curve
@@ -119,6 +119,20 @@ def tokens_per_second(figures: Iterable[Figure], method: Case) -> list[float]:
         for figure in figures
         if figure.name == SPEED and {key: figure.case.get(key, _DEFAULTS[key]) for key in kinds} == wanted
     ]
+
+
+def seconds_of(figures: Sequence[Figure], method: Case) -> Callable[[float], float] | None:
+    """Seconds of a method's updates at the measured throughputs, by their number; None where it was not timed.
+
+    The first ones with a flush take as long as those of the flush schedule with the same optimizer and correction.
+    """
+    setting, first = Setting.of(method.values), method.count("flush_first", 0)
+    own = tokens_per_second(figures, method)
+    flush = tokens_per_second(figures, Case.of({**method.values, "schedule": FLUSH})) if first else own
+    if not (own and flush):
+        return None
+    tokens, flushed, streamed = setting.sequences * setting.length, median(flush), median(own)
+    return lambda updates: tokens * (min(updates, first) / flushed + max(0.0, updates - first) / streamed)
 
 
 _DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ...viz.palette import SERIES_HUES
 from ..jobs.figure import Figure
-from .outcomes import MethodRuns, label, outcomes, reference, tokens_per_second
+from .outcomes import MethodRuns, label, outcomes, reference, seconds_of
 from .setting import Setting
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     shown = [each for each in found if len(each.best) == seeds or {*each.method} == {"schedule", "optimizer"}]
     if not shown:
         return None
-    timed = [(each, tokens_per_second(figures, each.method)) for each in shown]
-    has_time = any(values for _, values in timed)
+    timed = [(each, seconds_of(figures, each.method)) for each in shown]
+    has_time = any(seconds is not None for _, seconds in timed)
     picture = Picture(figsize=(13 if has_time else 8, 5.4), dpi=120, layout="constrained")
     grid = picture.subplots(1, 2 if has_time else 1, sharey=True, squeeze=False)[0]
-    for at, (each, speeds) in enumerate(timed):
+    for at, (each, seconds) in enumerate(timed):
         colour = SERIES_HUES[at % len(SERIES_HUES)]
-        tokens = Setting.of(each.method.values)
-        per_update = tokens.sequences * tokens.length
-        _curve(grid[0], each, scale=per_update / 1e3, colour=colour)
-        if speeds:
-            _curve(grid[1], each, scale=per_update / median(speeds), colour=colour)
+        setting = Setting.of(each.method.values)
+        thousands = setting.sequences * setting.length / 1e3
+        _curve(grid[0], each, along=thousands.__mul__, colour=colour)
+        if seconds is not None:
+            _curve(grid[1], each, along=seconds, colour=colour)
     ends = [(losses[-1], losses[min(1, len(losses) - 1)]) for each in shown for _, losses in each.best_curves()]
     best, worst = min(last for last, _ in ends), max(early for _, early in ends)
     grid[0].set_ylim(best - 0.05 * (worst - best), worst)
@@ -56,9 +56,10 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     return path
 
 
-def _curve(axes: Axes, own: MethodRuns, *, scale: float, colour: str) -> None:
+def _curve(axes: Axes, own: MethodRuns, *, along: Callable[[float], float], colour: str) -> None:
+    """`along`: x by number of updates."""
     curves = own.best_curves()
-    x = [updates * scale for updates in curves[0][0]]
+    x = [along(float(updates)) for updates in curves[0][0]]
     columns = list(zip(*(losses for _, losses in curves), strict=True))
     axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, linewidth=0)
     name = f"{label(own.method)}, rate {own.best_rate:g}"

@@ -10,7 +10,7 @@ import torch
 from support.pool import Pool
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.convergence.outcomes import label, outcomes, reference
+from stagewright.experiments.convergence.outcomes import label, outcomes, reference, seconds_of
 from stagewright.experiments.convergence.setting import Setting
 from stagewright.experiments.convergence.training import batch, speed
 from stagewright.experiments.jobs.case import Case
@@ -64,6 +64,19 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
     assert [path.name for path in pictures] == ["convergence.png", "rates.png"]
     assert all(path.stat().st_size > 10_000 for path in pictures)
+
+
+def test_updates_with_a_flush_take_the_time_of_one() -> None:
+    method = Case.of({**LATE, "flush_first": 10})
+    assert seconds_of(FOUND, method) is None  # nobody timed 1f1b with this correction
+    timed = Figure(
+        case=Case.of({**LATE, "schedule": "1f1b"}), name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED
+    )
+    seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
+    assert seconds is not None
+    per_update = setting.sequences * setting.length
+    assert seconds(10) == pytest.approx(10 * per_update / 500)
+    assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)
 
 
 def test_1f1b_in_process_is_a_plain_loop() -> None:
