@@ -129,7 +129,13 @@ def read_spread(text: str, schedule: Schedule) -> Spread:
     path = Path(text)
     if path.is_file() and path.name != NAME:
         return Spread.from_json(path.read_text(encoding="utf-8"))
-    found = RunFile.read(path.parent if path.is_file() else find_run(path)).spread
+    try:
+        folder = path.parent if path.is_file() else find_run(path)
+    except ValueError as error:
+        raise ValueError(
+            f"--spread {text}: expected a number such as 0.1, a Spread's JSON file, or a run; {error}"
+        ) from None
+    found = RunFile.read(folder).spread
     if found is None:
         raise ValueError(f"--spread {text}: the run measured fewer than ten steps: expected one that measured more")
     return found

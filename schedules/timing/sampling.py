@@ -170,7 +170,10 @@ class _Draws:
         self._num_ranks, num_stages, num_indices = schedule.num_ranks, schedule.num_stages, schedule.total_indices
         for op, stages in spread.actions.items():
             if len(stages) != num_stages:
-                raise ValueError(f"a spread of {len(stages)} stages ({op}) for a schedule of {num_stages}")
+                raise ValueError(
+                    f"a spread of {len(stages)} stages ({op}) for a schedule of {num_stages}: expected as many, as "
+                    f"a run of that schedule measures them"
+                )
         if spread.steps and len(spread.steps[0]) != schedule.num_ranks:
             raise ValueError(
                 f"a spread of {count(len(spread.steps[0]), 'rank')} for a schedule of {schedule.num_ranks}"

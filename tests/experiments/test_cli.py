@@ -123,6 +123,8 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
     assert f"{taken.median:10.6g}   median of steps that vary; 90%: {low:.6g} .. {high:.6g}" in capsys.readouterr().out
     assert main([*words, "--spread", "-0.1"]) == 2
     assert "half ranges [-0.1, -0.1]: expected finite numbers of at least 0" in capsys.readouterr().err
+    assert main([*words, "--spread", "abc"]) == 2
+    assert "--spread abc: expected a number such as 0.1, a Spread's JSON file, or a run" in capsys.readouterr().err
 
 
 def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
