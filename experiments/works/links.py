@@ -113,7 +113,7 @@ def latency_between(sender: int, receiver: int, *, trips: int = _TRIPS) -> float
 def _half_a_trip(sender: int, receiver: int, trips: int) -> float:
     import torch
 
-    return min(_exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(trips)) / 2
+    return min(exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(trips)) / 2
 
 
 def _link(sender: int, receiver: int) -> tuple[float, float]:
@@ -131,23 +131,29 @@ def _link(sender: int, receiver: int) -> tuple[float, float]:
 
 
 def _rate(sender: int, receiver: int) -> float:
-    """Bytes per second; the sender's clock decides for both ranks."""
+    """Bytes per second; the sender's clock decides for both ranks.
+
+    Where no two differences agree, as beside other work, the lower of the last two counts, or the whole of the longest
+    message, which is never faster than its link.
+    """
     import torch
 
     size, before, rates = _FIRST, 0.0, [0.0, 0.0]
     while True:
         took = torch.zeros(1, dtype=torch.float64)
-        took[0] = _exchange(torch.zeros(size, dtype=torch.uint8), sender, receiver)
+        took[0] = exchange(torch.zeros(size, dtype=torch.uint8), sender, receiver)
         _pass(took, sender, receiver)
         longer, before = took.item() - before, took.item()
         rates = [rates[-1], size / 2 / longer if longer > 0 else 0.0]
-        is_steady = abs(rates[1] - rates[0]) <= _STEADY * rates[1]
-        if before >= _LONGEST or (before >= _LONG and is_steady) or size >= _MOST:
+        is_steady = rates[1] > 0 and abs(rates[1] - rates[0]) <= _STEADY * rates[1]
+        if before >= _LONG and is_steady:
             return rates[1]
+        if before >= _LONGEST or size >= _MOST:
+            return max(min(rates), size / before)
         size *= 2
 
 
-def _exchange(message: torch.Tensor, sender: int, receiver: int) -> float:
+def exchange(message: torch.Tensor, sender: int, receiver: int) -> float:
     """Seconds until a message's last byte is there and one byte has come back."""
     import torch
 

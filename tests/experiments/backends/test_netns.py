@@ -259,6 +259,9 @@ result = pipe.forward_backward(inputs, targets)
 assert abs(result.loss - expected) < 1e-12, (result.loss, expected)
 pipe.close()
 print("loss is right on rank", rank, flush=True)
+for sender in (0, 1):  # whatever else runs here, a message takes as long as its bytes at this rate, less a burst
+    took = links.exchange(torch.zeros(10_000_000, dtype=torch.uint8), sender, 1 - sender)
+    assert rank != sender or took > 0.9 * 10e6 / 125e6, took
 case = Case.of({"nodes": 2, "ranks": 2, "bandwidth": "1gbit", "latency": "1ms"})
 with open(f"{sys.argv[1]}/figures{rank}", "w") as file:
     file.writelines(f"{figure.to_json()}\n" for figure in links.measured(case, 1))
@@ -280,9 +283,9 @@ def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:
     assert {figure.how for figure in figures} == {How.EMULATED}
     found = {(figure.name, figure.case.get("sender")): figure.value for figure in figures}
     for sender in (0, 1):
-        # What the shape promises whatever else runs here: how near they come is the experiment `links`' to say.
+        # How near they come, on a machine that does nothing else, is the experiment `links`' to say.
         assert found["latency of a link", sender] >= 0.001
-        assert 0 < found["bandwidth of a link", sender] < 1.25
+        assert found["bandwidth of a link", sender] > 0
         bandwidth = found["bandwidth of a link, found / asked for", sender]
         assert bandwidth == pytest.approx(found["bandwidth of a link", sender])
         latency = found["latency of a link, found / asked for", sender]
