@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .builders.placements import PLACEMENTS, rank_of_stages
+from .builders.warmup import Turns
 from .ir import Schedule
 from .weight_rules import RULES, WeightRule
 
@@ -53,6 +54,8 @@ class Family:
             "two-way" where a rank shares its stages with another.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
+        turns: order for P, M and V by default, in figures, without replicas: planners count in it what is held, in a
+            hundredth of the time that programs take. None: programs are not made that way.
         weight_copies: ranks that hold each stage, without replicas.
         batch_seconds: closed form of the seconds from batch to batch (the makespan, under a flush), None where the form
             does not hold for the sizes and costs.
@@ -70,6 +73,7 @@ class Family:
     placement: str = "cyclic"
     splits_backward: bool = False
     full_after: int | None = None
+    turns: Callable[[int, int, int], Turns] | None = None
     weight_copies: int = 1
     batch_seconds: Seconds | None = None
     span_seconds: Seconds | None = None

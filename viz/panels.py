@@ -76,7 +76,9 @@ class TimelinePanel:
         drawn = "" if self.sampled is None else f"{self.sampled},  drawn with durations at their medians: "
         if t.schedule.is_asynchronous:
             return f"{self.caption}:  {drawn}{self._steady_state(unit_name, unit)}"
-        ratio = "" if self.reference is None else _times(t.makespan, self._makespan_of(self.reference), self.reference)
+        ratio = (
+            "" if self.reference is None else _times(t.batch_seconds, self._makespan_of(self.reference), self.reference)
+        )
         return (
             f"{self.caption}:  {drawn}makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
             f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
@@ -112,14 +114,17 @@ class TimelinePanel:
         if not self.is_predicted or self.reference is None:
             return None
         before = self.reference
-        return before.seconds if before.length > 0 and not before.timeline.schedule.is_asynchronous else None
+        if before.length <= 0 or before.timeline.schedule.is_asynchronous:
+            return None
+        return before.seconds - before.timeline.around
 
     @property
     def predicted_ends(self) -> tuple[float, float] | None:
         """Between what 90% of steps were predicted to end [s]; None where nobody said."""
         if self.predicted_end is None or self.reference is None or self.reference.sampled is None:
             return None
-        return self.reference.sampled.range()
+        low, high = self.reference.sampled.range()
+        return low - self.reference.timeline.around, high - self.reference.timeline.around
 
     def draw(self, axes: Axes, scale: Scale, labels: Labels, idle: IdleFill) -> None:
         """Draw its rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import EqualStages, Family
 from ..ir import Schedule
-from .interleaved import looping_order, microbatch_groups
+from .interleaved import looping_turns, microbatch_groups
 from .placements import cyclic_placement
 from .warmup import put_off_weights
 
@@ -35,15 +35,12 @@ def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_siz
             f"of the ranks, GIS-H; with fewer, ranks would wait for each other for ever)"
         )
     sizes = microbatch_groups(at_least=size, num_microbatches=num_microbatches)
-    programs = []
-    for rank in range(num_ranks):
-        warmup = (num_chunks - 1) * sizes[0] + num_ranks - 1 - rank
-        order = looping_order(sizes, rank, num_ranks=num_ranks, num_chunks=num_chunks, warmup=warmup)
-        programs.append(put_off_weights(order, delay=0))
+    warmups = [(num_chunks - 1) * sizes[0] + num_ranks - 1 - rank for rank in range(num_ranks)]
+    order = looping_turns(sizes, num_chunks=num_chunks, warmups=warmups)
     return Schedule(
         name="gis",
         placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),
-        programs=tuple(programs),
+        programs=tuple(put_off_weights(order.program(rank), delay=0) for rank in range(num_ranks)),
         num_microbatches=num_microbatches,
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..families import EqualStages, Family
-from ..ir import Action, Op, Schedule
+from ..ir import Schedule
 from .placements import cyclic_placement
-from .warmup import pair_up
+from .warmup import Turns
 
 
 def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...]:
@@ -52,33 +52,42 @@ def interleaved(
             f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
             f"least {smallest} that add up to {num_microbatches}, none larger than the first"
         )
-    programs = []
-    for rank in range(num_ranks):
-        warmup = (num_chunks - 1) * sizes[0] + 2 * (num_ranks - 1 - rank)
-        programs.append(looping_order(sizes, rank, num_ranks=num_ranks, num_chunks=num_chunks, warmup=warmup))
+    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks)
     return Schedule(
         name="interleaved",
         placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),
-        programs=tuple(programs),
+        programs=tuple(map(order.program, range(num_ranks))),
         num_microbatches=num_microbatches,
     )
 
 
-def looping_order(
-    sizes: Sequence[int], rank: int, *, num_ranks: int, num_chunks: int, warmup: int
-) -> tuple[Action, ...]:
-    """Program of a rank: group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk."""
+def looping_turns(sizes: Sequence[int], *, num_chunks: int, warmups: Sequence[int]) -> Turns:
+    """Group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk.
 
-    def turns(op: Op, chunks: range) -> list[Action]:
-        actions, first = [], 0
+    Arguments:
+        sizes: of the groups.
+        warmups: [P] forwards of a rank ahead of its backwards.
+    """
+
+    def turns(chunks: range) -> list[tuple[int, int]]:
+        found, first = [], 0
         for size in sizes:
             for chunk in chunks:
-                actions += [Action(chunk * num_ranks + rank, op, k) for k in range(first, first + size)]
+                found += [(chunk, k) for k in range(first, first + size)]
             first += size
-        return actions
+        return found
 
-    forwards = turns(Op.F, range(num_chunks))
-    return pair_up(forwards, turns(Op.B, range(num_chunks - 1, -1, -1)), warmup=warmup)
+    return Turns(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
+
+
+def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int) -> Turns:
+    warmups = [(num_chunks - 1) * sizes[0] + 2 * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return looping_turns(sizes, num_chunks=num_chunks, warmups=warmups)
+
+
+def _default_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+    sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
+    return _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks)
 
 
 def looped_seconds(equal: EqualStages) -> float | None:
@@ -111,6 +120,7 @@ INTERLEAVED = Family(
     options=("groups", "num_chunks"),
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
+    turns=_default_turns,
     batch_seconds=_batch_seconds,
     peak_activations=_peak_activations,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..families import EqualStages, Family
 from ..ir import Schedule
-from .interleaved import looping_order, microbatch_groups
+from .interleaved import looping_turns, microbatch_groups
 from .placements import cyclic_placement
 from .warmup import put_off_weights
 
@@ -20,15 +20,12 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
     of torch's ScheduleInterleavedZeroBubble, which takes fewer numbers of microbatches.
     """
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    programs = []
-    for rank in range(num_ranks):
-        warmup = (num_chunks - 1) * sizes[0] + num_ranks - 1 - rank
-        order = looping_order(sizes, rank, num_ranks=num_ranks, num_chunks=num_chunks, warmup=warmup)
-        programs.append(put_off_weights(order, delay=rank))
+    warmups = [(num_chunks - 1) * sizes[0] + num_ranks - 1 - rank for rank in range(num_ranks)]
+    order = looping_turns(sizes, num_chunks=num_chunks, warmups=warmups)
     return Schedule(
         name="interleaved-zb",
         placement=cyclic_placement(num_ranks=num_ranks, num_chunks=num_chunks),
-        programs=tuple(programs),
+        programs=tuple(put_off_weights(order.program(rank), delay=rank) for rank in range(num_ranks)),
         num_microbatches=num_microbatches,
     )
 

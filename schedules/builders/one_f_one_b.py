@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..families import EqualStages, Family
 from ..ir import Action, Op, Schedule
 from .replicas import replica_counts
-from .warmup import pair_up, plain_warmup
+from .warmup import Turns, pair_up, plain_warmup
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -40,6 +40,11 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
     )
 
 
+def _turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+    every = [(chunk, k) for chunk in range(num_chunks) for k in range(num_microbatches)]  # of the one chunk
+    return Turns(every, every, range(num_ranks - 1, -1, -1))
+
+
 def _batch_seconds(equal: EqualStages) -> float:
     """(M + P - 1)(F + B); each message is waited for when the pipeline fills and drains, and in most rounds between."""
     P, M = equal.num_ranks, equal.num_microbatches
@@ -56,6 +61,7 @@ ONE_F_ONE_B = Family(
     options=("replicas",),
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
+    turns=_turns,
     batch_seconds=_batch_seconds,
     peak_activations=_peak_activations,
 )

@@ -34,7 +34,7 @@ def paci(
 
     Arguments:
         update_every: microbatches between two updates, K; it divides M, and is M by default. A multiple of the replica
-            counts, since replicas share their gradients at each update.
+            counts, since replicas share their gradients at each update, for which they wait for each other.
         replicas: of each stage, `sum(replicas) == num_ranks`; one each by default.
         num_batches: that the program spans; enough to show the steady state by default.
 

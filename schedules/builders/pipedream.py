@@ -37,7 +37,8 @@ def pipedream(
 
     Arguments:
         update_every: microbatches between two updates; it divides M. Replicas share their gradients at each update,
-            so it is a multiple of the replica counts (by default their least common multiple).
+            so it is a multiple of the replica counts (by default their least common multiple), and wait for each other
+            even where sums take no time.
         vertical_sync: see above.
         replicas: of each stage, `sum(replicas) == num_ranks`; one each by default.
         num_batches: that the program spans; enough to show the steady state by default.

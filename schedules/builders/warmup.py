@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..ir import Action, Op
+
+
+class Turns(NamedTuple):
+    """Order of a schedule in which all ranks take their chunks in the same turns, and `pair_up` makes the programs.
+
+    Arguments:
+        forwards, backwards: chunk and microbatch of each in turn.
+        warmups: [P] forwards of a rank ahead of its backwards.
+    """
+
+    forwards: Sequence[tuple[int, int]]
+    backwards: Sequence[tuple[int, int]]
+    warmups: Sequence[int]
+
+    def program(self, rank: int) -> tuple[Action, ...]:
+        """Program of a rank, whose chunk v is stage v P + rank."""
+        num_ranks = len(self.warmups)
+        forwards, backwards = (
+            [Action(chunk * num_ranks + rank, op, k) for chunk, k in turns]
+            for op, turns in ((Op.F, self.forwards), (Op.B, self.backwards))
+        )
+        return pair_up(forwards, backwards, warmup=self.warmups[rank])
 
 
 def plain_warmup(counts: Sequence[int], stage: int) -> int:

@@ -22,16 +22,16 @@ class Asked:
     Arguments:
         placement: its name, or "given".
         costs, links: of the stages of this placement.
-        fits_whole: whether some schedule meets the memory limit, if nothing leaves its rank.
         bound: what none of its schedules can beat [s]; where activations may leave, whatever the memory.
+        bound_whole: the same of those in which nothing leaves its rank; infinite where none meets the limit.
     """
 
     placement: str
     problem: Problem
     costs: Costs
     links: Links | None
-    fits_whole: bool
     bound: float
+    bound_whole: float
 
 
 def asked(
@@ -48,7 +48,7 @@ def asked(
     links: Links | None,
     may_leave: bool = False,
 ) -> list[Asked]:
-    """The problems behind the arguments of `synthesize`, the one with the least bound first.
+    """The problems behind the arguments of `synthesize`, in the order of PLACEMENTS.
 
     Arguments:
         may_leave: whether activations may leave their rank, so that a limit binds less.
@@ -75,15 +75,12 @@ def asked(
             links=own_links,
             needs_room=not may_leave,
         )
-        fits_whole = True
         if may_leave:
             _check_one_stage(problem)
-            limits = problem.memory_limit or (math.inf,) * problem.num_ranks
-            fits_whole = all(map(fits, problem.smallest_memory, limits))
-        bound = least_seconds(replace(problem, memory_limit=None) if may_leave else problem)
-        return Asked(
-            placement=name, problem=problem, costs=own_costs, links=own_links, fits_whole=fits_whole, bound=bound
-        )
+        limits = problem.memory_limit or (math.inf,) * problem.num_ranks
+        whole = least_seconds(problem) if all(map(fits, problem.smallest_memory, limits)) else math.inf
+        bound = least_seconds(replace(problem, memory_limit=None)) if may_leave else whole
+        return Asked(placement=name, problem=problem, costs=own_costs, links=own_links, bound=bound, bound_whole=whole)
 
     if placement != ANY:
         return [posed(placement if isinstance(placement, str) else "given", None, num_chunks)]
@@ -109,7 +106,7 @@ def asked(
             f"numbers of {len(pieces.activations)} pieces for {num_ranks} ranks: expected {num_ranks}, "
             f"or a multiple of that"
         )
-    return sorted(found, key=lambda each: each.bound)
+    return found
 
 
 def _check_one_stage(problem: Problem) -> None:

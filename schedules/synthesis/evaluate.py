@@ -30,7 +30,8 @@ class Evaluator:
     """The figures of one problem, flat.
 
     Attributes, each by code: `seconds`; `delay`, from the end until the result has arrived; `slot`, where the arrival
-    is noted (-1: of a W, nobody waits), `need`, the slot that an action waits for (-1: none); `rank`.
+    is noted (-1: of a W, nobody waits), `need`, the slot that an action waits for (-1: none); `rank`; `change`, of
+    what its rank holds [memory].
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -57,6 +58,10 @@ class Evaluator:
                     self.delay.append(wiring[0])
                     self.slot.append(wiring[1])
                     self.need.append(wiring[2])
+        held = [n for row in problem.held for n in row]
+        kept = [n for row in problem.kept for n in row]
+        freed = [k - h for h, k in zip(held, kept, strict=True)]
+        self.change = [*held, *freed, *(-k for k in kept), *(-h for h in held)]
 
     def code(self, op: Op, stage: int, microbatch: int) -> int:
         return (OPS.index(op) * self.num_stages + stage) * self.num_microbatches + microbatch
@@ -93,13 +98,24 @@ class Evaluator:
 
     def play(self, orders: Sequence[Sequence[int]]) -> Times | None:
         """When each action ends; None for orders that deadlock."""
+        return self.play_on(orders, Times([0.0] * len(orders), [[] for _ in orders]))
+
+    def play_on(self, orders: Sequence[Sequence[int]], played: Times) -> Times | None:
+        """When each action ends, where some beginning of each order was `played` already; None for a deadlock.
+
+        No action of those beginnings may need one behind them. `played` becomes the answer.
+        """
         seconds, delay, slot, need = self.seconds, self.delay, self.slot, self.need
+        firsts, ends = played
         arrived = [_NOT_YET] * self.num_slots
+        for order, own in zip(orders, ends, strict=True):
+            for code, end in zip(order, own):  # noqa: B905 - only the beginnings
+                fills = slot[code]
+                if fills >= 0:
+                    arrived[fills] = end + delay[code]
         blocked = [-1] * self.num_slots  # the rank that stands before a slot
-        ends: list[list[float]] = [[] for _ in orders]
         ready = list(range(len(orders)))
-        firsts = [0.0] * len(orders)
-        left = sum(map(len, orders))
+        left = sum(map(len, orders)) - sum(map(len, ends))
         while ready:
             rank = ready.pop()
             order, own = orders[rank], ends[rank]
@@ -123,7 +139,7 @@ class Evaluator:
                     arrived[fills] = now + delay[code]
                     if blocked[fills] >= 0:
                         ready.append(blocked[fills])
-        return None if left else Times(firsts, ends)
+        return None if left else played
 
     def value(self, orders: Sequence[Sequence[int]]) -> float:
         """The objective of an order [s]; infinite where it deadlocks. Memory is not looked at."""
@@ -146,16 +162,16 @@ class Evaluator:
 
     def peaks(self, orders: Sequence[Sequence[int]]) -> list[float]:
         """[P] the most memory that each rank holds at once."""
-        S, M = self.num_stages, self.num_microbatches
-        held = [n for row in self.problem.held for n in row]
-        kept = [n for row in self.problem.kept for n in row]
-        change = [*held, *(k - h for h, k in zip(held, kept, strict=True)), *(-k for k in kept), *(-h for h in held)]
+        first_after = (
+            self.num_stages * self.num_microbatches
+        )  # forwards have the lowest codes, and only they take memory
+        change = self.change
         peaks = []
         for order in orders:
             now = peak = 0.0
             for code in order:
                 now += change[code]
-                if code < S * M and now > peak:
+                if code < first_after and now > peak:
                     peak = now
             peaks.append(peak)
         return peaks

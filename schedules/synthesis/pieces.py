@@ -14,7 +14,7 @@ Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number o
 
 _OPS = {"forward": Op.F, "backward": Op.B, "input_grad": Op.I, "weight_grad": Op.W}
 _WHOLE = ("norm", "tied", "index_factors")  # of costs, not one a stage
-_ONCE = ("latency", "overhead")  # an action, however long
+_ONCE = ("latency", "overhead", "message_overhead", "sum_busy")  # an action or a sum, however long
 _SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the ops do
 
 
@@ -45,7 +45,7 @@ class Pieces:
         return self.joined(tuple(range(0, N + 1, N // number))) if N % number == 0 else None
 
     def divided(self, parts: int) -> Pieces:
-        """Each piece in so many equal ones; each has the latency and overhead of the whole."""
+        """Each piece in so many equal ones; each has the latency, overhead and shares of the whole."""
         N = len(self.activations)
         costs = self._costs(tuple((at // parts,) for at in range(N * parts)), 1.0 / parts)
         held = tuple(_together([_row(each)], 1.0 / parts) for each in self.activations for _ in range(parts))
@@ -54,7 +54,7 @@ class Pieces:
         )
 
     def joined(self, cut: Cut) -> Pieces:
-        """Stages of neighbouring pieces: all adds up, but latency and overhead, of which the largest counts.
+        """Stages of neighbouring pieces: all adds up, but latency, overhead and shares, of which the largest counts.
 
         Where microbatches are unequal, the share that is kept is a part of their mean.
         """
@@ -69,7 +69,7 @@ class Pieces:
     def _costs(self, groups: Sequence[Sequence[int]], part: float) -> Costs:
         """Costs of stages that each have a part of all pieces of a group."""
         given = self.costs
-        table = replace(given, tied=(), overhead=0.0).table(num_stages=len(self.activations))
+        table = replace(given.free_of_overhead, tied=()).table(num_stages=len(self.activations))
         new: dict[str, object] = {"norm": given.norm, "tied": given.tied}
         for name, op in _OPS.items():
             if getattr(given, name) is not None:

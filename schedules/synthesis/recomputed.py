@@ -83,7 +83,7 @@ def whole(evaluator: Evaluator, orders: Orders, number: int) -> Orders:
 
 def _costs(costs: Costs, number: int, num_stages: int) -> Costs:
     """Costs with a forward in the I and B of the first stages."""
-    table = replace(costs, overhead=0.0, tied=()).table(num_stages=num_stages)
+    table = replace(costs.free_of_overhead, tied=()).table(num_stages=num_stages)
 
     def rows(op: Op) -> list[float | Row]:
         found: list[float | Row] = []

@@ -12,7 +12,6 @@ from ..timing.costs import Costs
 from ..timing.links import Links
 from ..timing.simulate import simulate
 from .asked import Asked
-from .bounds import least_seconds
 from .contest import Contest
 from .evaluate import Evaluator, Orders
 from .judge import Judge, Judged
@@ -44,7 +43,7 @@ class Rounds:
             left: searches that have to share what there is, this one among them.
         """
         queues = _queues(asked.links, asked.problem)
-        search = self._search(asked.problem, asked, left, tells=not queues)
+        search = self._search(asked.problem, asked, left, bound=asked.bound_whole, tells=not queues)
         starts = []
         if start is not None:
             starts.append(search.evaluator.orders(start))
@@ -107,7 +106,7 @@ class Rounds:
         """Search each of some problems beside the one that was asked, and judge what is best there."""
         for at, (problem, judge) in enumerate(variants):
             if not self.contest.is_over:
-                search = self._search(problem, asked, left * (len(variants) - at), costs=judge.costs)
+                search = self._search(problem, asked, left * (len(variants) - at), bound=asked.bound, costs=judge.costs)
                 orders = search.run()
                 self.contest.evaluations += search.evaluations
                 for each in (orders, *search.elites):
@@ -115,13 +114,20 @@ class Rounds:
             self.least = min(self.least, judge.least)
 
     def _search(
-        self, problem: Problem, asked: Asked, left: int, *, costs: Costs | None = None, tells: bool = False
+        self,
+        problem: Problem,
+        asked: Asked,
+        left: int,
+        *,
+        bound: float,
+        costs: Costs | None = None,
+        tells: bool = False,
     ) -> Search:
         seconds, evaluations = self.contest.share(left)
         contest = self.contest
         return Search(
             problem,
-            bound=least_seconds(problem) if tells else asked.bound,
+            bound=bound,
             costs=asked.costs if costs is None else costs,
             seed=self.seed,
             seconds=seconds,

@@ -15,7 +15,6 @@ from random import Random
 
 from .evaluate import Evaluator, Orders, Times
 
-_NOT_YET = -1.0
 _SIDE = 0.1  # weight of the average rank beside the one that counts
 _CRITICAL = 0.8  # part of the slides that begin on the critical path
 _FAR = 0.3  # part of the slides that may go far
@@ -31,14 +30,6 @@ class OrderSearch:
         S, M = problem.num_stages, problem.num_microbatches
         limits = problem.memory_limit or (math.inf,) * problem.num_ranks
         self.limits = [limit + 1e-9 * (abs(limit) + 1.0) for limit in limits]
-        held = [n for row in problem.held for n in row]
-        kept = [n for row in problem.kept for n in row]
-        self.change = [
-            *held,
-            *(k - h for h, k in zip(held, kept, strict=True)),
-            *(-k for k in kept),
-            *(-h for h in held),
-        ]
         # Place of an action on its microbatch's way through the pipeline and back; a W stands beside its I.
         way = [(s, 2 * S - 1 - s, 2 * S - 0.5 - s, 2 * S - 1 - s) for s in range(S)]
         self.way = [way[s][op] for op in range(4) for s in range(S) for _ in range(M)]
@@ -149,7 +140,7 @@ class OrderSearch:
         return moved if self._fits(rank, moved) else None
 
     def _fits(self, rank: int, order: list[int]) -> bool:
-        limit, change = self.limits[rank], self.change
+        limit, change = self.limits[rank], self.evaluator.change
         if limit == math.inf:
             return True
         now = 0.0
@@ -193,47 +184,9 @@ class OrderSearch:
 
     def _replay(self, orders: Orders, times: Times, changed: int, before: list[int]) -> Times | None:
         """When each action ends now that one rank has another order; what came before the first change stays."""
-        ev = self.evaluator
         after = orders[changed]
         first = next(at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-        ends = times.ends
-        since = ends[changed][first - 1] if first else 0.0
-        seconds, delay, slot, need = ev.seconds, ev.delay, ev.slot, ev.need
-        arrived = [_NOT_YET] * ev.num_slots
-        new_ends: list[list[float]] = []
-        for rank, own in enumerate(ends):
-            cut = first if rank == changed else bisect_right(own, since)
-            new = own[:cut]
-            new_ends.append(new)
-            for code, end in zip(orders[rank], new):  # noqa: B905 - only those that stay
-                fills = slot[code]
-                if fills >= 0:
-                    arrived[fills] = end + delay[code]
-        firsts = times.firsts.copy()
-        blocked = [-1] * ev.num_slots
-        ready = list(range(len(orders)))
-        left = sum(map(len, orders)) - sum(map(len, new_ends))
-        while ready:
-            rank = ready.pop()
-            order, own = orders[rank], new_ends[rank]
-            now = own[-1] if own else 0.0
-            for code in order[len(own) :]:
-                waits = need[code]
-                if waits >= 0:
-                    arrival = arrived[waits]
-                    if arrival > now:
-                        now = arrival
-                    elif arrival < 0.0:
-                        blocked[waits] = rank
-                        break
-                if not own:
-                    firsts[rank] = now
-                now += seconds[code]
-                own.append(now)
-                left -= 1
-                fills = slot[code]
-                if fills >= 0:
-                    arrived[fills] = now + delay[code]
-                    if blocked[fills] >= 0:
-                        ready.append(blocked[fills])
-        return None if left else Times(firsts, new_ends)
+        since = times.ends[changed][first - 1] if first else 0.0
+        cuts = [first if rank == changed else bisect_right(own, since) for rank, own in enumerate(times.ends)]
+        stays = Times(times.firsts.copy(), [own[:cut] for own, cut in zip(times.ends, cuts, strict=True)])
+        return self.evaluator.play_on(orders, stays)

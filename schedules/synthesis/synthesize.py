@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from ..timing.costs import Costs
 from ..timing.links import Links
 from ..timing.timeline import Timeline
 from ..wording import duration
-from .asked import asked
+from .asked import Asked, asked
 from .contest import Contest
 from .judge import Judged
 from .problem import MemoryLimitError, Objective, Problem
@@ -158,7 +159,7 @@ def synthesize(
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
         evaluations: at most so many orders it tries, and as many again with moves or recomputation, so that these never
-            make it worse (of several placements, once more as many); None: as many as there is time for.
+            make it worse; None: as many as there is time for.
         seed: of its random choices.
         on_progress: is told each improvement.
 
@@ -192,9 +193,13 @@ def synthesize(
         links=links,
         may_leave=has_more,
     )
-    if start is not None:
-        problems.sort(key=lambda each: each.problem.placement != start.placement)
-    whole = [each for each in problems if each.fits_whole]
+
+    def has_start(each: Asked) -> bool:
+        return start is not None and each.problem.placement == start.placement
+
+    whole = [each for each in problems if each.bound_whole < math.inf]
+    whole.sort(key=lambda each: (not has_start(each), each.bound_whole))
+    problems.sort(key=lambda each: (not has_start(each), each.bound))
     contest: Contest[Judged] = Contest(
         bound=min(each.bound for each in problems),
         seconds=seconds / 2 if has_more and whole else seconds,
@@ -204,11 +209,12 @@ def synthesize(
     rounds = Rounds(contest, seed=seed)
     values: dict[str, float | None] = {}
     for at, each in enumerate(whole):
-        if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound)):
+        if at == 0 or not (contest.is_over or contest.promises_nothing(each.bound_whole)):
             values[each.placement] = rounds.plain(each, None if at else start, left=len(whole) - at)
-    if len(whole) > 1 and contest.answer is not None and not contest.is_over:  # what others did not need
-        won = contest.answer
-        rounds.plain(won.asked, won.schedule, left=1)
+    won = contest.answer
+    is_settled = won is None or contest.is_over or contest.promises_nothing(won.asked.bound_whole)
+    if len(whole) > 1 and won is not None and not is_settled:
+        rounds.plain(won.asked, won.schedule, left=1)  # with what others did not need
     if has_more:
         contest.more(seconds=seconds, evaluations=evaluations)
         rounds.beyond(problems, moves, recompute)
@@ -218,25 +224,6 @@ def synthesize(
             f"memory_limit={memory_limit}: nothing that meets it was found, whatever leaves or is recomputed; "
             f"expected at least {rounds.least:g}, the least that was found to do"
         )
-    if has_more and len(whole) > 1 and evaluations is not None:  # placements share orders otherwise where there is more
-        alone = synthesize(
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            costs=costs,
-            memory_limit=memory_limit,
-            placement=placement,
-            num_chunks=num_chunks,
-            objective=objective,
-            activations=activations,
-            kept_share=kept_share,
-            links=links,
-            start=start,
-            seconds=seconds,
-            seed=seed,
-            evaluations=evaluations,
-        )
-        if alone.value < contest.value:
-            return alone
     values[found.asked.placement] = contest.value
     S = found.asked.problem.num_stages
     return Synthesis(

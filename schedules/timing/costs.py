@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from operator import add, mul
 from typing import TypeVar, cast
 
+from ..as_one import run_as_one
 from ..ir import Op, Schedule
 
 PerStage = float | Sequence[float]
@@ -35,11 +36,15 @@ class Costs:
         input_grad, weight_grad: I and W [s].
         index_factors: by action index, how many times those seconds F, B, I and W take at every stage. A row, and
             these, have a number for each index of a batch (each batch takes them again) or of the whole program.
-        overhead: time of a rank around each F, B, I and W of the stage, on top of theirs: sends, receives and what the
-            runtime does between two actions [s]. Messages leave behind it.
+        overhead: time of a rank around each F, B, I and W of the stage, on top of theirs: what the runtime does between
+            two actions [s]. Messages leave behind it. Of an I and its W that run as one (`run_as_one`) W alone has it.
+        message_overhead: likewise around each F, B and I, for the messages that it takes in and hands on [s].
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
         reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
             begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
+        sum_busy: share of the seconds of a stage's sums, and of its weights' gathers, for which the processors of their
+            ranks are busy with them (0 to 1): an action beside one gets on at the rate of what is left (`sharing`). Of
+            weights that several stages share the largest of theirs. It goes for sums that links have, too.
         tied: sums of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; likewise,
             under flush schedules, where the stages stand on several ranks.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
@@ -47,8 +52,10 @@ class Costs:
             occupy that direction of the link, and no compute lane.
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
+        around: time of a step beside its actions, sums and updates: the batch that is read and checked in front of
+            them, the results behind them [s]. Nothing goes on beside it.
 
-    Raises ValueError for what is no finite number of seconds of at least 0, or for a half-given split.
+    Raises ValueError for what is no finite number of seconds of at least 0, no share, or for a half-given split.
 
     >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).weight_grad
     (1.5, 1.5)
@@ -65,11 +72,14 @@ class Costs:
     input_grad: PerAction | None = None
     weight_grad: PerAction | None = None
     overhead: PerStage = 0.0
+    message_overhead: PerStage = 0.0
     latency: PerStage = 0.0
     reduce_grad: PerStage = 0.0
+    sum_busy: PerStage = 0.0
     tied: Ties = ()
     update: PerStage = 0.0
     norm: float | None = None
+    around: float = 0.0
     offload: PerStage = 0.0
     reload: PerStage = 0.0
     index_factors: Sequence[float] | None = None
@@ -104,19 +114,33 @@ class Costs:
             raise ValueError(f"costs with {found}: expected an object with some of {', '.join(known)}")
         return cls(**data)
 
+    @property
+    def free_of_overhead(self) -> Costs:
+        """The same without what lies around actions."""
+        return replace(self, overhead=0.0, message_overhead=0.0)
+
     def table_for(self, schedule: Schedule) -> CostTable:
         """The same costs over the stages and action indices of a schedule."""
         return self.table(
             num_stages=schedule.num_stages,
             num_indices=schedule.batch_indices,
             num_batches=schedule.num_batches,
+            as_one=run_as_one(schedule) if self.overhead else None,
         )
 
-    def table(self, *, num_stages: int, num_indices: int | None = None, num_batches: int = 1) -> CostTable:
+    def table(
+        self,
+        *,
+        num_stages: int,
+        num_indices: int | None = None,
+        num_batches: int = 1,
+        as_one: Mapping[int, Collection[int]] | None = None,
+    ) -> CostTable:
         """The same costs, one number per stage each, or a row by action index.
 
         Arguments:
             num_indices: of a batch; where given, a row must have as many numbers, or num_batches times as many.
+            as_one: by stage, the indices of I that run with their W as one backward.
 
         Raises ValueError for costs of another number of stages, or of indices.
         """
@@ -150,8 +174,14 @@ class Costs:
         if self.index_factors is not None:
             by_op = {op: tuple(_together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
         overhead = _spread("overhead", self.overhead, num_stages)
+        of_messages = _spread("message_overhead", self.message_overhead, num_stages)
+        both: list[Row] = [(own + more,) for own, more in zip(overhead, of_messages, strict=True)]
+        around: dict[Op, list[Row]] = {Op.F: both, Op.B: both, Op.I: [*both], Op.W: [(own,) for own in overhead]}
+        number = 1 if num_indices is None else num_indices * num_batches
+        for stage, indices in (as_one or {}).items():
+            around[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
         by_op = {
-            op: tuple(_together(row, (own,), add) for row, own in zip(rows, overhead, strict=True))
+            op: tuple(_together(row, own, add) for row, own in zip(rows, around[op], strict=True))
             for op, rows in by_op.items()
         }
         update = _spread("update", self.update, num_stages)
@@ -159,9 +189,11 @@ class Costs:
             rows=by_op | {Op.U: tuple((seconds,) for seconds in update)},
             latency=_spread("latency", self.latency, num_stages),
             reduce_grad=_spread("reduce_grad", self.reduce_grad, num_stages),
+            sum_busy=_spread("sum_busy", self.sum_busy, num_stages),
             tied=dict(self.tied),
             update=update,
             norm=self.norm,
+            around=self.around,
             offload=_spread("offload", self.offload, num_stages),
             reload=_spread("reload", self.reload, num_stages),
         )
@@ -237,10 +269,24 @@ def _seconds(name: str, number: object) -> float:
     return float(number)
 
 
+def _shares(name: str, value: object) -> float | tuple[float, ...]:
+    """A share as a float, a sequence as a tuple of floats."""
+    several = _several(value)
+    return _share(name, value) if several is None else tuple(_share(name, each) for each in several)
+
+
+def _share(name: str, number: object) -> float:
+    if not isinstance(number, Real) or not 0 <= float(number) <= 1:
+        raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one a stage)")
+    return float(number)
+
+
 _CONVERT: Mapping[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("forward", "backward", "input_grad", "weight_grad"), _per_action),
+    "sum_busy": _shares,
     "tied": _ties,
     "norm": _seconds,
+    "around": _seconds,
     "index_factors": _row,
 }
 
@@ -252,15 +298,19 @@ class CostTable:
     Arguments:
         rows: by op and stage: one number for all indices, or one for each; beyond the last they begin again.
         latency, reduce_grad, update: [S] seconds.
+        sum_busy: [S] shares.
         tied: seconds by the stages that share weights.
+        norm, around: seconds a step.
     """
 
     rows: Mapping[Op, Rows]
     latency: tuple[float, ...]
     reduce_grad: tuple[float, ...]
+    sum_busy: tuple[float, ...]
     tied: Mapping[tuple[int, ...], float]
     update: tuple[float, ...]
     norm: float | None
+    around: float
     offload: tuple[float, ...]
     reload: tuple[float, ...]
 

@@ -7,6 +7,9 @@ action has in common with those between:
     variance of what they share     the covariance, over the steps, of m of every other action and m of those between
 
 So m is drawn together to that variance for the ratios of ranks, and what is left of each action is its own.
+
+Messages, sums and the norm have the ratios that the steps' timelines show: of messages those for which their receiver
+waited from before they were made, since of others only the late ones are seen.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import NamedTuple
 
 from ..ir import Op
 from .costs import CostTable
+from .measured_inputs import durations_beside
 from .spread import Ratios, Spread
+from .timeline import Timeline
 
 LEAST_STEPS = 10  # below, what differs between steps is anybody's guess
 _MOST_RATIOS = 256  # kept of a list; more of them are put together
@@ -36,11 +41,15 @@ class Ran(NamedTuple):
 Logs = list[tuple[int, Op, float]]  # of one rank in one step, in its order
 
 
-def estimate_spread(ranks: Sequence[Sequence[Sequence[Ran]]], table: CostTable) -> Spread | None:
+def estimate_spread(
+    ranks: Sequence[Sequence[Sequence[Ran]]], table: CostTable, timelines: Sequence[Timeline] = ()
+) -> Spread | None:
     """The spread of measured steps around these costs; None for fewer than LEAST_STEPS, which do not tell it.
 
     Arguments:
         ranks: [P][N] what each rank ran in each step, in its order. One that lacks some counts as alike in all.
+        timelines: of these steps, or some of them; of none, and of fewer than LEAST_STEPS, what goes on beside actions
+            is taken not to vary.
     """
     number = max(map(len, ranks), default=0)
     if number < LEAST_STEPS:
@@ -56,7 +65,27 @@ def estimate_spread(ranks: Sequence[Sequence[Sequence[Ran]]], table: CostTable) 
     return Spread(
         actions={op: [_as_ratios(own) for own in stages] for op, stages in actions.items()},
         steps=[[float(f"{exp(each):.4g}") for each in row] for row in zip(*shared, strict=True)],
+        **_beside(timelines, table),
     )
+
+
+def _beside(timelines: Sequence[Timeline], table: CostTable) -> dict[str, Ratios]:
+    """Ratios of messages, sums and the norm, by the field of a `Spread`."""
+    found: dict[str, list[float]] = {"messages": [], "sums": [], "norm": []}
+    seen = durations_beside(timelines) if len(timelines) >= LEAST_STEPS else ()
+    for kind, stages, seconds in seen:
+        cost = _cost(kind, stages, table)
+        if cost and seconds > 0:
+            found[kind].append(log(seconds / cost))
+    return {kind: _as_ratios(logs) for kind, logs in found.items()}
+
+
+def _cost(kind: str, stages: tuple[int, ...], table: CostTable) -> float | None:
+    if kind == "norm":
+        return table.norm
+    if kind == "messages":
+        return table.latency[stages[0]]
+    return table.reduce_grad[stages[0]] if len(stages) == 1 else table.tied.get(stages)
 
 
 def _shared(logs: Sequence[Sequence[Logs]], number: int) -> list[list[float]]:

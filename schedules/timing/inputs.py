@@ -2,10 +2,13 @@
 links in which some of them are replaced.
 
     action of a stage        F, B, I, W                                median of its spans
-    overhead of a stage      between one action and the next           median where nothing was waited for
+    overhead of a stage      between F, B or I and the next action     median where nothing was waited for
     message from r to q      made on r until its user begins on q      median where q waited for it, less r's overhead
     sum, gather of a stage   begun on the last rank until through      median
+    sum on the processor     seconds of it that keep ranks from        by how much longer actions beside it took, a
+                             computing                                 second beside it, times its own seconds
     update of a stage, norm  the optimizer's step, and before it       median
+    around a step            in front of its actions and behind them   median
 
 Each is measured in the sense in which the simulator takes it: a step that is simulated from costs gives these back.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from operator import add
 from statistics import fmean
 from typing import NamedTuple
 
@@ -43,7 +47,7 @@ _OP_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weigh
 class Input(NamedTuple):
     """One number that a step is simulated from.
 
-    kind: "F", "B", "I", "W", "overhead", "message", "sum", "gather", "update" or "norm".
+    kind: "F", "B", "I", "W", "overhead", "message", "sum", "held", "gather", "update", "norm" or "around".
     at: its stage, of an action of a stage on several ranks (stage, rank); of a message (sending rank, receiving rank);
         of a sum all stages whose gradients it adds up.
     """
@@ -59,10 +63,14 @@ class Input(NamedTuple):
                 return f"messages of link {self.at[0]}-{self.at[1]}"
             case "norm":
                 return "norm of all gradients"
+            case "around":
+                return "runtime around a step"
             case "overhead":
                 return f"{stages} around an action"
             case "sum":
                 return f"sum of {stages}"
+            case "held":
+                return f"sum of {stages} on the processor"
             case "gather":
                 return f"gather of {stages}"
             case "update":
@@ -100,8 +108,8 @@ class Passages:
 
 def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> dict[Input, float]:
     """All inputs of a simulation [s]; of actions that differ by microbatch the mean, of messages on free links."""
-    table = replace(costs, overhead=0.0).table_for(schedule)
-    overhead = by_stage(costs.overhead, schedule.num_stages)
+    table = costs.free_of_overhead.table_for(schedule)
+    overhead = around_actions(costs, schedule.num_stages)
     ways = Passages(schedule, costs, links)
     found: dict[Input, float] = {}
     for rank, program in enumerate(schedule.compute_programs):
@@ -110,10 +118,16 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
     found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
     found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
     found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in ways.sums.items()}
+    found |= {
+        Input(Cause.SUMS, "held", stages): table.sum_busy[stages[0]] * seconds
+        for stages, seconds in ways.sums.items()
+        if len(stages) == 1
+    }
     found |= {Input(Cause.SUMS, "gather", stages): seconds for stages, seconds in ways.gathers.items()}
     trained = [stage for stage in range(schedule.num_stages) if schedule.has_backward and schedule.trains(stage)]
     found |= {Input(Cause.UPDATE, "update", (stage,)): table.update[stage] for stage in trained}
     found[Input(Cause.UPDATE, "norm", ())] = table.norm or 0.0
+    found[Input(Cause.OUTSIDE, "around", ())] = table.around
     return found
 
 
@@ -127,26 +141,35 @@ def replaced(schedule: Schedule, costs: Costs, links: Links | None, values: Valu
 
 
 def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, values: Values) -> Costs:
-    table = replace(costs, overhead=0.0).table_for(schedule)
+    table = costs.free_of_overhead.table_for(schedule)
     columns = {op: [row if len(row) > 1 else row[0] for row in table.rows[op]] for op in (Op.F, Op.B, Op.I, Op.W)}
     overhead = list(by_stage(costs.overhead, schedule.num_stages))
+    of_messages = list(by_stage(costs.message_overhead, schedule.num_stages))
     sums, update, norm, tied = list(table.reduce_grad), list(table.update), table.norm, dict(table.tied)
-    linked = () if links is None else [each.stage for each in links.sums]
+    around, shares = table.around, list(table.sum_busy)
+    linked = {} if links is None else {each.stage: each.seconds for each in links.sums}
     latency = table.latency
     for each, seconds in values.items():
         match each.kind:
             case "overhead":
-                overhead[each.at[0]] = seconds
+                overhead[each.at[0]] = max(0.0, seconds - of_messages[each.at[0]])
+                of_messages[each.at[0]] = min(seconds, of_messages[each.at[0]])
             case "message":
                 latency = (0.0,) * schedule.num_stages  # it stands in the ways
             case "sum" if len(each.at) > 1:
                 tied[each.at] = seconds
             case "sum" if each.at[0] not in linked:
                 sums[each.at[0]] = seconds
+            case "held":
+                (stage,) = each.at
+                own = values.get(each._replace(kind="sum"), linked.get(stage, table.reduce_grad[stage]))
+                shares[stage] = min(1.0, seconds / own) if own > 0 else 0.0
             case "update":
                 update[each.at[0]] = seconds
             case "norm":
                 norm = seconds
+            case "around":
+                around = seconds
             case "F" | "B" | "I" | "W":
                 column = columns[Op(each.kind)]
                 column[each.at[0]] = _on_rank(schedule, column[each.at[0]], each.at, seconds)
@@ -158,11 +181,14 @@ def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, values: V
         weight_grad=columns[Op.W],
         index_factors=None,
         overhead=overhead,
+        message_overhead=of_messages,
         latency=latency,
         reduce_grad=sums,
+        sum_busy=shares,
         tied=tuple(tied.items()),
         update=update,
         norm=norm,
+        around=around,
     )
 
 
@@ -218,6 +244,11 @@ def _on_rank(
 
 def _in_order(pair: tuple[Op, int]) -> tuple[int, int]:
     return pair[1], "FBIW".index(pair[0].value)
+
+
+def around_actions(costs: Costs, num_stages: int) -> tuple[float, ...]:
+    """[S] seconds around each F, B and I of a stage, messages included."""
+    return tuple(map(add, by_stage(costs.overhead, num_stages), by_stage(costs.message_overhead, num_stages)))
 
 
 def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ...]:

@@ -221,6 +221,14 @@ class Route:
     def __init__(self, seconds: float, latency: float, channels: Sequence[Channel]) -> None:
         self.seconds, self.latency, self._channels = seconds, latency, channels
 
+    def slower(self, times: float) -> Route:
+        """The same way, with so many times the seconds."""
+        return Route(self.seconds * times, self.latency * times, self._channels)
+
+    def free_from(self, now: float) -> float:
+        """The time at which all channels are free, at or after `now` [s]."""
+        return max([now, *(channel.free_at for channel in self._channels)])
+
     def carry(self, now: float) -> float:
         """Occupy the channels from the time at which all are free, at or after `now`; returns the arrival [s]."""
         for channel in self._channels:

@@ -1,18 +1,21 @@
-"""What measured steps show of the inputs of a simulation, in the sense in which the simulator takes them."""
+"""Inputs of a simulation as measured steps show them, in the sense in which the simulator takes them."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from ..ir import COMPUTE_OPS, Collective, Op, Schedule
+from ..as_one import run_as_one
+from ..ir import COMPUTE_OPS, Op, Schedule
 from ..needs import Needs
 from .attribution import find_gaps
+from .beside import measured_shares, under_way, whole_seconds
 from .costs import Costs
-from .inputs import Cause, Input, action_input, by_stage
+from .inputs import Cause, Input, action_input, around_actions
 from .timeline import Timeline
 
 
@@ -29,14 +32,20 @@ def measured_inputs(
             as these say is taken for no part of its messages.
     """
     found: dict[Input, list[float]] = defaultdict(list)
+    seen = measured_shares(timelines)
+    usual = (Costs() if planned is None else planned).table_for(timelines[0].schedule).sum_busy
+    shares = [seen.get(stage, share) for stage, share in enumerate(usual)]
     for timeline in timelines:
-        for each, seconds in (*_actions(timeline), *_together(timeline)):
+        for each, seconds in (*_actions(timeline, shares), *_together(timeline)):
             found[each].append(seconds)
+    for stage, share in seen.items():
+        if (summed := Input(Cause.SUMS, "sum", (stage,))) in found:
+            found[summed._replace(kind="held")] = [share * median(found[summed])]
     between = _overheads(timelines, known)
     for stage, seconds in between.items():
         found[Input(Cause.OVERHEAD, "overhead", (stage,))].append(seconds)
     if planned is not None:
-        between = dict(enumerate(by_stage(planned.overhead, timelines[0].schedule.num_stages))) | between
+        between = dict(enumerate(around_actions(planned, timelines[0].schedule.num_stages))) | between
     ways = [way for timeline in timelines for way in _ways(timeline)]
     seen_whole = {way.pair for way in ways if way.whole}
     for way in ways:
@@ -49,21 +58,56 @@ def measured_inputs(
             found[Input(Cause.UPDATE, "norm", ())] = norms
         elif known is not None and known.norm is not None:
             found[Input(Cause.UPDATE, "norm", ())] = [known.norm]
+    outside = [seconds_around(timeline, known) for timeline in timelines]
+    if any(outside):
+        found[Input(Cause.OUTSIDE, "around", ())] = outside
     return {each: median(seconds) for each, seconds in found.items()}
 
 
+def durations_beside(timelines: Sequence[Timeline]) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Messages, sums and norms of measured steps one by one: "messages", "sums" or "norm", the stages that the message
+    leaves or whose gradients are summed, seconds."""
+    between = _overheads(timelines, None)
+    for timeline in timelines:
+        for way in _ways(timeline):
+            if way.whole:
+                yield "messages", (way.stage,), way.seconds - between.get(way.stage, 0.0)
+        for each, seconds in _together(timeline):
+            if each.kind == "sum":
+                yield "sums", each.at, seconds
+        norm = _norm(timeline, between)
+        if norm is not None:
+            yield "norm", (), norm
+
+
+def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:
+    """Seconds of a measured step that its actions, sums and updates do not show [s]; 0 where nobody stamped the step.
+
+    Without a norm what lies between the last backward or sum and the first update belongs to them; else to the norm.
+
+    Arguments:
+        known: costs that the run measured itself, which know of a norm and of what goes on between actions.
+    """
+    if not timeline.around:
+        return 0.0
+    if known is None or known.norm is not None:
+        return timeline.around
+    between = around_actions(known, timeline.schedule.num_stages)
+    return timeline.around + max(0.0, _before_updates(timeline, dict(enumerate(between))) or 0.0)
+
+
 def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs:
-    """Costs with the durations of a measured step's own actions, one by one.
+    """Costs with the durations of a measured step's own actions, one by one, as they would be on a whole processor.
 
     Of a stream of more batches than were measured those come again and again.
     """
     size = schedule.batch_indices
     seen: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
-    for trace in timeline.ranks:
-        for (stage, op, index), start, end in trace.compute:
+    for rank in whole_seconds(timeline, costs.table_for(schedule).sum_busy):
+        for (stage, op, index), seconds in rank:
             if op in COMPUTE_OPS:
-                seen[op, stage, index % size].append(end - start)
-    table = replace(costs, overhead=0.0).table_for(schedule)
+                seen[op, stage, index % size].append(seconds)
+    table = costs.free_of_overhead.table_for(schedule)
 
     def rows(op: Op) -> list[list[float]]:
         made = []
@@ -87,20 +131,20 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
     )
 
 
-def _actions(timeline: Timeline) -> Iterator[tuple[Input, float]]:
-    """F, B, I, W and updates."""
-    for rank, trace in enumerate(timeline.ranks):
-        for (stage, op, _), start, end in trace.compute:
+def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Input, float]]:
+    """F, B, I, W and updates, as they would be on a whole processor."""
+    for rank, actions in enumerate(whole_seconds(timeline, shares)):
+        for (stage, op, _), seconds in actions:
             if op in COMPUTE_OPS:
-                yield action_input(timeline.schedule, op, stage, rank), end - start
+                yield action_input(timeline.schedule, op, stage, rank), seconds
             elif op is Op.U:
-                yield Input(Cause.UPDATE, "update", (stage,)), end - start
+                yield Input(Cause.UPDATE, "update", (stage,)), seconds
 
 
 def _overheads(timelines: Sequence[Timeline], known: Costs | None) -> dict[int, float]:
     """Seconds around an action, by stage."""
     if known is not None:
-        return dict(enumerate(by_stage(known.overhead, timelines[0].schedule.num_stages)))
+        return dict(enumerate(around_actions(known, timelines[0].schedule.num_stages)))
     found: dict[int, list[float]] = defaultdict(list)
     for timeline in timelines:
         for stage, seconds in _between(timeline):
@@ -109,10 +153,14 @@ def _overheads(timelines: Sequence[Timeline], known: Costs | None) -> dict[int, 
 
 
 def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
-    """(stage of the action before, seconds) where a rank went on without a wait."""
+    """(stage of the action before, seconds) where a rank went on without a wait, and began no sum."""
+    joined = run_as_one(timeline.schedule)
     for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
-        for before, span in zip(trace.compute, trace.compute[1:], strict=False):
-            if Op.U in (before.what.op, span.what.op):
+        launches = {bisect_right(trace.compute, each.start, key=lambda span: span.end) for each in trace.collectives}
+        for number, (before, span) in enumerate(zip(trace.compute, trace.compute[1:], strict=False), start=1):
+            if Op.U in (before.what.op, span.what.op) or number in launches:
+                continue
+            if before.what == span.what._replace(op=Op.I) and span.what.index in joined.get(span.what.stage, ()):
                 continue
             gap = gaps.get(span.what)
             if gap is None:
@@ -152,18 +200,17 @@ def _ways(timeline: Timeline) -> Iterator[_Way]:
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:
     """Sums and gathers, each from when the last of its ranks began it."""
-    spans: dict[Collective, list[tuple[float, float]]] = defaultdict(list)
-    for trace in timeline.ranks:
-        for what, start, end in trace.collectives:
-            spans[what].append((start, end))
-    for what, each in spans.items():
-        # A rank sees that it is through when it looks: the first one to see it is the nearest to the truth.
-        begun, through = max(start for start, _ in each), min(end for _, end in each)
+    for what, (begun, through) in under_way(timeline).items():
         kind = "gather" if what.op is Op.UNSHARD else "sum"
         yield Input(Cause.SUMS, kind, what.stages), max(0.0, through - begun)
 
 
 def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
+    """Seconds of the global norm; None where some rank updated before it."""
+    return None if len(timeline.ranks) == 1 else _before_updates(timeline, between)
+
+
+def _before_updates(timeline: Timeline, between: Mapping[int, float]) -> float | None:
     """Seconds from the last backward and sum of all ranks to the first update; None where one came before.
 
     Arguments:
@@ -179,6 +226,6 @@ def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
         if span.what.op is not Op.U
     ]
     ends += [s.end for trace in timeline.ranks for s in trace.collectives if s.what.op is Op.REDUCE_GRAD]
-    if not updates or len(timeline.ranks) == 1 or min(updates) < max(ends):
+    if not updates or min(updates) < max(ends):
         return None
     return min(updates) - max(ends)

@@ -1,23 +1,24 @@
 """A predicted step held against measured ones, by cause.
 
-    predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> measured
-                 \\_________ one input after the other as it was measured ________/
+    predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> around the step
+                 \\_________ one input after the other as it was measured ________/                      -> measured
 
 The step is simulated again and again, each time with the inputs of one more cause as they were measured, in this order;
-what the step changes by is that cause's. In front of the last come the durations of each step's own actions in place of
-their medians (ranks wait for the longest of them). What then is left to the measured step no input explains. So the
+what the step changes by is that cause's. Behind them come the durations of each step's own actions in place of
+their medians (ranks wait for the longest of them). What then is left to the measured actions no input explains. Last
+comes what lies around them, the runtime's own and that of the training loop. So the
 causes add up to the difference of the steps, whatever it is; in another order each might be a little more or less.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from ..ir import COMPUTE_OPS, Op, Schedule
+from ..ir import COMPUTE_OPS, Action, Op, Schedule
 from ..wording import count
 from .attribution import attribute_idle
 from .clocks import clock_note
@@ -25,7 +26,7 @@ from .costs import Costs
 from .difference import Change
 from .inputs import Cause, Input, predicted_inputs, replaced
 from .links import Links
-from .measured_inputs import measured_inputs, own_durations
+from .measured_inputs import measured_inputs, own_durations, seconds_around
 from .simulate import simulate
 from .timeline import Idle, Timeline
 
@@ -34,6 +35,7 @@ _MOST_REPLAYED = 5  # of these in the middle, with the durations of their own ac
 _MOST_ALONE = 12  # inputs that are replaced one by one, to see what each does
 _OFF = 0.05  # ratio from which on an input is wrong
 _MATTERS = 0.01  # share of the step from which on it is worth measuring again
+_AROUND = Cause.OUTSIDE.value
 _FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause.UPDATE)
 
 
@@ -67,13 +69,14 @@ class PredictionCheck:
 
     Arguments:
         predicted: seconds a step, as simulated.
-        measured: seconds a step from the first action to the last, median over the traced steps.
+        measured: seconds a step, median over the traced steps, with what the runtime does around its actions where
+            that was recorded.
         causes: [C] in the order of `Cause`, each with the step before and after it: the first begins at `predicted`,
             the last ends at the measured step, and each begins where the one before ends.
         inputs: each that was measured.
         ranks: [P] seconds a step of each rank, predicted and in the middle one of the measured steps: "compute",
-            "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm)
-            and "waits" add up to the step; () for a rank of which nothing was recorded.
+            "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm),
+            "waits" and "around the step" add up to the step; () for a rank of which nothing was recorded.
         num_steps: traced steps that were looked at.
         notes: what is not known, a sentence each.
     """
@@ -88,7 +91,7 @@ class PredictionCheck:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the measured step, with what lies around its actions where that is known."""
+        """Seconds of the measured step, with what the training loop adds where that is known."""
         return self.causes[-1].after
 
     def cause(self, name: Cause) -> Change:
@@ -158,10 +161,12 @@ def check_prediction(
         for step in middle
     ]
     whole = median(each.batch_seconds for each in steps)
-    totals += [median(spread), whole]
+    outside = [seconds_around(each, known) for each in steps]
+    of_actions = median(each.batch_seconds - around for each, around in zip(steps, outside, strict=True))
+    totals += [median(spread), of_actions + (costs.around if any(outside) else 0.0)]
     names = [*_FROM_INPUTS, Cause.SPREAD, Cause.UNEXPLAINED]
-    if step_seconds is not None:
-        totals.append(step_seconds)
+    if step_seconds is not None or any(outside):
+        totals.append(whole if step_seconds is None else step_seconds)
         names.append(Cause.OUTSIDE)
     return PredictionCheck(
         predicted=predicted.batch_seconds,
@@ -220,7 +225,7 @@ def _has_period(timeline: Timeline) -> bool:
 
 def _is_known(each: Input, predicted: dict[Input, float]) -> bool:
     """Whether the simulation takes it: sums over ranks that no plan knows (tied weights) are new to it."""
-    return each in predicted or each.kind == "sum"
+    return each in predicted or each.kind in ("sum", "held")
 
 
 def _inputs(
@@ -260,16 +265,21 @@ class _Times:
                 return self._stages[each.at[0]] / self._batches
             case "message":
                 return self._microbatches
-            case "sum" | "gather" | "update" | "norm":
+            case "sum" | "held" | "gather" | "update" | "norm" | "around":
                 return self._groups
         return self._actions[each.at[0], Op(each.kind)] / self._batches
 
 
 def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple[Change, ...], ...]:
-    num_stages = predicted.schedule.num_stages
-    given = costs.overhead
-    overhead = (given,) * num_stages if isinstance(given, float) else tuple(given)
-    sides = [_by_rank(predicted, overhead), _by_rank(measured, (0.0,) * num_stages)]
+    schedule = predicted.schedule
+    whole, own = costs.table_for(schedule), costs.free_of_overhead.table_for(schedule)
+    around = {
+        action: whole.of(action.op, action.stage, action.index) - own.of(action.op, action.stage, action.index)
+        for trace in predicted.ranks
+        for action in trace.actions
+        if action.op in COMPUTE_OPS
+    }
+    sides = [_by_rank(predicted, around), _by_rank(measured, {})]
     lacking = {*predicted.missing, *measured.missing}
     return tuple(
         () if rank in lacking else tuple(Change(name, old[name], new[name]) for name in old)
@@ -277,20 +287,20 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
     )
 
 
-def _by_rank(timeline: Timeline, overhead: Sequence[float]) -> list[dict[str, float]]:
+def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
     """[P] seconds a batch, by name.
 
     Arguments:
-        overhead: [S] that is a part of each action [s].
+        overhead: that is a part of each action [s].
     """
     size = timeline.schedule.batch_indices
     shown = {s.what.index // size for trace in timeline.ranks for s in trace.compute if s.what.op is Op.F}
     batches = max(1, len(shown))
     found = []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
-        around = sum(overhead[span.what.stage] for span in trace.compute if span.what.op in COMPUTE_OPS)
+        around = sum(overhead.get(span.what, 0.0) for span in trace.compute)
         parts = _parts(trace.busy, around, idle)
-        found.append({name: seconds / batches for name, seconds in parts.items()})
+        found.append({name: seconds / batches for name, seconds in parts.items()} | {_AROUND: timeline.around})
     return found
 
 

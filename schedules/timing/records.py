@@ -21,6 +21,7 @@ class RankRecord:
     Arguments:
         arrivals: (message, wait began, message there).
         collectives: from begun on this rank to through.
+        step: when this rank's step began and ended, with all that it does besides; None where nobody stamped it.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
     """
@@ -28,6 +29,7 @@ class RankRecord:
     compute: tuple[Span[Action], ...]
     arrivals: tuple[tuple[Message, float, float], ...]
     collectives: tuple[Span[Collective], ...] = ()
+    step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
 
@@ -86,9 +88,30 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         ranks=tuple(ranks),
         measured=True,
         clock_error=errors if any(errors) else (),
+        around=0.0 if schedule.is_asynchronous else _around(known),
         missing=tuple(rank for rank, record in enumerate(records) if record is None),
     )
     return timeline.shifted(-timeline.start)
+
+
+def _around(records: Sequence[RankRecord]) -> float:
+    """Seconds of a step in front of its first action and behind its last [s].
+
+    In front they are those of the rank that begins first, behind those of the one that ends last: neither waits there
+    for what another rank computes.
+    """
+    first: tuple[float, float] | None = None  # when it began to act, and how long its step had gone on by then
+    last: tuple[float, float] | None = None
+    for record in records:
+        if record.step is None or not record.compute:
+            continue
+        (began, ended), start, end = record.step, record.compute[0].start, record.compute[-1].end
+        end = max([end, *(span.end for span in record.collectives)])
+        if first is None or start + record.offset < first[0]:
+            first = start + record.offset, start - began
+        if last is None or end + record.offset > last[0]:
+            last = end + record.offset, ended - end
+    return 0.0 if first is None or last is None else max(0.0, first[1]) + max(0.0, last[1])
 
 
 def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Schedule:

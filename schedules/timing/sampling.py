@@ -1,4 +1,4 @@
-"""What a step takes when durations vary: many simulated steps, their median and their range.
+"""Seconds of a step when durations vary: many simulated steps, their median and their range.
 
 A step ends when its last rank ends: it is a maximum of sums of durations. So its mean lies above what the means of its
 actions give, and it varies less than each of them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ..ir import Op, Schedule
 from ..wording import count, duration
 from .costs import Costs, CostTable
 from .links import Links
-from .simulate import run_once
+from .simulate import Beside, run_once
 from .spread import Spread
 from .wiring import OPS, Wiring
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SAMPLES = 200
-_LEAST_SAMPLES = 40
-_MOST_ACTIONS = 2_000_000  # in all samples together
+LEAST_SAMPLES = 19  # the least of so many, and the most, are ends of a range of 90%
+MOST_ACTIONS = 2_000_000  # in all samples together, as long as these are more than LEAST_SAMPLES
 SHARE = 0.9  # of steps, within a range that is printed
 
 
@@ -120,12 +121,12 @@ def simulate_spread(
     """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
 
     Each is what `simulate` says for its durations; of ratios of 1 alone, for these costs. Of an asynchronous schedule a
-    sample is a whole program: what is drawn once a step is drawn once for all of its batches. The same seed gives the
-    same samples.
+    sample is a whole program: what is drawn once a step (ranks, sums, the norm) is drawn once for all of its batches.
+    The same seed gives the same samples.
 
     Arguments:
         costs, links: see `simulate`.
-        samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 40.
+        samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 19.
 
     Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
 
@@ -137,8 +138,7 @@ def simulate_spread(
     True
     """
     if samples is None:
-        actions = sum(map(len, schedule.programs))
-        samples = max(_LEAST_SAMPLES, min(_SAMPLES, _MOST_ACTIONS // max(1, actions)))
+        samples = samples_of(sum(map(len, schedule.programs)))
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
     table = costs.table_for(schedule)
@@ -146,10 +146,19 @@ def simulate_spread(
     seconds, bubbles = [], []
     draws = _Draws(schedule, table, spread, seed)
     for _ in range(samples):
-        timeline = run_once(wiring, draws.table(), messages=False)
+        timeline = run_once(wiring, draws.table(), messages=False, beside=draws.beside)
         seconds.append(timeline.batch_seconds)
         bubbles.append(timeline.bubble)
     return StepSamples(seconds=tuple(sorted(seconds)), bubbles=tuple(sorted(bubbles)))
+
+
+def samples_of(num_actions: int) -> int:
+    """Steps of a program of so many actions that are simulated where nobody says how many.
+
+    >>> [samples_of(number) for number in (32, 10_000, 40_000, 1_000_000)]
+    [200, 200, 50, 19]
+    """
+    return max(LEAST_SAMPLES, min(_SAMPLES, MOST_ACTIONS // max(1, num_actions)))
 
 
 class _Draws:
@@ -162,8 +171,12 @@ class _Draws:
     def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
         import numpy as np  # simulating one step needs none
 
-        self._table, self._steps = table, spread.steps
+        self._table, self._steps, self._norm = table, spread.steps, spread.norm
         self._random = np.random.default_rng(seed)
+        self.beside = Beside(
+            messages=partial(self._some_of, np.array(spread.messages)) if spread.messages else None,
+            sums=partial(self._some_of, np.array(spread.sums)) if spread.sums else None,
+        )
         self._ops = sorted(
             {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
         )
@@ -199,7 +212,16 @@ class _Draws:
         seconds = (self._seconds * self._of_ranks()[self._ranks] * self._ratios[at]).tolist()
         width = len(self._table.latency)
         rows = {op: tuple(map(tuple, seconds[n * width : (n + 1) * width])) for n, op in enumerate(self._ops)}
-        return replace(self._table, rows={**self._table.rows, **rows}, update=tuple(row[0] for row in rows[Op.U]))
+        norm = self._table.norm
+        if norm is not None and self._norm:
+            norm *= self._norm[int(self._random.integers(len(self._norm)))]
+        update = tuple(row[0] for row in rows[Op.U])
+        return replace(self._table, rows={**self._table.rows, **rows}, update=update, norm=norm)
+
+    def _some_of(self, ratios: NDArray[np.float64], number: int) -> list[float]:
+        """As many of these, each as likely as any other."""
+        found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist()
+        return found
 
     def _of_ranks(self) -> NDArray[np.float64]:
         """[P] ratios of one step: those of a measured one, wider as there are fewer of them."""

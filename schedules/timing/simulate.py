@@ -4,12 +4,13 @@ Event-driven: the only events are the ends of actions. When an action ends at ti
 leave (arriving latency later; with links, when those have carried them), whoever stands blocked on them starts, and r
 starts its next action as soon as its inputs have arrived. A rank runs its program in order, so an action's start is the
 maximum of when its lane became free and when its last input arrived. Events come in the order of time, of equal ones
-the lowest rank's first: so links serve whatever is ready first.
+the lowest rank's first: so links serve whatever is ready first. An action that runs beside a sum which keeps its rank
+busy ends later (`sharing`): where such a sum began meanwhile, the event is put off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from ..ir import MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
 from .links import Channel, Links, Route
+from .sharing import Processor, Taken
 from .timeline import RankTrace, Span, Timeline
 from .wiring import OPS, Output, Wiring
 
@@ -57,14 +59,22 @@ def simulate(schedule: Schedule, costs: Costs, links: Links | None = None) -> Ti
     return run_once(Wiring(schedule, table, links), table)
 
 
-def run_once(wiring: Wiring, table: CostTable, *, messages: bool = True) -> Timeline:
+class Beside(NamedTuple):
+    """Ratios for what goes on beside actions: each call gives those of as many messages, or sums."""
+
+    messages: Callable[[int], Sequence[float]] | None = None
+    sums: Callable[[int], Sequence[float]] | None = None
+
+
+def run_once(wiring: Wiring, table: CostTable, *, messages: bool = True, beside: Beside | None = None) -> Timeline:
     """The timeline of a schedule that is wired already, under costs of this table.
 
     Arguments:
         table: may differ from the one it was wired with in how long things take, not in which sums and moves there are.
         messages: whether the timeline has them.
+        beside: by which messages and sums differ from the table; None: not at all.
     """
-    return _Simulation(wiring, table).run(messages=messages)
+    return _Simulation(wiring, table, beside or Beside()).run(messages=messages)
 
 
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
@@ -74,10 +84,24 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
 
 
 class _MeetingTimes:
-    """Times of a `Meeting`: when ranks begin it, and when it is through, by update group or microbatch."""
+    """Times of a `Meeting`: when ranks begin it, and when it is through, by update group or microbatch.
 
-    def __init__(self, num_ranks: int, route: Route, fills: Mapping[int, Sequence[int]], after: int | None) -> None:
+    Arguments:
+        share: of its ranks' `processors` while it is under way.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        route: Route,
+        fills: Mapping[int, Sequence[int]],
+        after: int | None,
+        *,
+        share: float = 0.0,
+        processors: Sequence[Processor] = (),
+    ) -> None:
         self.num_ranks, self.route, self.fills, self.after = num_ranks, route, fills, after
+        self.share, self.processors = share, processors
         self.begun: dict[int, dict[int, float]] = {}  # by rank, when it began [s]
         self.through: dict[int, float] = {}  # when all ranks have it [s]
 
@@ -89,17 +113,22 @@ class _MeetingTimes:
             return ()
         if self.after is not None:
             now = max(now, arrived[self.after + group])
-        self.through[group] = self.route.carry(now)
+        start = self.route.free_from(now) if self.share > 0 else now
+        self.through[group] = through = self.route.carry(now)
+        if self.share > 0:
+            for each in self.processors:
+                each.take(Taken(start, through, self.share))
         slots = self.fills.get(group, ())
         for slot in slots:
-            arrived[slot] = self.through[group]
+            arrived[slot] = through
         return slots
 
 
 class _Simulation:
     """One run of a `Wiring`."""
 
-    def __init__(self, wiring: Wiring, table: CostTable) -> None:
+    def __init__(self, wiring: Wiring, table: CostTable, beside: Beside) -> None:
+        self.beside = beside
         self.wiring, self.schedule, self.table = wiring, wiring.schedule, table
         schedule, links = self.schedule, wiring.links
         self.has_messages = links is not None or any(table.latency)
@@ -117,38 +146,35 @@ class _Simulation:
             for each, delay in zip(wiring.passages, self.delays, strict=True)
         ]
         self.routes = None if links is None else routes
+        self.processors = [Processor() for _ in wiring.programs] if any(table.sum_busy) else []
+        of_sums = [1.0] * len(wiring.meetings) if beside.sums is None else beside.sums(len(wiring.meetings))
         self.meetings = [
             _MeetingTimes(
                 len(each.ranks),
-                Route(each.seconds, 0.0, [channels[n] for n in each.channels])
+                Route(each.seconds * times, 0.0, [channels[n] for n in each.channels])
                 if each.passage is None
                 else routes[each.passage],
                 each.fills,
                 each.after,
+                share=0.0 if each.op in MOVE_OPS else max(table.sum_busy[stage] for stage in each.stages),
+                processors=[self.processors[rank] for rank in each.ranks] if self.processors else (),
             )
-            for each in wiring.meetings
+            for each, times in zip(wiring.meetings, of_sums, strict=True)
         ]
         self.arrived = [_NOT_YET] * wiring.num_slots
         for slot in wiring.filled:
             self.arrived[slot] = 0.0
 
     def run(self, *, messages: bool) -> Timeline:
-        durations = self.durations
-        starts = self._play()
-        computes = []
-        for rank, program in enumerate(self.wiring.actions):
-            codes, indices = self.wiring.programs[rank]
-            computes.append(
-                [
-                    Span(action, start, start + durations[code][k])
-                    for action, start, code, k in zip(program, starts[rank], codes, indices, strict=True)
-                ]
-            )
+        computes = [
+            list(map(Span, program, *times)) for program, times in zip(self.wiring.actions, self._play(), strict=True)
+        ]
         comm = self._messages(computes) if messages and self.has_messages else [()] * len(computes)
         if self.schedule.has_epilogue:
             self._add_epilogue(computes)
         return Timeline(
             schedule=self.schedule,
+            around=self.table.around,
             ranks=tuple(
                 RankTrace(compute=tuple(compute), comm=messages, collectives=together, moves=moves)
                 for compute, messages, together, moves in zip(
@@ -159,23 +185,26 @@ class _Simulation:
 
     def _sending(self, output: Output) -> _Sending:
         delays = [0.0 if p is None else self.delays[p] for p in output.passages]
-        if self.routes is None:
-            return _Sending(output.base, output.last, delays, None)
-        routes = [None if p is None else self.routes[p] for p in output.passages]
+        routes = None if self.routes is None else [None if p is None else self.routes[p] for p in output.passages]
+        if self.beside.messages is not None:
+            times = self.beside.messages(len(delays))
+            delays = [delay * each for delay, each in zip(delays, times, strict=True)]
+            if routes is not None:
+                routes = [route and route.slower(each) for route, each in zip(routes, times, strict=True)]
         return _Sending(output.base, output.last, delays, routes)
 
-    def _play(self) -> list[list[float]]:
-        """The event loop; returns the start times in program order."""
+    def _play(self) -> list[tuple[list[float], list[float]]]:
+        """The event loop; returns by rank when its actions start and end, in program order."""
         programs, inputs, begins = self.wiring.programs, self.wiring.inputs, self.wiring.begins
-        arrived, durations = self.arrived, self.durations
+        arrived, durations, shared = self.arrived, self.durations, bool(self.processors)
         outputs = [[self._sending(each) for each in outputs] for outputs in self.wiring.outputs]
         starts: list[list[float]] = [[] for _ in programs]
+        ends: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
         free_at = [0.0] * len(programs)
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that stand before it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
-        for rank, own in enumerate(begins):  # sums of gradients of which the rank makes none
-            self._begin(own.get(0, ()), rank, 0.0)
+        self._begin_at_once()
         ready = list(range(len(programs)))
         while True:
             for rank in ready:
@@ -201,8 +230,12 @@ class _Simulation:
             codes, indices = programs[rank]
             at = position[rank]
             code, k = codes[at], indices[at]
+            if shared and self._is_put_off(events, now, rank, starts[rank][at], durations[code][k]):
+                ready = []
+                continue
             position[rank] = at + 1
             free_at[rank] = now
+            ends[rank].append(now)
             ready = [rank]
             for slot in self._finish(outputs[code], code, k, now):
                 ready += blocked.pop(slot, ())
@@ -210,7 +243,7 @@ class _Simulation:
                 for slot in self._begin(begins[rank][at + 1], rank, now):
                     ready += blocked.pop(slot, ())
         self._check_through(position)
-        return starts
+        return list(zip(starts, ends, strict=True))
 
     def _finish(self, sendings: Iterable[_Sending], code: int, index: int, now: float) -> list[int]:
         """An action ends, and its messages leave; returns the slots that they fill."""
@@ -224,6 +257,18 @@ class _Simulation:
                 self.arrived[base + index] = route.carry(now)
             filled.append(base + index)
         return filled
+
+    def _is_put_off(self, events: list[tuple[float, int]], now: float, rank: int, start: float, seconds: float) -> bool:
+        """Whether what runs on a rank ends later than was thought when it started: then that is the event."""
+        end = self.processors[rank].end(start, seconds)
+        if end > now:
+            heappush(events, (end, rank))
+        return end > now
+
+    def _begin_at_once(self) -> None:
+        """Sums of gradients of which a rank makes none."""
+        for rank, own in enumerate(self.wiring.begins):
+            self._begin(own.get(0, ()), rank, 0.0)
 
     def _begin(self, meetings: Iterable[tuple[int, int]], rank: int, now: float) -> list[int]:
         """A rank begins meetings of update groups; returns the slots that are filled now."""
@@ -248,18 +293,35 @@ class _Simulation:
                 summed.update((stage, max(each.through[0], summed.get(stage, 0.0))) for stage in wired.stages)
         if self.table.norm is not None:
             ends = [max([*ends, *summed.values()]) + self.table.norm] * len(computes)
-        updated: list[tuple[float, int, int]] = []
-        for rank, (compute, end) in enumerate(zip(computes, ends, strict=True)):
-            for stage in filter(self.schedule.trains, self.schedule.placement[rank]):
-                update = self.table.update[stage]
-                if update > 0 or self.table.norm or stage in summed:
-                    start = max(end, summed.get(stage, 0.0))
-                    end = start + update
-                    compute.append(Span(Action(stage, Op.U, 0), start, end))
-                    updated.append((end, rank, stage))
-        for end, rank, stage in sorted(updated):  # weights that were updated in parts, in the order in which they are
-            if stage in self.wiring.behind:
-                self._begin([(self.wiring.behind[stage], 0)], rank, end)
+        steps = [
+            [
+                stage
+                for stage in filter(self.schedule.trains, stages)
+                if self.table.update[stage] > 0 or self.table.norm or stage in summed
+            ]
+            for stages in self.schedule.placement
+        ]
+        starts, done = [0.0] * len(computes), [0] * len(computes)
+        events: list[tuple[float, int]] = []
+        ready = list(enumerate(ends))
+        while True:
+            for rank, end in ready:
+                if done[rank] < len(steps[rank]):
+                    stage = steps[rank][done[rank]]
+                    starts[rank] = max(end, summed.get(stage, 0.0))
+                    heappush(events, (starts[rank] + self.table.update[stage], rank))
+            if not events:
+                return
+            now, rank = heappop(events)
+            stage = steps[rank][done[rank]]
+            ready = []
+            if self.processors and self._is_put_off(events, now, rank, starts[rank], self.table.update[stage]):
+                continue
+            done[rank] += 1
+            computes[rank].append(Span(Action(stage, Op.U, 0), starts[rank], now))
+            if stage in self.wiring.behind:  # weights that were updated in parts, in the order in which they are
+                self._begin([(self.wiring.behind[stage], 0)], rank, now)
+            ready = [(rank, now)]
 
     def _messages(self, computes: list[list[Span[Action]]]) -> list[tuple[Span[Message], ...]]:
         """The comm lane of each receiver: each message from when it was ready to its arrival."""

@@ -3,6 +3,8 @@
     seconds of an action  =  its cost  *  ratio of its rank in this step  *  a ratio of its own
                              (Costs)      the ranks' drawn together
 
+    seconds of a message, of a sum, of the norm  =  its cost  *  a ratio of its own
+
 Ranks of one host share its load: what slows one may slow all of them, or give the others more. So the ratios of a step
 are kept as a row. `simulate_spread` draws from both; `estimate_spread` finds them in measured steps.
 """
@@ -20,6 +22,8 @@ from ..ir import Op
 from .wiring import OPS
 
 Ratios = tuple[float, ...]
+LEAST_ROWS = 4  # Student's distribution has a variance from three degrees of freedom on
+_BESIDE = ("messages", "sums", "norm")
 _NUM_ALIKE = 64  # ratios that stand for a distribution
 
 
@@ -29,19 +33,25 @@ class Spread:
 
     Arguments:
         actions: by op, for each stage, of an action by itself; of an op without them, and of an empty one: none varies.
-        steps: [N][P] of all actions of each rank in one step, a row a measured step; empty: steps are alike. The fewer
-            rows, the wider they are drawn, as Student's distribution is wider than the normal one.
+        steps: [N][P] of all actions of each rank in one step, a row a measured step; none or one: steps are alike.
+            The fewer rows, the wider they are drawn, as Student's distribution is wider than the normal one: two or
+            three would be drawn from one without a variance.
+        messages, sums, norm: of each message, of a sum (or gather) in one step, of the global norm; empty: they do not
+            vary.
 
     Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
-    another, and rows of unequal length.
+    another, rows of unequal length, and two or three rows.
 
-    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[[0.95], [1.05]])
+    >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[[0.95], [0.98], [1.02], [1.05]])
     >>> Spread.from_json(noise.to_json()) == noise
     True
     """
 
     actions: Mapping[Op, Sequence[Sequence[float]]]
     steps: Sequence[Sequence[float]] = ()
+    messages: Sequence[float] = ()
+    sums: Sequence[float] = ()
+    norm: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         wrong = [op for op in self.actions if op not in OPS]
@@ -57,6 +67,13 @@ class Spread:
         steps = tuple(_ratios(f"step {number}", each) for number, each in enumerate(self.steps))
         if len({len(row) for row in steps}) > 1:
             raise ValueError(f"rows of {sorted({len(row) for row in steps})} ranks: expected as many in each step")
+        if 1 < len(steps) < LEAST_ROWS:
+            raise ValueError(
+                f"a spread of {len(steps)} measured steps: expected at least {LEAST_ROWS}, which tell how far steps "
+                f"vary, or steps=() for steps that are alike"
+            )
+        for name in _BESIDE:
+            object.__setattr__(self, name, _ratios(name, getattr(self, name)))
         object.__setattr__(self, "actions", actions)
         object.__setattr__(self, "steps", steps)
 
@@ -80,7 +97,8 @@ class Spread:
     def to_json(self) -> str:
         """One JSON object."""
         actions = {op.value: stages for op, stages in self.actions.items()}
-        return json.dumps({"actions": actions, "steps": self.steps})
+        beside = {name: getattr(self, name) for name in _BESIDE}
+        return json.dumps({"actions": actions, "steps": self.steps, **beside})
 
     @classmethod
     def from_json(cls, text: str) -> Spread:
@@ -102,6 +120,8 @@ def _alike(half_range: float) -> Ratios:
 
 
 def _ratios(name: str, values: Iterable[float]) -> Ratios:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"ratios of {name} are {values!r:.60}: expected a list of finite numbers above 0")
     found = tuple(values)
     for each in found:
         if not isinstance(each, Real) or not (float(each) > 0 and math.isfinite(each)):

@@ -81,21 +81,26 @@ class Timeline(Shown):
         ranks: [P] traces.
         measured: False when it comes from the simulator.
         clock_error: [P] most that a rank's times may be wrong by beside rank 0's [s]; empty: one clock stamped all.
+        around: seconds of the step beside what the ranks' lanes show, in front of the first span and behind the last.
         missing: ranks of which nothing was recorded; their traces are empty, and no figure counts them.
 
-    Raises ValueError for errors that are no seconds, one a rank, and for a missing rank that has a trace.
+    Raises ValueError for errors that are no seconds, one a rank, for seconds around the step that are none, and for a
+    missing rank that has a trace.
     """
 
     schedule: Schedule
     ranks: tuple[RankTrace, ...]
     measured: bool = False
     clock_error: tuple[float, ...] = ()
+    around: float = 0.0
     missing: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         errors = self.clock_error
         if errors and (len(errors) != len(self.ranks) or not all(e >= 0 and math.isfinite(e) for e in errors)):
             raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one a rank of {len(self.ranks)}")
+        if not (self.around >= 0 and math.isfinite(self.around)):
+            raise ValueError(f"around={self.around!r}: expected a finite number of seconds, at least 0")
         for rank in self.missing:
             if not (0 <= rank < len(self.ranks)) or self.ranks[rank] != RankTrace(compute=()):
                 raise ValueError(
@@ -148,9 +153,10 @@ class Timeline(Shown):
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state."""
+        """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state, and what is
+        around the step."""
         steady = self._steady_state() if self.schedule.is_asynchronous else None
-        return self.makespan if steady is None else steady.period
+        return (self.makespan if steady is None else steady.period) + self.around
 
     def _idle_fraction(self, length: float) -> float:
         steady = self._steady_state() if self.schedule.is_asynchronous else None
@@ -234,6 +240,7 @@ class Timeline(Shown):
         schedule = json.loads(self.schedule.to_json())
         data = {"version": _JSON_VERSION, "measured": self.measured, "schedule": schedule, "ranks": ranks}
         data |= {"clock_error": list(self.clock_error)} if self.clock_error else {}
+        data |= {"around": self.around} if self.around else {}
         data |= {"missing": list(self.missing)} if self.missing else {}
         return json.dumps(data)
 
@@ -263,6 +270,7 @@ class Timeline(Shown):
                 ranks=ranks,
                 measured=bool(data["measured"]),
                 clock_error=tuple(map(float, data.get("clock_error", ()))),
+                around=float(data.get("around", 0.0)),
                 missing=tuple(map(int, data.get("missing", ()))),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

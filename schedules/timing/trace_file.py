@@ -27,6 +27,7 @@ from .timeline import Span
 
 VERSION = 1
 _SUM = b',"crc":'
+_LATER = ("flush_first", "cut")  # of a header: files from before may lack them
 _WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; of a longer one, the first of each host
 
 
@@ -49,6 +50,7 @@ class TraceHeader:
         first_step: number of the first step behind this start; steps from here on of earlier starts do not count.
         digest: of the schedule that runs.
         flush_first: batches that end in a flush, of a schedule without one.
+        cut: the same text where stages are the same modules and run alike; empty where nobody said.
         schedule: None where another file has it.
         versions: of packages, by name.
     """
@@ -65,12 +67,18 @@ class TraceHeader:
     digest: str
     schedule: Schedule | None
     flush_first: int = 0
+    cut: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def digest(schedule: Schedule) -> str:
     """The same text for equal schedules."""
-    return hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]
+    return short_digest(schedule.to_json())
+
+
+def short_digest(text: str) -> str:
+    """The same for equal texts."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def keeps_schedule(schedule: Schedule, *, is_first_on_host: bool) -> bool:
@@ -115,7 +123,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 def parse_header(data: Mapping[str, Any]) -> TraceHeader:
     """The header of a line."""
     schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
-    values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name != "flush_first"}
+    values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name not in _LATER}
     return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
 
 
@@ -143,6 +151,7 @@ def _record(record: RankRecord) -> dict[str, Any]:
 
     return {
         "from": origin,
+        **({} if record.step is None else {"step": [at(time) for time in record.step]}),
         "compute": [[str(what), at(start), at(end)] for what, start, end in record.compute],
         "arrivals": [
             [*what, at(began), at(there)]
@@ -155,7 +164,9 @@ def _record(record: RankRecord) -> dict[str, Any]:
 
 def _read_record(data: Mapping[str, Any]) -> RankRecord:
     origin = float(data["from"])
+    step = data.get("step")
     return RankRecord(
+        step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
         compute=tuple(Span(Action.parse(what), origin + start, origin + end) for what, start, end in data["compute"]),
         arrivals=tuple(
             (Message(MessageKind(kind), src, dst, index), origin + began, origin + there)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,9 +128,27 @@ def starts_of(paths: Iterable[Path]) -> frozenset[str]:
     return frozenset(str(header["run"]) for header in _headers_in(paths) if "run" in header)
 
 
-def hosts_in(paths: Iterable[Path]) -> frozenset[str]:
-    """Names of the hosts that stand in them, likewise."""
-    return frozenset(str(header["host"]) for header in _headers_in(paths) if "host" in header)
+def processes_by_host(paths: Iterable[Path]) -> dict[str, frozenset[int]]:
+    """Processes of each host, likewise; under "" those whose files are not there."""
+    found: dict[str, set[int]] = {}
+    size = 0
+    for header in _headers_in(paths):
+        if {"host", "process", "num_processes"} <= header.keys():
+            found.setdefault(str(header["host"]), set()).add(int(header["process"]))
+            size = max(size, int(header["num_processes"]))
+    lacking = set(range(size)).difference(*found.values())
+    return {host: frozenset(each) for host, each in (*found.items(), *([("", lacking)] if lacking else []))}
+
+
+def newest_cut_since(paths: Iterable[Path]) -> int:
+    """Number of the first step from which on the run had the stages that it had at last, by the headers of its starts.
+
+    Not 0 where a run went on from a checkpoint with another cut; what cannot be read is passed over.
+    """
+    starts = {str(each["run"]): each for each in _headers_in(paths) if {"run", "started", "first_step"} <= each.keys()}
+    ordered = sorted(starts.values(), key=lambda each: str(each["started"]), reverse=True)
+    alike = takewhile(lambda each: each.get("cut", "") == ordered[0].get("cut", ""), ordered)
+    return min((int(each["first_step"]) for each in alike), default=0)
 
 
 def _headers_in(paths: Iterable[Path]) -> Iterator[Mapping[str, Any]]:

@@ -13,7 +13,6 @@ Whoever replays a schedule plays this: the simulator (`simulate`), and the page 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from ..collectives import place_collectives
@@ -358,17 +357,8 @@ def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...]
         sums.update(table.tied)
     owners = schedule.owners
     several = {stages for stages in sums if len({rank for stage in stages for rank in owners[stage]}) > 1}
-    # A sum that takes no time changes nothing in one batch, where updates come last; in several the next batch waits.
-    waits = _is_flushed(schedule)
+    # A sum that takes no time changes nothing in one batch, where updates come last; in several an update waits for the
+    # gradients of all replicas, and the forwards behind it for the update. Where updates may wait they stand later in
+    # what runs (`defer_updates`), behind sums that are through by then.
+    waits = schedule.is_asynchronous and not schedule.rule.updates_may_wait
     return {stages: seconds for stages, seconds in sums.items() if (seconds > 0 or waits) and stages in several}
-
-
-def _is_flushed(schedule: Schedule) -> bool:
-    """Whether each update group of several is alone in the pipeline, and updates may not wait."""
-    if not schedule.is_asynchronous or schedule.rule.updates_may_wait:
-        return False
-    size = schedule.group_size
-    groups = (
-        [index if op is Op.U else index // size for _, op, index in program] for program in schedule.compute_programs
-    )
-    return all(a <= b for own in groups for a, b in pairwise(own))

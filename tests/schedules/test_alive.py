@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
 
-from stagewright.partition.in_flight import count_in_flight
+from stagewright.partition.in_flight import InFlight, count_in_flight, in_flight_of_turns
 from stagewright.schedules import Action, Costs, Edge, Message, MessageKind, Op, Schedule, build, check, lower, simulate
 from stagewright.schedules.alive import activations, messages_held, peak_activations
 from stagewright.schedules.messages import Transfer
+from stagewright.schedules.registry import FAMILIES
 
 from .random_schedules import by_hand, schedules, steady
 
@@ -49,6 +53,42 @@ def test_checker_timeline_and_planner_agree(schedule: Schedule) -> None:
     planned = count_in_flight(schedule)
     if schedule.has_backward:
         assert tuple(int(np.max(rank.held.sum(axis=1))) for rank in planned) == peaks
+
+
+def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
+    """Every moment that may be the fullest, with fewer microbatches than ranks and groups of unequal sizes, too."""
+    in_turns = [each for each in FAMILIES.values() if each.turns is not None]
+    assert {each.name for each in in_turns} >= {"1f1b", "interleaved"}
+    for each, P, V, M in product(in_turns, (1, 2, 5), (1, 2, 3), (1, 3, 5, 7, 16)):
+        if V > 1 and not each.takes_chunks:
+            continue
+        schedule = build(each.name, num_ranks=P, num_microbatches=M, num_chunks=V if each.takes_chunks else None)
+        assert each.turns is not None
+        quick = in_flight_of_turns(each.turns(P, M, V), num_chunks=V)
+        for ours, counted in zip(quick, count_in_flight(schedule), strict=True):
+            for figure in (field.name for field in fields(InFlight)):
+                assert np.array_equal(getattr(ours, figure), getattr(counted, figure)), (each.name, P, V, M, figure)
+
+
+def test_the_corners_among_the_moments_are_the_fullest_whatever_a_microbatch_takes() -> None:
+    """Against every action of the programs, with bytes that differ by chunk."""
+    draw = np.random.default_rng(0)
+    for P, V, M in ((3, 2, 7), (2, 3, 6), (4, 3, 12)):
+        schedule = build("interleaved", num_ranks=P, num_microbatches=M, num_chunks=V)
+        for rank, (program, stages) in enumerate(zip(schedule.programs, schedule.placement, strict=True)):
+            for _ in range(5):
+                kept, again, weights, summing = figures = draw.uniform(0, 9, (4, V))
+                bytes_of, done, most = dict(zip(stages, figures.T.tolist(), strict=True)), dict.fromkeys(stages, 0), 0.0
+                for action, alive in activations(program):
+                    here = sum(n * bytes_of[stage][0] for stage, n in alive.items())
+                    here += bytes_of[action.stage][1] if action.op is Op.B else 0.0
+                    here += sum(bytes_of[stage][2] for stage, count in done.items() if count)
+                    here += sum(bytes_of[stage][3] for stage, count in done.items() if count == M)
+                    most = max(most, here)
+                    done[action.stage] += action.op is Op.B
+                peak = count_in_flight(schedule)[rank].peak(kept, again, weights, summing)
+                found = peak.held @ kept + peak.anew @ again + peak.graded @ weights + peak.summed @ summing
+                assert found == pytest.approx(most, rel=1e-12)
 
 
 def test_messages_are_held_from_posting_to_use_and_from_sending_to_proof() -> None:

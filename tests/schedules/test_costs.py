@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from support.sizes import fitting
 
-from stagewright.schedules import Costs, Op
+from stagewright.schedules import FAMILIES, Action, Costs, Op, build, lower
+from stagewright.schedules.as_one import run_as_one
 
 
 def test_backward_is_twice_the_forward_unless_given() -> None:
@@ -47,6 +49,12 @@ def test_no_duration(name: str, wrong: object) -> None:
     """Refused when made, not when used."""
     with pytest.raises(ValueError, match=rf"{name}=.* expected a finite number of seconds, at least 0"):
         Costs(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, math.nan, "x", None, [0.5, -1.0]])
+def test_no_share(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"sum_busy=.*: expected a share from 0 to 1"):
+        Costs(sum_busy=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["forward", "latency", "update"])
@@ -119,3 +127,20 @@ def test_the_overhead_of_an_action_comes_on_top_of_each() -> None:
     assert Costs.from_json(costs.to_json()) == costs
     with pytest.raises(ValueError, match="overhead=-1"):
         Costs(overhead=-1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_runs_as_one_backward_is_known_before_it_is_lowered(name: str) -> None:
+    """The pairs are those of the ranks' programs; each has the runtime's overhead once, and I that of messages."""
+    P, M = fitting(name, 3, 6)
+    schedule = build(name, num_ranks=P, num_microbatches=M)
+    if schedule.is_asynchronous:
+        assert run_as_one(schedule) == {}
+        return
+    fused = {action for program in lower(schedule).programs for action in program.fused}
+    joined = run_as_one(schedule)
+    assert {Action(stage, Op.I, k) for stage, found in joined.items() for k in found} == fused
+    table = Costs(overhead=0.5, message_overhead=0.25).table_for(schedule)
+    for stage, op, k in {action for program in schedule.compute_programs for action in program}:
+        own = {Op.F: 1.75, Op.B: 2.75, Op.I: 1.25 if Action(stage, Op.I, k) in fused else 1.75, Op.W: 1.5}
+        assert table.of(op, stage, k) == own[op], (stage, op, k)

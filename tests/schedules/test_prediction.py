@@ -9,7 +9,8 @@ import pytest
 from support.recorded import recorded
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Costs, Links, Schedule, Sum, Way, build, simulate
+from stagewright.schedules import FAMILIES, Costs, Links, Op, Schedule, Sum, Way, build, simulate
+from stagewright.schedules.builders.replicas import replicate
 from stagewright.schedules.timing.inputs import Cause, predicted_inputs, replaced
 from stagewright.schedules.timing.measured_inputs import measured_inputs
 from stagewright.schedules.timing.prediction import PredictionCheck, check_prediction
@@ -26,6 +27,7 @@ def uneven(schedule: Schedule) -> Costs:
         reduce_grad=0.5,
         update=0.5,
         norm=0.25 if schedule.has_epilogue else None,
+        around=0.5 if schedule.has_epilogue else 0.0,  # a stream's is in its period
     )
 
 
@@ -56,6 +58,7 @@ def test_all_inputs_explain_all(name: str) -> None:
         latency=0.25,
         reduce_grad=0.75,
         update=1.0,
+        around=1.25 if schedule.has_epilogue else 0.0,
     )
     truth = simulate(schedule, true)
     found = check_prediction(simulate(schedule, costs), [recorded(truth, true.overhead)], costs=costs)
@@ -70,7 +73,7 @@ def test_all_inputs_explain_all(name: str) -> None:
 def linked(replicas: tuple[int, ...] = (2, 1), num_microbatches: int = 8) -> tuple[Schedule, Costs, Links]:
     """A plan as `simulated` has it: stages on unequal replicas, links with bytes on cards, a sum that occupies them."""
     schedule = build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas)
-    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], overhead=0.125, update=0.5, norm=0.25)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], overhead=0.125, update=0.5, norm=0.25, around=0.5)
     pairs = {(a, b) for a in range(sum(replicas)) for b in range(sum(replicas)) if a != b}
     network = {(a, b): Way(latency=0.25, seconds_per_byte=0.125, sending=a, receiving=b) for a, b in pairs}
     return (
@@ -88,6 +91,7 @@ WRONG = {
     "a sum": ("sum of stage 0", Cause.SUMS),
     "an update": ("update of stage 0", Cause.UPDATE),
     "the norm": ("norm of all gradients", Cause.UPDATE),
+    "a step": ("runtime around a step", Cause.OUTSIDE),
 }
 
 
@@ -107,6 +111,8 @@ def test_the_one_wrong_input_is_named(wrong: str) -> None:
             true = replace(costs, update=[1.5, 0.5])
         case "the norm":
             true = replace(costs, norm=1.25)
+        case "a step":
+            true = replace(costs, around=1.75)
     true_links = links
     if wrong == "a link":
         assert isinstance(links.network, dict)
@@ -150,6 +156,23 @@ def test_what_varies_is_spread_and_no_input() -> None:
     assert set(seconds_of(found)) == {Cause.SPREAD, Cause.OUTSIDE}
     assert found.step_seconds == 60.0
     assert found.wrong == ()
+
+
+@pytest.mark.parametrize("known", [None, Costs(), Costs(norm=0.25)])
+def test_what_the_loop_adds_and_what_goes_on_before_updates_are_around_the_step(known: Costs | None) -> None:
+    """Between the last backward and the updates the runtime has 0.25 s of work: the norm's, where there is one."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
+    costs = Costs(forward=1.0, backward=2.0, update=0.5, around=1.0)
+    truth = recorded(simulate(schedule, replace(costs, norm=0.25)))
+    found = check_prediction(simulate(schedule, costs), [truth], costs=costs, known=known, step_seconds=40.0)
+    check_adds_up(found)
+    is_norm = known is None or known.norm is not None
+    inputs = {each.what.kind: each.measured for each in found.inputs}
+    assert inputs["around"] == pytest.approx(1.0 if is_norm else 1.25)
+    added = 40.0 - truth.batch_seconds
+    expected = {Cause.UPDATE: 0.25, Cause.OUTSIDE: added} if is_norm else {Cause.OUTSIDE: added + 0.25}
+    assert seconds_of(found) == pytest.approx(expected)
+    assert found.measured == truth.batch_seconds == truth.makespan + 1.0
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 6, 9, 20])
@@ -263,3 +286,35 @@ def test_steps_of_another_schedule_are_refused() -> None:
         check_prediction(predicted, [other], costs=costs)
     with pytest.raises(ValueError, match="0 measured steps: expected at least one"):
         check_prediction(predicted, [], costs=costs)
+
+
+def replicas_in_chunks(share: float) -> tuple[Schedule, Costs, Links]:
+    """Two replicas with three chunks: sums of the last ones go on beside backwards of the first."""
+    schedule = replicate(build("interleaved", num_ranks=1, num_microbatches=4, num_chunks=3), 2)
+    costs = Costs(forward=1.0, backward=[2.0, 2.5, 3.0], update=[0.5, 0.25, 0.5], norm=0.25, sum_busy=share)
+    sums = tuple(Sum(stage=stage, seconds=1.0, ways=((0, 1), (1, 0))) for stage in range(3))
+    return schedule, costs, Links(network=Way(latency=0.125), sums=sums)
+
+
+@pytest.mark.parametrize(("planned", "true"), [(0.0, 0.0), (0.5, 0.5), (0.0, 0.75), (1.0, 0.25)])
+def test_what_sums_take_of_the_processor_is_blamed_on_sums(planned: float, true: float) -> None:
+    """Backwards beside them take longer: that is no compute and no spread."""
+    schedule, costs, links = replicas_in_chunks(true)
+    truth = simulate(schedule, costs, links)
+    costs = replace(costs, sum_busy=planned)
+    found = check_prediction(simulate(schedule, costs, links), [recorded(truth)], costs=costs, links=links)
+    check_adds_up(found)
+    held = {each.what.at: each for each in found.inputs if each.what.kind == "held"}
+    assert {at: each.measured for at, each in held.items()} == pytest.approx({(1,): true, (2,): true})
+    assert {at: each.predicted for at, each in held.items()} == {(1,): planned, (2,): planned}
+    named = {str(each.what) for each in found.wrong}
+    assert named == (set() if planned == true else {f"sum of stage {s} on the processor" for s in (1, 2)})
+    assert seconds_of(found) == pytest.approx({} if planned == true else {Cause.SUMS: truth.makespan - found.predicted})
+
+
+def test_updates_beside_gathers_are_not_longer_updates() -> None:
+    schedule, costs, links = replicas_in_chunks(0.5)
+    links = replace(links, sums=tuple(replace(each, gather=0.75) for each in links.sums))
+    truth = simulate(schedule, costs, links)
+    assert max(s.end - s.start for s in truth.ranks[0].compute if s.what.op is Op.U) > 0.5
+    assert seconds_of(check_prediction(truth, [recorded(truth)], costs=costs, links=links)) == {}

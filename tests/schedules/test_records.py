@@ -46,7 +46,8 @@ def records_of(timeline: Timeline, *, ahead: Sequence[float] = ()) -> list[RankR
             ]
             idle_since = end
         compute = tuple(Span(what, start + by, end + by) for what, start, end in trace.compute)
-        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), offset=-by))
+        step = (compute[0].start - 0.25, compute[-1].end + 0.125) if compute else None
+        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), step=step, offset=-by))
     return records
 
 
@@ -58,6 +59,8 @@ def test_clocks_that_are_apart_make_the_same_timeline() -> None:
         tuple(Span(w, s + 7.0, e + 7.0) for w, s, e in rank.compute) for rank in simulated.ranks
     ]
     assert attribute_idle(measured) == attribute_idle(simulated)
+    assert measured.around == 0.25 + 0.125
+    assert measured.batch_seconds == simulated.batch_seconds + 0.375
     assert (measured.clock_error, measured.missing) == ((), ())
     apart = [replace(record, error=0.5 * rank) for rank, record in enumerate(records_of(simulated, ahead=ahead))]
     told = assemble_timeline(simulated.schedule, apart)

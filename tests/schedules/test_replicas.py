@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from stagewright.schedules import Costs, Message, Op, build, check, check_lowered, lower, simulate
+from stagewright.schedules import Action, Costs, Message, Op, Schedule, build, check, check_lowered, lower, simulate
 from stagewright.schedules.builders.flushed import flushed
 from stagewright.schedules.builders.late_updates import defer_updates
 from stagewright.schedules.messages import Sharing, Transfer
@@ -82,14 +83,71 @@ def in_proportion(replicas: tuple[int, ...]) -> Costs:
     return Costs(forward=[1.0 * n for n in replicas], backward=[2.0 * n for n in replicas])
 
 
-@pytest.mark.parametrize("name", ASYNC)
-@pytest.mark.parametrize("replicas", [counts for counts in REPLICAS if counts != (1, 2, 1)], ids=str)
-def test_replicas_share_the_work_without_a_bubble(name: str, replicas: tuple[int, ...]) -> None:
+# Seconds that replicas wait for each other at each update, where work alone takes 3 s a microbatch: replica q is
+# 3q s behind the first. Forwards that the next stage has already fill it where that stage is the last.
+WAITS = {(2, 1): 0, (1, 2): 3, (3, 1): 0, (2, 1, 1): 3, (2, 2): 0, (1, 1, 3): 6}
+
+
+@pytest.mark.parametrize("replicas", WAITS, ids=str)
+def test_replicas_share_the_work_and_wait_for_each_other_at_updates(replicas: tuple[int, ...]) -> None:
+    """Where updates may wait there is no bubble; else the waits are all of it, once a batch under paci."""
     M = 12
-    schedule = build(name, num_ranks=sum(replicas), num_microbatches=M, replicas=replicas)
-    timeline = simulate(schedule, in_proportion(replicas))
-    assert timeline.batch_seconds == 3 * M
-    assert timeline.bubble == 0.0
+    for name, seconds in (("2bw", 3 * M), ("paci", 3 * M + WAITS[replicas])):
+        schedule = build(name, num_ranks=sum(replicas), num_microbatches=M, replicas=replicas)
+        timeline = simulate(schedule, in_proportion(replicas))
+        assert timeline.batch_seconds == seconds
+        assert timeline.bubble == pytest.approx(1 - 3 * M / seconds)
+
+
+def ends_by_hand(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], float]:
+    """Ends of all actions by (rank, action), where an update waits for all backwards of its group, over free links."""
+    S = schedule.num_stages
+    seconds = {
+        op: each if isinstance(each, Sequence) else [each] * S
+        for op, each in ((Op.F, costs.forward), (Op.B, costs.backward), (Op.U, costs.update))
+    }
+    ends: dict[tuple[int, Action], float] = {}
+    left = [deque(program) for program in schedule.programs]
+    while any(left):
+        for rank, program in enumerate(left):
+            while program:
+                stage, op, k = action = program[0]
+                source = stage - 1 if op is Op.F else stage + 1
+                needs = [Action(source, op, k)] if op is not Op.U and 0 <= source < S else []
+                if op is Op.U:
+                    group = range(k * schedule.group_size, (k + 1) * schedule.group_size)
+                    needs = [Action(stage, Op.B, j) for j in group]
+                keys = [(schedule.owner(need.stage, need.index), need) for need in needs]
+                if any(key not in ends for key in keys):
+                    break
+                begin = max([ends[key] for key in keys] + [end for (r, _), end in ends.items() if r == rank] + [0.0])
+                ends[rank, action] = begin + seconds[op][stage]
+                program.popleft()
+    return ends
+
+
+@pytest.mark.parametrize("name", ["pipedream", "paci"])
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2), (2, 3)], ids=str)
+def test_updates_wait_for_the_gradients_of_all_replicas_where_their_sum_takes_no_time(
+    name: str, replicas: tuple[int, ...]
+) -> None:
+    """Every action ends when the needs of all say; under equal work and a slower last stage."""
+    schedule = build(name, num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, num_batches=3)
+    shared, slower = in_proportion(replicas), [1.0 + stage for stage in range(len(replicas))]
+    for costs in (shared, Costs(forward=slower, backward=2.0, update=0.5)):
+        found = simulate(schedule, costs)
+        wanted = ends_by_hand(schedule, costs)
+        assert {(rank, what): end for rank, own in enumerate(found.ranks) for what, _, end in own.compute} == wanted
+
+
+def test_under_2bw_sums_that_take_no_time_hold_up_no_update() -> None:
+    """As the runtime runs it: updates wait until their version is used, behind the backwards of all replicas."""
+    for replicas in WAITS:
+        for M in (4, 7):
+            schedule = defer_updates(build("2bw", num_ranks=sum(replicas), num_microbatches=M, replicas=replicas))
+            for forward in (in_proportion(replicas).forward, [1.0 + stage for stage in range(len(replicas))]):
+                free, summed = (Costs(forward=forward, backward=2.0, reduce_grad=each) for each in (0.0, 1e-9))
+                assert simulate(schedule, free).makespan == pytest.approx(simulate(schedule, summed).makespan)
 
 
 def test_the_rule_of_pipedream_is_too_shallow_in_front_of_a_slow_stage() -> None:

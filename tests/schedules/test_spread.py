@@ -11,8 +11,24 @@ from statistics import covariance, fmean, pvariance
 import pytest
 from support.replay_cases import cases
 
-from stagewright.schedules import Costs, Op, Schedule, Spread, build, estimate_spread, simulate, simulate_spread
+from stagewright.schedules import (
+    Action,
+    Collective,
+    Costs,
+    Message,
+    Op,
+    Schedule,
+    Span,
+    Spread,
+    Timeline,
+    build,
+    estimate_spread,
+    simulate,
+    simulate_spread,
+)
+from stagewright.schedules.needs import Needs
 from stagewright.schedules.timing.estimate_spread import LEAST_STEPS, Ran
+from stagewright.schedules.timing.records import RankRecord, assemble_timeline
 from stagewright.schedules.timing.sampling import StepSamples
 
 FIXED = Spread(actions={})
@@ -92,6 +108,17 @@ def test_few_steps_widen_what_differs_between_steps() -> None:
     assert width(1) > 1.3 * width(1000)
 
 
+@pytest.mark.parametrize("number", [1, 4, 5, 10])
+def test_rows_that_are_allowed_give_sensible_ranges(number: int) -> None:
+    """Rows that are 2% apart: a step is not predicted to take half or twice as long."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
+    rows = [[0.98 + 0.04 * n / max(1, number - 1)] * 2 for n in range(number)]
+    taken = simulate_spread(schedule, Costs(), Spread(actions={}, steps=rows), samples=200)
+    low, high = (each / taken.median for each in taken.range())
+    assert 0.9 < low <= 1 <= high < 1.1
+    assert (low == high) == (number == 1)
+
+
 def test_quantiles() -> None:
     taken = StepSamples(seconds=tuple(float(n) for n in range(1, 100)), bubbles=(0.1,) * 99)
     assert taken.median == taken.mean == taken.quantile(0.5) == 50.0
@@ -167,6 +194,94 @@ def test_90_percent_ranges_hold_90_percent_of_fresh_steps(step: float, rank: flo
     assert LEAST_OF_600 <= round(600 * fmean(shares)) <= MOST_OF_600
 
 
+class Network:
+    """Steps of two stages, by a plain recursion: messages, sums of two replicas and the norm vary, actions do not."""
+
+    SCHEDULE = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    COSTS = Costs(forward=[1.0, 0.75], backward=[2.0, 1.5], latency=0.5, reduce_grad=2.0, update=0.25, norm=1.0)
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+
+    def draw(self) -> Timeline:
+        """One step as its ranks record it: each waits for its message, then for the sums and the norm."""
+        table, needs = self.COSTS.table_for(self.SCHEDULE), Needs(self.SCHEDULE)
+        ends: dict[Action, float] = {}
+        ways: dict[Message, float] = {}
+        lanes: list[list[Span[Action]]] = [[] for _ in self.SCHEDULE.programs]
+        waits: list[list[tuple[Message, float, float]]] = [[] for _ in lanes]
+        left = {rank: list(program) for rank, program in enumerate(self.SCHEDULE.compute_programs)}
+        while any(left.values()):
+            for rank, program in left.items():
+                while program and all(need in ends for need in needs.of(program[0])):
+                    action, free = program.pop(0), lanes[rank][-1].end if lanes[rank] else 0.0
+                    start = free
+                    for each in needs.arrivals(action):
+                        ways[each.message] = ends[each.maker] + 0.5 * self.random.lognormvariate(0, 0.5)
+                        waits[rank].append((each.message, free, max(free, ways[each.message])))
+                        start = max(start, ways[each.message])
+                    ends[action] = start + table.of(action.op, action.stage, action.index)
+                    lanes[rank].append(Span(action, start, ends[action]))
+        begun = [lane[-1].end for lane in lanes]
+        through = max(begun[:2]) + 2.0 * self.random.lognormvariate(0, 0.3)
+        known = max(through, *begun) + self.random.lognormvariate(0, 0.4)
+        records = []
+        for rank, lane in enumerate(lanes):
+            stage = self.SCHEDULE.placement[rank][0]
+            update = Span(Action(stage, Op.U, 0), known, known + 0.25)
+            sums = (Span(Collective((0,), Op.REDUCE_GRAD, 0), begun[rank], through),) if stage == 0 else ()
+            records.append(RankRecord(compute=(*lane, update), arrivals=tuple(waits[rank]), collectives=sums))
+        return assemble_timeline(self.SCHEDULE, records)
+
+
+def _ran(timeline: Timeline) -> list[list[Ran]]:
+    return [[Ran(a.stage, a.op, end - start) for a, start, end in rank.compute] for rank in timeline.ranks]
+
+
+def test_ranges_hold_messages_sums_and_norms_that_vary() -> None:
+    """Again 90% of fresh steps; without what is beside actions nearly none."""
+    shares, without = [], []
+    for seed in range(10):
+        network = Network(seed)
+        steps = [network.draw() for _ in range(50)]
+        ranks = [list(own) for own in zip(*map(_ran, steps), strict=True)]
+        table = network.COSTS.table_for(network.SCHEDULE)
+        fresh = [network.draw().batch_seconds for _ in range(60)]
+        for timelines, found in ((steps, shares), ((), without)) if seed == 0 else ((steps, shares),):
+            spread = estimate_spread(ranks, table, timelines)
+            assert spread is not None
+            assert Spread.from_json(spread.to_json()) == spread
+            found.append(simulate_spread(network.SCHEDULE, network.COSTS, spread, seed=seed).holds(fresh))
+    assert LEAST_OF_600 <= round(600 * fmean(shares)) <= MOST_OF_600
+    assert without[0] < 0.1
+
+
+def test_messages_over_links_and_sums_in_them_vary() -> None:
+    """Twice the ratios are twice the seconds of all ways, on links that queue, too."""
+    for case in cases(20, seed=4):
+        assume_links = case.links
+        if assume_links is None or case.schedule.moves_activations:
+            continue
+        twice = Spread(actions={}, messages=[2.0], sums=[2.0], norm=[2.0])
+        (taken,) = simulate_spread(case.schedule, case.costs, twice, case.links, samples=1).seconds
+        assert isinstance(assume_links.network, dict)
+        ways = {
+            pair: replace(way, latency=2 * way.latency, seconds_per_byte=2 * way.seconds_per_byte)
+            for pair, way in assume_links.network.items()
+        }
+        sums = tuple(replace(each, seconds=2 * each.seconds, gather=2 * each.gather) for each in assume_links.sums)
+        table = case.costs.table_for(case.schedule)
+        costs = replace(
+            case.costs,
+            latency=[2 * each for each in table.latency],
+            reduce_grad=[2 * each for each in table.reduce_grad],
+            tied=[(stages, 2 * seconds) for stages, seconds in table.tied.items()],
+            norm=None if table.norm is None else 2 * table.norm,
+        )
+        links = replace(assume_links, network=ways, sums=sums)
+        assert taken == pytest.approx(simulate(case.schedule, costs, links).batch_seconds)
+
+
 def test_variance_goes_to_where_it_is_from() -> None:
     """Deviations over 200 steps: of a rank's ratios, and of what two ranks have in common."""
 
@@ -236,6 +351,10 @@ def test_a_spread_as_json() -> None:
         ('{"actions": {"F": [[1]], "B": []}}', "as many for each op"),
         ('{"actions": {}, "step": []}', "step"),
         ('{"actions": {}, "steps": [[1], [1, 1]]}', "as many in each step"),
+        ('{"actions": {}, "norm": 1.5}', "ratios of norm are 1.5: expected a list of finite numbers above 0"),
+        ('{"actions": {}, "sums": [1.0, -1.0]}', "a ratio of sums is -1.0"),
+        ('{"actions": {}, "steps": [[0.9], [1.1]]}', "a spread of 2 measured steps: expected at least 4"),
+        ('{"actions": {}, "steps": [[0.9], [1.0], [1.1]]}', "a spread of 3 measured steps"),
         ("[]", "not a spread"),
     ]:
         with pytest.raises(ValueError, match=why):

@@ -29,7 +29,7 @@
       const times = ratio(data.batch_seconds, before && told[1]);
       return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
     }
-    return "makespan " + time(data.makespan) + ratio(data.makespan, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
+    return "makespan " + time(data.makespan) + ratio(data.batch_seconds, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
   }
 
   // Name and schedule of an exhibit, and its sizes.

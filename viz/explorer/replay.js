@@ -3,6 +3,7 @@
 //
 //   events are the ends of actions, of equal times the lowest rank's first
 //   an action starts when its rank is free and its slots are filled; when it ends, its messages leave, and fill slots
+//   beside a sum that keeps its rank busy it ends later: where such a sum began meanwhile, the event is put off
 //
 // Nothing here draws or touches the document.
 (function (app) {
@@ -95,6 +96,34 @@
     }
   }
 
+  // What is taken of one rank's processor (schedules/timing/sharing.py).
+  class Processor {
+    constructor() {
+      this.taken = []; // {start, end, share}
+    }
+
+    end(start, seconds) {
+      let now = start;
+      let left = seconds;
+      this.taken = this.taken.filter((each) => each.end > start);
+      for (;;) {
+        let share = 0;
+        let until = Infinity;
+        for (const each of this.taken) {
+          if (each.start > now) until = Math.min(until, each.start);
+          else if (each.end > now) {
+            share = Math.max(share, each.share);
+            until = Math.min(until, each.end);
+          }
+        }
+        const end = left <= 0 ? now : share === 1 ? Infinity : now + left / (1 - share);
+        if (end <= until) return end;
+        left -= (until - now) * (1 - share);
+        now = until;
+      }
+    }
+  }
+
   // One run of a wiring. Results, all in seconds:
   //   starts, ends   by rank and position in its program
   //   updates        by rank, of the epilogue: {stage, start, end}
@@ -121,6 +150,7 @@
       }));
       this.freeAt = new Float64Array(wiring.channels);
       this.meetings = wiring.meetings.map((each) => ({ ...each, route: this.routeOf(each, by), begun: new Map(), through: new Map() }));
+      this.processors = wiring.meetings.some((each) => each.share > 0) ? wiring.programs.map(() => new Processor()) : null;
       this.ready = new Float64Array(wiring.slots).fill(NaN);
       this.arrived = new Float64Array(wiring.slots).fill(NaN);
       this.maker = new Int32Array(wiring.slots).fill(-1);
@@ -144,10 +174,15 @@
       return { seconds: op === "OFFLOAD" || op === "RELOAD" ? seconds : seconds / by.bandwidth, latency: 0, channels };
     }
 
+    // The time at which all channels of a route are free, at or after `now`.
+    freeFrom(route, now) {
+      for (const channel of route.channels) if (this.freeAt[channel] > now) now = this.freeAt[channel];
+      return now;
+    }
+
     // Occupy the channels of a route from the time at which all are free, at or after `now`; the arrival.
     carry(route, now) {
-      for (const channel of route.channels) if (this.freeAt[channel] > now) now = this.freeAt[channel];
-      now += route.seconds;
+      now = this.freeFrom(route, now) + route.seconds;
       for (const channel of route.channels) this.freeAt[channel] = now;
       return now + route.latency;
     }
@@ -160,8 +195,10 @@
       begun.set(rank, now);
       if (begun.size < meeting.ranks) return [];
       const from = meeting.after === null ? now : Math.max(now, this.arrived[meeting.after + group]);
+      const start = this.freeFrom(meeting.route, from);
       const through = this.carry(meeting.route, from);
       meeting.through.set(group, through);
+      if (meeting.share > 0) for (const each of begun.keys()) this.processors[each].taken.push({ start, end: through, share: meeting.share });
       const slots = meeting.fills.get(group) || [];
       for (const slot of slots) {
         this.ready[slot] = now;
@@ -217,7 +254,10 @@
       while (events.size) {
         const rank = events.pop();
         const now = events.time[rank];
-        const at = position[rank]++;
+        const at = position[rank];
+        const { codes, indices } = programs[rank];
+        if (this.isPutOff(events, rank, this.starts[rank][at], this.seconds(codes[at], indices[at]))) continue;
+        position[rank]++;
         freeAt[rank] = this.ends[rank][at] = now;
         ready.push(rank);
         for (const slot of this.finish(rank, at, now)) release(slot);
@@ -251,6 +291,7 @@
     addEpilogue() {
       const { wiring } = this;
       let ends = this.ends.map((own) => (own.length ? own[own.length - 1] : 0));
+      const seconds = (stage) => this.seconds(OPS.indexOf("U") * wiring.stages + stage, 0);
       const summed = new Map();
       for (const meeting of this.meetings) {
         if (meeting.op !== "REDUCE_GRAD") continue;
@@ -262,22 +303,34 @@
         for (const each of summed.values()) last = Math.max(last, each);
         ends = ends.map(() => last + this.norm);
       }
-      const updated = [];
-      wiring.placement.forEach((stages, rank) => {
-        let end = ends[rank];
-        for (const stage of stages) {
-          const seconds = this.seconds(OPS.indexOf("U") * wiring.stages + stage, 0);
-          if (!(seconds > 0 || this.norm > 0 || summed.has(stage))) continue;
-          const start = Math.max(end, summed.get(stage) || 0);
-          end = start + seconds;
-          this.updates[rank].push({ stage, start, end });
-          updated.push([end, rank, stage]);
-        }
-      });
-      updated.sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2]);
-      for (const [end, rank, stage] of updated) {
-        if (wiring.behind.has(stage)) this.begin(wiring.behind.get(stage), 0, rank, end);
+      const steps = wiring.placement.map((stages) => stages.filter((stage) => seconds(stage) > 0 || this.norm > 0 || summed.has(stage)));
+      const starts = new Float64Array(wiring.ranks);
+      const events = new Events(wiring.ranks);
+      const start = (rank, end) => {
+        const stage = steps[rank][this.updates[rank].length];
+        if (stage === undefined) return;
+        starts[rank] = Math.max(end, summed.get(stage) || 0);
+        events.push(rank, starts[rank] + seconds(stage));
+      };
+      ends.forEach((end, rank) => start(rank, end));
+      while (events.size) {
+        const rank = events.pop();
+        const now = events.time[rank];
+        const stage = steps[rank][this.updates[rank].length];
+        if (this.isPutOff(events, rank, starts[rank], seconds(stage))) continue;
+        this.updates[rank].push({ stage, start: starts[rank], end: now });
+        if (wiring.behind.has(stage)) this.begin(wiring.behind.get(stage), 0, rank, now);
+        start(rank, now);
       }
+    }
+
+    // Whether the end of what runs on a rank lies later than was thought when it started: then that is the event.
+    isPutOff(events, rank, start, seconds) {
+      if (this.processors === null) return false;
+      const end = this.processors[rank].end(start, seconds);
+      if (end <= events.time[rank]) return false;
+      events.push(rank, end);
+      return true;
     }
 
     // --- figures, as Timeline has them ---
@@ -349,7 +402,7 @@
     // Seconds from one batch to the next.
     get batchSeconds() {
       const steady = this.steadyState;
-      return steady === null ? this.makespan : steady.period;
+      return (steady === null ? this.makespan : steady.period) + this.wiring.around;
     }
 
     get bubble() {

@@ -137,12 +137,29 @@ def test_they_never_make_it_worse(data: st.DataObject) -> None:
     many["objective"] = data.draw(st.sampled_from(["makespan", "span"]))
     alone, found = synthesize(**many), synthesize(**many, **more)
     assert found.value <= alone.value
+    assert way(found)[: len(alone.history)] == way(alone)
     if placement == "any":
         own = limit * found.problem.num_stages / P  # in activations of its stages
         links = None if links is None else Links(network=links.network, lent_bytes=P / found.problem.num_stages)
         assert_sound(found, own, share=0.2, links=links)
     else:
         assert_sound(found, limit, share=0.2, links=links)
+
+
+def way(found: Synthesis) -> list[tuple[float, str, int]]:
+    """Each improvement: its value, what found it, after how many orders."""
+    return [(point.value, point.source, point.evaluations) for point in found.history]
+
+
+def test_placements_share_the_orders_as_they_would_without_moves() -> None:
+    """Though what is looked at first, and when a placement is not worth a look, depends on bounds that moves lower."""
+    many: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "placement": "any", "memory_limit": 1}
+    each = [2.0, 3.0]
+    many |= {"evaluations": 40}
+    many["costs"] = Costs(forward=each, input_grad=each, weight_grad=1.0, latency=0.5, offload=4.0, reload=1.0)
+    alone, found = synthesize(**many), synthesize(**many, moves=["offload"])
+    assert way(found)[: len(alone.history)] == way(alone)
+    assert found.lower_bound < alone.lower_bound
 
 
 def test_lending_is_never_behind_bpipe() -> None:
