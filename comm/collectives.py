@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -180,7 +181,7 @@ class Collectives:
 
     def exchange(
         self,
-        parts: Sequence[torch.Tensor],
+        parts: Sequence[Sequence[torch.Tensor]],
         sizes: Sequence[int],
         *,
         what: str,
@@ -193,17 +194,19 @@ class Collectives:
         all-reduce (twice the bytes), and neither takes unequal parts. What is to be sent is copied at once.
 
         Arguments:
-            parts: by rank, of one type; this rank's own is ignored.
+            parts: by rank, tensors of one type that travel as one; this rank's own are ignored.
             sizes: by rank, elements of what it sends here; this rank's own is ignored.
             on_through: as of `begin_all_reduce`.
         """
         processes = tuple(self._place.process_of(rank) for rank in ranks)
         own = self._world.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
-        kind = parts[0].dtype
-        outgoing = [parts[i].reshape(-1) if processes[i] != own else parts[i].new_empty(0) for i in order]
+        kind, none = parts[0][0].dtype, parts[0][0].new_empty(0)
+        pieces = [[piece.reshape(-1) for piece in parts[i]] if processes[i] != own else [] for i in order]
+        outgoing = [sum(piece.numel() for piece in each) for each in pieces]
         incoming = [sizes[i] if processes[i] != own else 0 for i in order]
-        wire = torch.cat(outgoing).view(torch.uint8)  # backends know few types
+        wire = torch.cat([none, *chain.from_iterable(pieces)]).view(torch.uint8)  # backends know few types
+        del pieces
         received = torch.empty(sum(incoming), dtype=kind, device=self._device)
         width = received.element_size()
 
@@ -215,7 +218,7 @@ class Collectives:
                 received.view(torch.uint8),
                 wire,
                 [width * size for size in incoming],
-                [width * part.numel() for part in outgoing],
+                [width * size for size in outgoing],
                 options,
             )
 

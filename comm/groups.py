@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from .errors import PeerLost, PipelineError, PipelineTimeout, short_reason
 from .mesh import MeshPlace, World
 from .process_group import Lanes, Link
+from .reach import Place, unreached
 
 T = TypeVar("T")
 
@@ -31,7 +32,8 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
 
     Raises RuntimeError that names the address, and the ranks that are missing, when the rendezvous fails within
-    `timeout` [s].
+    `timeout` [s]; PeerLost that names hosts which gloo cannot connect, and what to type; ValueError for a
+    GLOO_SOCKET_IFNAME that is no interface.
     """
     if dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
@@ -39,22 +41,33 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     if size <= 1:
         return World(rank=0, size=1)
     world = World(rank=_environment("RANK"), size=size)
-    limit = timedelta(seconds=timeout)
+    limit, gloo = timedelta(seconds=timeout), backend_for(device) == "gloo"
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    place = Place.here(address) if gloo else None
     try:
-        store = _meet(world, limit)
-        dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        store, places = _meet(world, limit, "" if place is None else place.to_json())
     except Exception as error:
-        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         raise RuntimeError(
             f"rank {world.rank} of {size} found no rendezvous at {address} within {timeout:g} s "
             f"({short_reason(error)}): expected all {size} ranks to be started with the same MASTER_ADDR and "
             f"MASTER_PORT, each with its own RANK"
         ) from error
+    story = unreached(store, [Place.from_json(each) for each in places], world.rank, limit=timeout) if gloo else ""
+    if story:
+        raise PeerLost(f"rank {world.rank} of {size} cannot be connected with all others: {story}")
+    try:
+        dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    except Exception as error:
+        raise RuntimeError(
+            f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
+            f"{timeout:g} s ({short_reason(error)})"
+        ) from error
     return world
 
 
-def _meet(world: World, limit: timedelta) -> Store:
-    """The store at MASTER_ADDR, which all ranks have reached: torch's env:// rendezvous, which names who is missing.
+def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
+    """The store at MASTER_ADDR, which all ranks have reached, and what each has said of itself: torch's env://
+    rendezvous, which names who is missing.
 
     An agent that started the ranks hosts it, else rank 0.
     """
@@ -73,13 +86,14 @@ def _meet(world: World, limit: timedelta) -> Store:
     )
     visit = store.add(f"stagewright/visits of {world.rank}", 1)  # a process group may be made again
     places = [f"stagewright/visit {visit}/{rank}" for rank in range(world.size)]
-    store.set(places[world.rank], "")
+    store.set(places[world.rank], mine)
     try:
         store.wait(places, limit)
     except RuntimeError:
         missing = [str(rank) for rank, place in enumerate(places) if not store.check([place])]
         raise RuntimeError(f"missing: rank {', '.join(missing)}") from None
-    return PrefixStore(f"default_pg/{visit}", store)
+    said = [each.decode() for each in store.multi_get(places)]
+    return PrefixStore(f"default_pg/{visit}", store), said
 
 
 def _environment(name: str, *, default: int | None = None) -> int:

@@ -5,6 +5,8 @@ while the other ranks wait:
 
     host a: 0 1 2 3        inside  0-1, 0-3, 4-5 (the first host's neighbours and ends, the last host's neighbours)
     host b: 4 5 6 7        between 0-4           (the first ranks of the first host and of the next, and of the last)
+
+Sums are measured on the host with most ranks, and on the first rank of each host.
 """
 
 from __future__ import annotations
@@ -12,21 +14,22 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from .collectives import Collectives
-from .groups import link_lanes
+from .groups import backend_for, link_lanes
 from .mesh import MeshPlace, World
-from .ping_pong import PingPong, ping_pong, waking_seconds
+from .ping_pong import PingPong, ping_pong, processor_clock, waking_seconds
 from .process_group import ProcessGroupTransport
 from .transport import TensorSpec
 
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
 SUM_BYTES = 1 << 23  # of gradients in one measured sum
+SMALL_SUM_BYTES = 1 << 14  # of one whose steps take as long as empty ones, and which has something for every rank
 _SUMMED = 8  # gradients
 WARM_UP = 3
 _SUMS = 9
@@ -60,7 +63,9 @@ class LinkLevel:
         latency: the same to a rank that waits for a message asleep, without the time for which both ends are busy [s].
         reduce_bandwidth: that each of its members moves in a ring while they sum gradients, scaled and all under
             way at once as behind a batch [bytes/s].
+        reduce_latency: of each of the 2 (size - 1) steps of such a ring, as a small sum shows it [s].
         message_seconds: for which the rank at either end of a message is busy with it, in none of the others [s].
+        sum_busy: share of a sum's seconds for which the processors of its members are busy with it (0 to 1).
         pairs: of ranks, as measured.
         fits: of each pair.
         seconds: by message size [bytes], of the first pair, one way [s].
@@ -72,18 +77,29 @@ class LinkLevel:
     latency: float
     residual: float
     reduce_bandwidth: float
+    reduce_latency: float
     pairs: tuple[tuple[int, int], ...]
     fits: tuple[LineFit, ...]
     seconds: tuple[tuple[int, float], ...]
     message_seconds: float = 0.0
+    sum_busy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLinks:
-    """Levels, innermost first, and what could not be said with them."""
+    """Links of a run.
+
+    Arguments:
+        levels: innermost first.
+        hosts: ranks of each host, in the order of their first ones.
+        notes: what could not be said with levels.
+        rings: how the backend sums over several levels, as `Cluster.rings` names it: NCCL by "levels", gloo "flat".
+    """
 
     levels: tuple[LinkLevel, ...]
+    hosts: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
+    rings: str = "levels"
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
@@ -139,7 +155,7 @@ def measure_links(
     its links, and a note. A world of one rank has no links. Raises PipelineTimeout or PeerLost where a rank is gone.
     """
     if not world.distributed:
-        return MeasuredLinks(levels=())
+        return MeasuredLinks(levels=(), hosts=((world.rank,),))
     tell = progress or (lambda text: None)
     place = MeshPlace.line(world)
     together = Collectives(place, device=device, timeout=timeout)
@@ -171,18 +187,25 @@ def measure_links(
             times.append(everyone[pair[0]])
         if pairs:
             tell(f"{name}: sums over ranks")
-            members = hosts[0] if name == "host" else [ranks[0] for ranks in hosts]
-            seconds = _sum_seconds(together, members, world.rank, device=device)
-            levels.append(_level(name, len(members), pairs, sizes, times, sum_seconds=seconds))
+            members = max(hosts, key=len) if name == "host" else [ranks[0] for ranks in hosts]
+            measure_sum = partial(
+                _sum_seconds, together, members, world.rank, device=device, ranks_of_host=max(map(len, hosts))
+            )
+            small, _ = measure_sum(SMALL_SUM_BYTES, number=1)
+            seconds, busy = measure_sum(SUM_BYTES, number=_SUMMED)
+            sums = {"small_sum_seconds": small, "sum_seconds": seconds, "busy_seconds": busy}
+            levels.append(_level(name, len(members), pairs, sizes, times, **sums))
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
-    return _as_levels(levels, hosts, world.size)
+    rings = "flat" if backend_for(device) == "gloo" else "levels"
+    return replace(_as_levels(levels, by_host, world.size), rings=rings)
 
 
 def _inside(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    pairs = [(ranks[0], other) for ranks in (hosts[0], hosts[-1]) for other in (*ranks[1:2], ranks[-1])]
-    return [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    several = [ranks for ranks in hosts if len(ranks) > 1]
+    pairs = [(ranks[0], other) for ranks in (*several[:1], *several[-1:]) for other in (ranks[1], ranks[-1])]
+    return list(dict.fromkeys(pairs))
 
 
 def _between(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -198,24 +221,36 @@ def _rounds(size: int) -> int:
     return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size))
 
 
-def _sum_seconds(together: Collectives, members: Sequence[int], rank: int, *, device: torch.device) -> float:
-    """Median of summing SUM_BYTES over `members` as gradients are: scaled, then all under way at once, a few of them,
-    each by itself; the slowest member's [s]."""
+def _sum_seconds(
+    together: Collectives,
+    members: Sequence[int],
+    rank: int,
+    num_bytes: int,
+    *,
+    number: int,
+    device: torch.device,
+    ranks_of_host: int,
+) -> tuple[float, float]:
+    """Medians of summing so many bytes over `members` as gradients are: scaled, then all under way at once, a `number`
+    of them, each by itself; the slowest member's, and for which the processor of the busiest is taken from it [s]."""
     together.subgroup(members)
-    times = []
+    processor = processor_clock(device, ranks_of_host)
+    times, busy = [], []
     what = "measuring sums over ranks"
     if rank in members:
-        gradients = [torch.zeros(SUM_BYTES // _SUMMED // 4, device=device) for _ in range(_SUMMED)]
+        gradients = [torch.zeros(num_bytes // number // 4, device=device) for _ in range(number)]
         for _ in range(WARM_UP + _SUMS):
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), processor()
             torch._foreach_mul_(gradients, 1.0)
             for wait in [together.begin_all_reduce(each, what=what, ranks=members) for each in gradients]:
                 wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
-    mine = statistics.median(times[WARM_UP:]) if times else 0.0
-    return max(together.gather(mine, what=what))
+            busy.append(processor() - worked)
+    mine = [statistics.median(each[WARM_UP:]) if each else 0.0 for each in (times, busy)]
+    slowest, busiest = (max(each) for each in zip(*together.gather(mine, what=what), strict=True))
+    return slowest, busiest
 
 
 def _level(
@@ -225,22 +260,31 @@ def _level(
     sizes: Sequence[int],
     times: Sequence[Sequence[PingPong]],
     *,
+    small_sum_seconds: float,
     sum_seconds: float,
+    busy_seconds: float,
 ) -> LinkLevel:
-    """`times`: by pair, of each size and behind them of the smallest one with cold caches."""
+    """`times`: by pair, of each size and behind them of the smallest one with cold caches.
+
+    Both sums lie on the line seconds = 2 (size - 1) (reduce_latency + bytes / size / reduce_bandwidth), the small one
+    as if it were empty.
+    """
     fits = tuple(fit_line(sizes, [one.seconds for one in each[:-1]]) for each in times)
     latency = statistics.median(
         max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-1])
         for fit, each in zip(fits, times, strict=True)
     )
     hops = 2 * (size - 1)
+    step = min(small_sum_seconds, sum_seconds) / hops
     return LinkLevel(
         name=name,
         size=size,
         bandwidth=statistics.median(fit.bandwidth for fit in fits),
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
-        reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * latency, sum_seconds / 10),
+        sum_busy=min(1.0, busy_seconds / sum_seconds),
+        reduce_bandwidth=hops / size * SUM_BYTES / max(sum_seconds - hops * step, sum_seconds / 10),
+        reduce_latency=step,
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),
         fits=fits,
@@ -248,11 +292,12 @@ def _level(
     )
 
 
-def _as_levels(levels: Sequence[LinkLevel], hosts: Sequence[Sequence[int]], num_ranks: int) -> MeasuredLinks:
+def _as_levels(levels: Sequence[LinkLevel], by_host: Mapping[str, Sequence[int]], num_ranks: int) -> MeasuredLinks:
     """Groups of equal size, whose ranks are next to each other, or one level of all."""
+    hosts = tuple(tuple(ranks) for ranks in by_host.values())
     size = len(hosts[0])
-    if [list(ranks) for ranks in hosts] == [list(range(i, i + size)) for i in range(0, num_ranks, size)]:
-        return MeasuredLinks(levels=tuple(levels))
+    if hosts == tuple(tuple(range(i, i + size)) for i in range(0, num_ranks, size)):
+        return MeasuredLinks(levels=tuple(levels), hosts=hosts)
     slowest = min(levels, key=lambda level: level.bandwidth)
     flat = LinkLevel(
         name=slowest.name,
@@ -261,11 +306,18 @@ def _as_levels(levels: Sequence[LinkLevel], hosts: Sequence[Sequence[int]], num_
         latency=max(level.latency for level in levels),
         residual=slowest.residual,
         reduce_bandwidth=min(level.reduce_bandwidth for level in levels),
+        reduce_latency=max(level.reduce_latency for level in levels),
         pairs=slowest.pairs,
         fits=slowest.fits,
         seconds=slowest.seconds,
         message_seconds=max(level.message_seconds for level in levels),
+        sum_busy=max(level.sum_busy for level in levels),
     )
-    counts = ", ".join(str(list(ranks)) for ranks in hosts)
-    note = f"ranks by host: {counts}: not equal groups of neighbours, so all links count as slow as the slowest"
-    return MeasuredLinks(levels=(flat,), notes=(note,))
+    shown = "; ".join(f"{host}: {', '.join(map(str, ranks))}" for host, ranks in by_host.items())
+    want = "as many ranks on each host" if len({*map(len, hosts)}) > 1 else "ranks of a host next to each other"
+    note = (
+        f"ranks by host ({shown}) are not equal groups of neighbours, so all links count as slow as the slowest: "
+        f"expected {want}, as torchrun starts them with one --nproc-per-node everywhere, Slurm with "
+        f"--distribution=block"
+    )
+    return MeasuredLinks(levels=(flat,), hosts=hosts, notes=(note,))

@@ -33,7 +33,7 @@ class PingPong(NamedTuple):
 
     @property
     def latency(self) -> float:
-        """What is left of the way beside both ends [s]."""
+        """Seconds of the way beside both ends [s]."""
         return max(0.0, self.seconds - 2 * self.busy)
 
 
@@ -57,15 +57,14 @@ def ping_pong(
     Both ranks of the pair must call it; their links must exist in both directions.
 
     Arguments:
-        ranks_of_host: on this host. Where each has a core at most, what the transport's own threads compute is taken
-            from the ranks, and counts to `busy`.
+        ranks_of_host: on this host; see `processor_clock` for what counts to `busy`.
         cold: whether to be as ranks are between two actions: both push their core's caches out, as a stage's compute
             does, and the second sleeps in its wait for some time before the message comes. Then half of the messages
             wake a rank: see `waking_seconds`.
     """
     if rank not in pair:
         return NOTHING
-    processor = _processor(device, ranks_of_host)
+    processor = processor_clock(device, ranks_of_host)
     first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
     times, busy, pushed = [], [], torch.zeros(CACHE_BYTES // 4 if cold else 0)
@@ -103,8 +102,11 @@ def waking_seconds(hot: PingPong, cold: PingPong) -> float:
     return max(0.0, 2 * (cold.latency - hot.latency))
 
 
-def _processor(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
-    """The clock of what a rank is busy with; one that stands still where another device computes and sends."""
+def processor_clock(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
+    """The clock of what a rank is busy with; one that stands still where another device computes and sends.
+
+    Where each rank of a host has a core at most, what the transport's own threads compute is taken from the ranks.
+    """
     if device.type != "cpu":
         return lambda: 0.0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from stagewright.comm.links import (
     measure_links,
 )
 from stagewright.comm.ping_pong import PingPong
+from stagewright.partition.topology import Topology
+from stagewright.pipe.auto import cluster_of
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,7 @@ def test_no_line(sizes: list[float], seconds: list[float]) -> None:
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [(0, 1), (0, 3), (4, 5), (4, 7)], [(0, 4)]),
         ([[0], [1], [2]], [], [(0, 1), (0, 2)]),
         ([[0, 1], [2]], [(0, 1)], [(0, 2)]),
+        ([[0], [1, 2, 3], [4]], [(1, 2), (1, 3)], [(0, 1), (0, 4)]),
     ],
 )
 def test_pairs(hosts: list[list[int]], inside: list[tuple[int, int]], between: list[tuple[int, int]]) -> None:
@@ -85,6 +89,7 @@ def level(name: str, size: int, bandwidth: float) -> LinkLevel:
         latency=1e-6,
         residual=0,
         reduce_bandwidth=bandwidth / 2,
+        reduce_latency=2e-6,
         pairs=((0, 1),),
         fits=(fit,),
         seconds=(),
@@ -93,15 +98,22 @@ def level(name: str, size: int, bandwidth: float) -> LinkLevel:
 
 def test_unequal_hosts_make_one_level_of_the_slowest_links() -> None:
     levels = (level("host", 2, 1e9), level("network", 2, 1e8))
-    assert _as_levels(levels, [[0, 1], [2, 3]], 4) == MeasuredLinks(levels=levels)
-    for hosts in ([[0, 1], [2]], [[0, 2], [1, 3]]):
-        found = _as_levels(levels, hosts, sum(map(len, hosts)))
-        assert [(each.size, each.bandwidth) for each in found.levels] == [(sum(map(len, hosts)), 1e8)]
-        assert "not equal groups of neighbours" in found.notes[0]
+    equal = {"a": [0, 1], "b": [2, 3]}
+    assert _as_levels(levels, equal, 4) == MeasuredLinks(levels=levels, hosts=((0, 1), (2, 3)))
+    for first, second, wanted in (
+        ([0, 1], [2], "expected as many ranks on each host"),
+        ([0, 2], [1, 3], "expected ranks of a host next to each other"),
+    ):
+        found = _as_levels(levels, {"a": first, "b": second}, len(first + second))
+        assert [(each.size, each.bandwidth) for each in found.levels] == [(len(first + second), 1e8)]
+        assert found.hosts == (tuple(first), tuple(second))
+        shown = f"a: {', '.join(map(str, first))}; b: {', '.join(map(str, second))}"
+        assert f"ranks by host ({shown}) are not equal groups of neighbours" in found.notes[0]
+        assert wanted in found.notes[0]
 
 
 def test_a_message_takes_both_ends_and_the_way() -> None:
-    """What both ends are busy is no latency, nor a ring's; between actions it is what cold caches make of it, and
+    """Seconds of both ends are no latency, nor a ring's; between actions it is what cold caches make of it, and
     a rank that sleeps wakes up."""
     sizes, way, waking, busy = (1000, 2000), 5e-6, 300e-6, 40e-6
     hot = [PingPong(2 * busy + way + size / 1e9, busy + size / 1e12) for size in sizes]
@@ -109,16 +121,36 @@ def test_a_message_takes_both_ends_and_the_way() -> None:
     cold = PingPong(2 * 3 * busy + hot[0].latency + waking / 2, 3 * busy)
     pairs = [[*hot, cold]] * 2
     way += waking
-    hops, part = 2, SUM_BYTES / 1e9
-    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sum_seconds=hops * way + part)
+    hops, step, part = 2, 2 * way, SUM_BYTES / 1e9
+    sums = {"small_sum_seconds": hops * step, "sum_seconds": hops * step + part, "busy_seconds": part / 4}
+    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, **sums)
+    assert found.sum_busy == pytest.approx(part / 4 / (hops * step + part))
+    assert found.reduce_latency == pytest.approx(step)
     assert found.message_seconds == pytest.approx(3 * busy)
     assert found.latency == pytest.approx(way, rel=1e-3)
     assert found.reduce_bandwidth == pytest.approx(1e9, rel=1e-3)
     assert found.seconds == ((1000, pairs[0][0].seconds), (2000, pairs[0][1].seconds))
 
 
+def test_sums_over_a_cluster_take_as_long_as_they_were_measured() -> None:
+    """Figures of a level, put back into the formula that plans use: over one rank of each host, and over all."""
+    sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
+    small, large = (4 * 4e-3, 2e-5 * 2), (0.1, 4e-3)  # three hosts, two ranks each
+    network, host = (
+        _level(name, n, [(0, 1)], sizes, pairs, small_sum_seconds=a, sum_seconds=b, busy_seconds=0)
+        for name, n, a, b in (("network", 3, small[0], large[0]), ("host", 2, small[1], large[1]))
+    )
+    found = _as_levels((host, network), {"a": [0, 1], "b": [2, 3], "c": [4, 5]}, 6)
+    flat = Topology(cluster_of(dataclasses.replace(found, rings="flat")))
+    assert flat.ring((0, 2, 4)).seconds(SUM_BYTES) == pytest.approx(large[0])
+    assert flat.ring((0, 2, 4)).latency == pytest.approx(small[0])
+    assert flat.ring((4, 5)).seconds(SUM_BYTES) == pytest.approx(large[1])
+    step, moved = small[0] / 4, large[0] - small[0]  # in four steps, of a third each
+    assert flat.ring(range(6)).seconds(SUM_BYTES) == pytest.approx(10 * step + moved * 10 / 6 / (4 / 3))
+
+
 def test_a_world_of_one_has_no_links() -> None:
-    assert measure_links(World(rank=0, size=1), device=CPU, timeout=1.0) == MeasuredLinks(levels=())
+    assert measure_links(World(rank=0, size=1), device=CPU, timeout=1.0) == MeasuredLinks(levels=(), hosts=((0,),))
 
 
 def measured(sizes: tuple[int, ...]) -> dict[str, object]:
@@ -133,8 +165,26 @@ def test_over_gloo_all_ranks_get_the_same_answer(gloo: Pool, ranks: int) -> None
     assert all(answer == answers[0] for answer in answers)
     (host,) = answers[0]["levels"]
     assert (host["name"], host["size"]) == ("host", ranks)
+    assert answers[0]["rings"] == "flat"
+    assert 0 < host["reduce_latency"] < 1.0
     assert host["pairs"] == (((0, 1),) if ranks == 2 else ((0, 1), (0, 2)))
     assert 1e6 < host["bandwidth"] < 1e12  # a loopback on any machine
     assert 0 <= host["latency"] < 1.0
     assert 0 < host["message_seconds"] < 1.0
     assert [size for size, _ in host["seconds"]] == [1024, 65536, 1 << 20]
+
+
+def measured_on_two_hosts(names: tuple[str, ...]) -> dict[str, object]:
+    with mock.patch("socket.gethostname", return_value=names[dist.get_rank()]):
+        return measured((1024, 65536))
+
+
+@pytest.mark.gloo
+def test_hosts_of_unequal_size_whose_first_has_one_rank(gloo: Pool) -> None:
+    """Sums within a host were measured on the first, and one rank sums at no speed at all."""
+    answers = gloo.run(measured_on_two_hosts, ranks=3, args=(("a", "b", "b"),))
+    assert all(answer == answers[0] for answer in answers)
+    (flat,) = answers[0]["levels"]
+    assert flat["size"] == 3
+    assert flat["reduce_bandwidth"] > 0
+    assert answers[0]["hosts"] == ((0,), (1, 2))

@@ -1,0 +1,89 @@
+"""Hosts that do not reach each other are named before gloo tries to connect their ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.pool import Pool
+
+from stagewright.comm import PeerLost, join_world, reach
+from stagewright.comm.reach import Place, gloo_address, refusals
+
+
+def place(host: str, address: str, *, way: str = "eth0", is_way: bool = True) -> Place:
+    return Place(host=host, address=address, way=way, is_way=is_way)
+
+
+def test_refusals_are_told_apart_from_silence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        targets = {"open": server.getsockname(), "closed": bound.getsockname()}
+        assert refusals(targets, seconds=5.0) == {"closed": "Connection refused"}
+        with mock.patch("selectors.DefaultSelector.select", return_value=[]):
+            silent = refusals({"a": server.getsockname()}, seconds=0.01)
+    assert silent == {"a": "no answer within 0.01 s"}
+
+
+def test_advice_is_to_choose_the_interface_or_to_look_for_a_firewall() -> None:
+    failed = {"a": {"b": "Connection refused"}, "b": {}}
+    loopback = reach._story({"a": place("a", "10.0.0.1"), "b": place("b", "127.0.1.1", is_way=False)}, failed)
+    assert loopback == (
+        "a does not reach b at 127.0.1.1 (Connection refused): expected the address of a network that all hosts "
+        "share: on b type GLOO_SOCKET_IFNAME=eth0 in front of the command"
+    )
+    wall = reach._story({"a": place("a", "10.0.0.1"), "b": place("b", "10.0.0.2")}, failed)
+    assert "a firewall, say" in wall
+    assert "GLOO_SOCKET_IFNAME" not in wall
+    assert reach._story({"a": place("a", "10.0.0.1"), "b": place("b", "10.0.0.2")}, {"a": {}, "b": {}}) == ""
+
+
+def test_the_address_is_the_interfaces_or_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert gloo_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=nothing0: no network interface of .*: expected one of"):
+        gloo_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0)) for at in ("192.0.2.1", "127.0.0.5")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert gloo_address() == "127.0.0.5"  # the first is no address of this host
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror))
+    assert gloo_address() == "127.0.0.1"
+
+
+def test_a_place_is_told() -> None:
+    found = Place.here("127.0.0.1:29500")
+    assert Place.from_json(found.to_json()) == found
+    assert json.loads(found.to_json())["host"] == socket.gethostname()
+
+
+def join_as_two_hosts() -> list[str]:
+    """Each rank's answers where the second host's address leads elsewhere, and then where it does not."""
+    device, rank = torch.device("cpu"), int(os.environ["RANK"])
+
+    def elsewhere(_: str) -> socket.socket:
+        return socket.create_server(("127.0.0.2", 0))
+
+    named = mock.patch("socket.gethostname", return_value="ab"[rank])
+    wrong = mock.patch.object(reach, "_server", side_effect=elsewhere if rank else reach._server)
+    with named, wrong, pytest.raises(PeerLost) as error:
+        join_world(device=device, timeout=20.0)
+    with named:
+        world = join_world(device=device, timeout=20.0)
+    dist.destroy_process_group()
+    return [str(error.value), str(world.size)]
+
+
+@pytest.mark.gloo
+def test_all_ranks_name_the_hosts_that_are_not_reached(gloo: Pool) -> None:
+    for rank, (story, size) in enumerate(gloo.run(join_as_two_hosts, ranks=2, group=False)):
+        begins = f"rank {rank} of 2 cannot be connected with all others: a does not reach b at 127.0.0.1 (Connection re"
+        assert story.startswith(begins)
+        assert "b does not reach a" not in story
+        assert size == "2"
