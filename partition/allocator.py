@@ -85,6 +85,16 @@ class Kept:
         return tensors + self.low, tensors + self.high
 
 
+def certain(device: str) -> float:
+    """Least bytes that a device holds beside its tensors, whatever these are; 0 where nobody knows its allocator.
+
+    >>> certain("A100-80GB"), certain("cpu")
+    (300000000.0, 0.0)
+    """
+    allocator = Allocator.of(device)
+    return 0.0 if allocator is None else min(least for least, _ in _LIBRARIES[allocator])
+
+
 def coming_and_going(use: MemoryUse) -> float:
     """Bytes of tensors that are made and let go of in each step."""
     return use.gradients + use.activations + use.workspace + use.communication

@@ -14,6 +14,7 @@ from . import quantities
 from .strict import Fields, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
+RINGS = ("levels", "flat")
 _FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
 
 
@@ -54,8 +55,12 @@ class Level:
         latency: of a message across it [s].
         reduce_bandwidth: the same of a device in a ring that sums gradients, copies and additions included [bytes/s];
             None: as `bandwidth`.
+        reduce_latency: of each step of such a ring [s]; None: as `latency`. Over gloo it is the way there and back: a
+            rank sends when it has heard that the next one waits.
         message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
             that it receives, beside the latency [s].
+        sum_busy: share of a sum's seconds for which its ranks' processors are busy with it and can't compute (0 to 1):
+            where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
             devices: their rings share network cards (0 to 1).
     """
@@ -65,7 +70,9 @@ class Level:
     bandwidth: float
     latency: float = 0.0
     reduce_bandwidth: float | None = None
+    reduce_latency: float | None = None
     message_seconds: float = 0.0
+    sum_busy: float = 0.0
     partial_reduce: float = 1.0
 
     def __post_init__(self) -> None:
@@ -77,6 +84,11 @@ class Level:
         if self.reduce_bandwidth is not None:
             reduced = number(f"{where}: reduce_bandwidth", self.reduce_bandwidth, positive=True)
             object.__setattr__(self, "reduce_bandwidth", reduced)
+        if self.reduce_latency is not None:
+            object.__setattr__(self, "reduce_latency", number(f"{where}: reduce_latency", self.reduce_latency))
+        object.__setattr__(self, "sum_busy", number(f"{where}: sum_busy", self.sum_busy))
+        if self.sum_busy > 1:
+            fail(f"{where}: sum_busy", self.sum_busy, "a number of at least 0 and at most 1")
         if number(f"{where}: partial_reduce", self.partial_reduce, positive=True) > 1:
             fail(f"{where}: partial_reduce", self.partial_reduce, "a number above 0 and at most 1")
 
@@ -89,8 +101,10 @@ class Cluster:
         levels: innermost first; `levels[0].size` devices make a node.
         kinds: of devices.
         nodes: by node, the name of its kind; None: all of the first kind.
+        rings: how sums go over several levels: "levels", inside of each group first, as NCCL does; "flat", in one ring
+            of all members, as gloo does. See `topology`.
 
-    Raises ValueError for no level, an unknown kind, or another number of nodes.
+    Raises ValueError for no level, an unknown kind, another number of nodes, or other rings.
 
     >>> Cluster.parse("4x8:nvlink=300GB/s,net=12GB/s").num_devices
     32
@@ -99,6 +113,7 @@ class Cluster:
     levels: tuple[Level, ...]
     kinds: tuple[DeviceKind, ...] = (DeviceKind(),)
     nodes: tuple[str, ...] | None = None  # never None once made
+    rings: str = "levels"
 
     def __post_init__(self) -> None:
         levels, kinds = tuple(self.levels), tuple(self.kinds)
@@ -114,6 +129,8 @@ class Cluster:
         for i, name in enumerate(nodes):
             if name not in names:
                 raise ValueError(f"node {i}: unknown device kind {name!r}: expected one of {', '.join(names)}")
+        if self.rings not in RINGS:
+            raise ValueError(f"rings={self.rings!r}: expected one of {', '.join(RINGS)}")
         for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes)):
             object.__setattr__(self, field, value)
 
@@ -137,6 +154,12 @@ class Cluster:
     def ring_bandwidths(self) -> tuple[float, ...]:
         """[L] bandwidth of a device in a ring of sums across each level, the levels below included [bytes/s]."""
         return tuple(accumulate((level.reduce_bandwidth or level.bandwidth for level in self.levels), min))
+
+    @property
+    def ring_latencies(self) -> tuple[float, ...]:
+        """[L] of a step in a ring of sums across each level, the levels below included [s]."""
+        steps = (each.latency if each.reduce_latency is None else each.reduce_latency for each in self.levels)
+        return tuple(accumulate(steps, max))
 
     def level_between(self, first: int, last: int) -> int:
         """The level over which devices `first` and `last` are joined; 0 for a device and itself."""
@@ -166,11 +189,13 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Read the short form: sizes, outermost first; links, innermost first, with latency or not; memory or not.
+        """Read the short form: sizes, outermost first; links, innermost first, with latency or not; memory or not; at
+        the end ":flat" where sums go in one ring.
 
         ValueError for anything else, missing and unknown units included.
         """
-        sizes, _, rest = text.partition(":")
+        levelled = text.removesuffix(":flat")
+        sizes, _, rest = levelled.partition(":")
         links, _, memory = rest.partition(":")
         numbers = sizes.split("x")
         if not all(re.fullmatch(r"[1-9]\d*", each) for each in numbers):
@@ -193,7 +218,8 @@ class Cluster:
                 )
             )
         held = quantities.size(f"cluster {text!r}: memory", memory) if memory else None
-        return cls(levels=tuple(levels), kinds=(DeviceKind(memory_bytes=held),))
+        rings = "levels" if levelled == text else "flat"
+        return cls(levels=tuple(levels), kinds=(DeviceKind(memory_bytes=held),), rings=rings)
 
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""
@@ -202,6 +228,7 @@ class Cluster:
             "levels": [asdict(level) for level in self.levels],
             "kinds": [asdict(kind) for kind in self.kinds],
             "nodes": list(self.nodes or ()),
+            "rings": self.rings,
         }
         return json.dumps(data, indent=1)
 
@@ -215,9 +242,10 @@ class Cluster:
         nodes = record.take("nodes", "a list", default=None)
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
             raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
+        rings = record.text("rings", choices=RINGS, default="levels")
         record.done()
         try:
-            return cls(levels=levels, kinds=kinds, nodes=None if nodes is None else tuple(nodes))
+            return cls(levels=levels, kinds=kinds, nodes=None if nodes is None else tuple(nodes), rings=rings)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 
@@ -234,7 +262,9 @@ def _level(record: Fields) -> Level:
         bandwidth=record.number("bandwidth", positive=True),
         latency=record.number("latency", default=0.0),
         reduce_bandwidth=record.optional_number("reduce_bandwidth"),
+        reduce_latency=record.optional_number("reduce_latency"),
         message_seconds=record.number("message_seconds", default=0.0),
+        sum_busy=record.number("sum_busy", default=0.0),
         partial_reduce=record.number("partial_reduce", positive=True, default=1.0),
     )
     record.done()

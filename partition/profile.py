@@ -30,9 +30,11 @@ _FIGURES = (
     "forward_sum_bytes",
     "backward_sums",
     "backward_sum_bytes",
+    "largest_parameter_bytes",
 )
+Tied = tuple[tuple[str, str], float]  # two nodes, bytes of the weights that they share
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
-_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown", "action_seconds")
+_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown", "action_seconds", "around_seconds")
 _SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
 _OPTIONAL = ("microbatch_size", "tensor", *_PROFILE_FIGURES)
 
@@ -58,10 +60,14 @@ class Node:
         forward_sums, forward_sum_bytes, backward_sums, backward_sum_bytes: number of sums over the ranks that a cut
             weight lies on, and what each rank holds of them [bytes]; a gathering counts as half a sum of its result.
             Their seconds are in none of the others: the planner knows the links.
+        largest_parameter_bytes: of its largest parameter [bytes]; 0 when not known.
+        small_parameter_bytes: of its parameters below 256 KiB, whose gradients travel to replicas in common buckets
+            [bytes]; those of larger ones travel alone. None when not known: all of them count as small.
         selective_bytes, selective_seconds: kept from F to B under selective recompute, its inputs included, counted
             once where shared [bytes], and what B takes longer then [s]; None when not known.
 
-    Raises ValueError for a figure that is no finite number of at least 0, and for one of the last two alone.
+    Raises ValueError for a figure that is no finite number of at least 0, for one of the last two alone, and for
+    parameters that are larger than all of them.
     """
 
     name: str
@@ -82,6 +88,8 @@ class Node:
     backward_sums: float = 0.0
     backward_sum_bytes: float = 0.0
     runs_again: bool = True
+    largest_parameter_bytes: float = 0.0
+    small_parameter_bytes: float | None = None
     selective_bytes: float | None = None
     selective_seconds: float | None = None
 
@@ -93,6 +101,13 @@ class Node:
             object.__setattr__(self, figure, number(f"node {self.name}: {figure}", getattr(self, figure)))
         if not isinstance(self.runs_again, bool):
             fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
+        if self.small_parameter_bytes is not None:
+            small = number(f"node {self.name}: small_parameter_bytes", self.small_parameter_bytes)
+            object.__setattr__(self, "small_parameter_bytes", small)
+        for part in ("largest_parameter_bytes", "small_parameter_bytes"):
+            if (getattr(self, part) or 0.0) > self.parameter_bytes:
+                expected = f"at most parameter_bytes={self.parameter_bytes}"
+                fail(f"node {self.name}: {part}", getattr(self, part), expected)
         for figure, other in (_SELECTIVE, _SELECTIVE[::-1]):
             if getattr(self, figure) is None and getattr(self, other) is not None:
                 fail(f"node {self.name}: {figure}", None, f"a number beside {other}, or neither")
@@ -124,9 +139,13 @@ class Profile:
             of all nodes are of undisturbed moments, see `typical`.
         action_seconds: that the runtime itself takes of a rank around each F, B, I and W, on top of theirs, messages
             apart [s]; 0 when not measured.
+        around_seconds: that the runtime itself takes of a step beside its actions, sums, norms and updates: checks,
+            the batch that is cut, losses and results [s]; 0 when not measured.
+        tied: ((node, node), bytes) of weights that two nodes share. Each counts them among its own; where the two stand
+            on different ranks, their gradients are summed in front of the update.
 
-    Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), and a graph in several
-    parts that nothing connects.
+    Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), a graph in several parts that
+    nothing connects, and for `tied` of other than two of its nodes.
 
     >>> chain = Profile(nodes=[Node(name=n, forward_seconds=1, backward_seconds=2) for n in "ab"])
     >>> chain.edges, Profile.from_json(chain.to_json()) == chain
@@ -145,6 +164,8 @@ class Profile:
     step_spread: float = 0.0
     slowdown: float = 1.0
     action_seconds: float = 0.0
+    around_seconds: float = 0.0
+    tied: tuple[Tied, ...] = ()
 
     def __repr__(self) -> str:
         size = "" if self.microbatch_size is None else f", microbatch of {self.microbatch_size}"
@@ -179,6 +200,7 @@ class Profile:
                     )
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "tied", tuple(_tied(each, known) for each in self.tied))
         self._refuse_cycles()
         self._refuse_parts()
 
@@ -307,6 +329,7 @@ class Profile:
             **{field: value for field in _OPTIONAL if (value := getattr(self, field)) is not None},
             "nodes": [asdict(node) for node in self.nodes],
             "edges": [list(edge) for edge in self.edges or ()],
+            **({"tied": self.tied} if self.tied else {}),
         }
         return json.dumps(data, indent=1)
 
@@ -327,12 +350,14 @@ class Profile:
         step_spread = record.number("step_spread", default=0.0)
         slowdown = record.number("slowdown", positive=True, default=1.0)
         action_seconds = record.number("action_seconds", default=0.0)
+        around_seconds = record.number("around_seconds", default=0.0)
         nodes = tuple(_node(each) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
             if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
                 raise ValueError(f"{record.at('edges')}[{i}]: {pair!r}: expected [producer, consumer]")
             edges.append((pair[0], pair[1]))
+        tied = record.items("tied", default=[])
         record.done()
         try:
             return cls(
@@ -348,6 +373,8 @@ class Profile:
                 step_spread=step_spread,
                 slowdown=slowdown,
                 action_seconds=action_seconds,
+                around_seconds=around_seconds,
+                tied=tuple(tied),  # type: ignore[arg-type]
             )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
@@ -358,6 +385,13 @@ class Profile:
         return cls.from_json(read_text(path), source=str(path))
 
 
+def _tied(pair: object, known: Collection[str]) -> Tied:
+    match pair:
+        case [[str(one), str(other)], shared] if one != other and {one, other} <= set(known):
+            return (one, other), number(f"tied: {one}, {other}", shared)
+    return fail("tied", pair, "pairs of two of the profile's nodes and bytes")
+
+
 def _node(record: Fields) -> Node:
     values: dict[str, float] = {}
     name, description = record.text("name"), record.text("description", default="")
@@ -366,12 +400,14 @@ def _node(record: Fields) -> Node:
         values[figure] = record.number(figure, default=0.0) if figure in optional else record.number(figure)
     runs_again = record.truth("runs_again", default=True)
     kept, again = (record.optional_number(figure) for figure in _SELECTIVE)
+    small = record.optional_number("small_parameter_bytes")
     record.done()
     try:
         return Node(
             name=name,
             description=description,
             runs_again=runs_again,
+            small_parameter_bytes=small,
             selective_bytes=kept,
             selective_seconds=again,
             **values,

@@ -5,8 +5,8 @@ Seconds of a stage on its ranks, of one microbatch:
     F, B      its nodes' over the speed of its slowest device; in B of a recomputed stage, what runs again as well
     message   latency + bytes across the cut / T / bandwidth of the slowest link between ranks that share a microbatch
     sending   the bytes of the messages over both cuts, without latency, which delays a link and does not slow it down
-    overhead  what the runtime takes around each F, B, I and W, and for which it is busy with the messages of an F or a
-              B, those in and those out; whatever the device's speed, since it is the host's
+    overhead  what the runtime takes around each F, B, I and W, and for which it is busy with the messages of an F, B or
+              I, those in and those out; whatever the device's speed, since it is the host's
 
 and of one update:
 
@@ -14,11 +14,13 @@ and of one update:
               divided, and each rank gets the sums of its share alone
     step      the optimizer's step, a share of it where its state is divided
     gather    the other half behind the step, with which the updated weights go round
+    held      the busy share of both: for so long they keep their ranks from computing
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
 
     work      (F + B + 2 overhead) share    share: of a batch's M microbatches that the busiest of D replicas runs
-    links     sending share                 updates: a microbatch, 1/M where a batch is one
+              + held updates                updates: a microbatch, 1/M where a batch is one
+    links     sending share
               + (ring + gather) updates
 
 The dynamic program of `partition()` looks at the same lanes where only the stage's range of devices is known, not yet
@@ -68,6 +70,7 @@ class StageSums:
         weights, buffers, stash: held, and kept from F to B [bytes].
         before, behind: of tensors that cross the cut in front of the stage and behind it [bytes].
         workspace: of the node that needs most while it runs [bytes].
+        largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         by_node: finds the rows "layer" and "selective" of the table of recomputation; called where memory is short.
     """
 
@@ -80,6 +83,8 @@ class StageSums:
     before: Floats
     behind: Floats
     workspace: Floats
+    largest: Floats
+    small: Floats
     by_node: Callable[[str], Recomputed]
 
     @property
@@ -123,7 +128,8 @@ class StageSums:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
     """[S] seconds of each stage: of a microbatch (F, B, message to the next stage, all that it sends), of the runtime
-    around each action, of an update (sum of gradients, optimizer's step, updated weights gathered).
+    around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
+    updated weights gathered); and the share of those sums and gathers for which their ranks can't compute (0 to 1).
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -135,7 +141,9 @@ class StageSeconds:
     ring: Floats
     step: Floats
     gather: Floats
+    sum_busy: Floats
     overhead: Floats
+    message_overhead: Floats
 
     @property
     def around(self) -> Floats:
@@ -143,28 +151,29 @@ class StageSeconds:
         return self.ring + self.gather
 
     @property
+    def held(self) -> Floats:
+        """[S] the part of that which keeps ranks from computing."""
+        return self.around * self.sum_busy
+
+    @property
     def work(self) -> Floats:
         """[S] F + B, each with what the runtime takes around it."""
-        return self.forward + self.backward + 2 * self.overhead
+        return self.forward + self.backward + 2 * (self.overhead + self.message_overhead)
 
 
-def overheads(actions: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
-    """[S] seconds of a rank around each action of the stages, on top of its own.
+def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
+    """[S] seconds for which a rank is busy with the messages of an F, B or I of the stages.
 
-    F takes a message from the stage in front and hands one on, B takes one from the stage behind and hands one back. W
-    has none, and counts as if it had.
+    F takes a message from the stage in front and hands one on; B and I take one from behind and hand one back.
 
     Arguments:
-        actions: [S] seconds around any action.
         messages: [S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 where these
             stand on one rank.
 
-    >>> overheads([1.0, 1.0, 1.0], [10.0, 0.0])
-    (11.0, 11.0, 1.0)
+    >>> message_overheads([10.0, 0.0])
+    (10.0, 10.0, 0.0)
     """
-    return tuple(
-        a + before + behind for a, before, behind in zip(actions, (0.0, *messages), (*messages, 0.0), strict=True)
-    )
+    return tuple(before + behind for before, behind in zip((0.0, *messages), (*messages, 0.0), strict=True))
 
 
 def busiest_share(num_microbatches: int | None, replicas: Floats) -> Floats:
@@ -217,5 +226,7 @@ def stage_seconds(
         ring=around - gather,
         step=sums.update / speeds / shards,
         gather=gather,
-        overhead=np.array(overheads([action] * len(outward), [link.busy for link in outward[:-1]])),
+        sum_busy=np.array([each.busy_share for each in rings]),
+        overhead=np.full(len(outward), action),
+        message_overhead=np.array(message_overheads([link.busy for link in outward[:-1]])),
     )

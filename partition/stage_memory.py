@@ -6,8 +6,9 @@
     buffers        of the nodes
     activations    of every microbatch in flight what is kept from F to B; of one what is made again (`stage_cost`)
     workspace      of the node that needs most, and the gradients of the stage's output and input
-    communication  receives posted ahead, sends not yet known to be received, and a bucket of gradients being summed;
-                   where the optimizer is divided, the parts of other ranks, of gradients and then of weights
+    communication  receives posted ahead, sends not yet known to be received; behind a stage's last backward of the
+                   batch (in a stream always) the largest bucket of gradients being summed, and where the
+                   optimizer is divided, the parts of other ranks, of gradients and then of weights
 
 `stage_bytes` gives the same figures of one stage each, of which `memory_curves` makes memory over time.
 `MemoryRules.fit` counts one rank exactly, from what is in flight in its own program. `stage_parts` is the closed form
@@ -103,6 +104,8 @@ class RankPlace:
 
     Arguments:
         ring: over the replicas; None: what they send each other takes no time.
+        streams: whether batches follow each other without a flush.
+        beside: of its memory, what is certain to go to others than tensors (`allocator.certain`) [bytes].
     """
 
     stages: tuple[int, ...]
@@ -110,6 +113,8 @@ class RankPlace:
     tensor: int
     limit: float
     ring: TransferTime | None = None
+    streams: bool = False
+    beside: float = 0.0
 
 
 def stage_parts(
@@ -122,8 +127,11 @@ def stage_parts(
     recompute: str = "none",
     tensor: int = 1,
     num_chunks: int = 1,
-) -> tuple[Floats, Floats]:
-    """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight.
+    sums_behind: bool = False,
+    streams: bool = False,
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight; and the bytes
+    behind the batch, which may be more than these together.
 
     What the V stages of a rank share counts with a V-th.
 
@@ -132,19 +140,36 @@ def stage_parts(
         optimizer: bytes of its state a byte of parameters, on one rank.
         has_replicas: whether gradients are summed over replicas.
         divides: whether the optimizer's state may be divided over them.
+        sums_behind: whether nothing else is under way then, as with one stage a rank and a flush.
+        streams: whether batches follow each other without a flush.
     """
     share = tensor * num_chunks
     sent = sums.before * (RECEIVES_AHEAD + GRADIENTS_SENT) + sums.behind * RECEIVES_AHEAD
     workspace = sums.workspace / num_chunks + sums.before + sums.behind
-    summed = np.minimum(sums.weights, BUCKET_BYTES / num_chunks) + (sums.weights if divides else 0.0)
-    bucket = np.where(has_replicas, summed, 0.0)
-    fixed = sums.weights * (versions + 1 + optimizer) + sums.buffers + workspace + sent / share + bucket
+    summed = _bucket(sums, streams=streams, share=num_chunks) + (sums.weights if divides else 0.0)
     under = sums.under(recompute)
-    return fixed + under.again, sums.behind / share + under.kept
+    passing, each = workspace + sent / share + under.again, sums.behind / share + under.kept
+    bucket = np.where(has_replicas, summed, 0.0)
+    kept = sums.weights * (versions + 1 + optimizer) + sums.buffers
+    return kept + passing + (0.0 if sums_behind else bucket), each, np.asarray(kept + bucket)
+
+
+def _bucket(sums: StageSums, *, streams: bool, share: int = 1) -> Floats:
+    """Bytes of the largest bucket of gradients of each stage, elementwise, a `share`-th of what stages have in common:
+    the small ones together, or a large one, which is its own. In a stream all gradients travel as copies."""
+    if streams:
+        return np.asarray(np.minimum(sums.weights, BUCKET_BYTES / share))
+    return np.asarray(np.maximum(sums.largest / share, np.minimum(sums.small, BUCKET_BYTES / share)))
 
 
 def stage_bytes(
-    sums: StageSums, memories: Sequence[RankMemory], *, positions: Sequence[int], replicas: Sequence[int], tensor: int
+    sums: StageSums,
+    memories: Sequence[RankMemory],
+    *,
+    positions: Sequence[int],
+    replicas: Sequence[int],
+    tensor: int,
+    streams: bool = False,
 ) -> tuple[StageBytes, ...]:
     """[S] bytes of each stage on one of its devices, as its rank treats it.
 
@@ -152,8 +177,10 @@ def stage_bytes(
         positions: [S] rank of each stage.
         memories, replicas: [P] by stage of the first chunk.
         tensor: T; each of T ranks sends its share of a message.
+        streams: whether batches follow each other without a flush.
     """
     found, pipeline = [], len(memories)
+    bucket = _bucket(sums, streams=streams).tolist()
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]
         treatment, held = memory.treatment, memory.held
@@ -169,7 +196,7 @@ def stage_bytes(
                 again=float(row.again[stage]),
                 workspace=float(sums.workspace[stage] + sums.before[stage] + sums.behind[stage]),
                 output=float(sums.behind[stage]) / tensor,
-                summing=min(weights, BUCKET_BYTES) + weights * (1 - 1 / shards) if has_replicas else 0.0,
+                summing=bucket[stage] + weights * (1 - 1 / shards) if has_replicas else 0.0,
             )
         )
     return tuple(found)
@@ -207,6 +234,33 @@ class MemoryRules:
                 break
         return rank.treated([option.name for option in best])
 
+    def least_seconds_again(self, sums: StageSums, in_flight: InFlight, place: RankPlace) -> float:
+        """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
+        rank = _Rank(sums, in_flight, place, self)
+        if set(self.recompute) == {"none"} or rank.least_excess(("none",) * rank.num_chunks) == 0:
+            return 0.0
+        return rank.least_seconds_again(self.recompute)
+
+
+class _Way(NamedTuple):
+    """Bytes under one division of the optimizer's state.
+
+    fixed: there whatever runs, gradients apart. behind: gradients and their sums behind the batch. forward, backward:
+    at each moment [V] microbatches held, and bytes of gradients and sums; while a backward runs, with its chunk.
+    """
+
+    fixed: float
+    behind: float
+    forward: list[tuple[list[float], float]]
+    backward: list[tuple[list[float], float, int]]
+
+    def peak(self, kept: Sequence[float], again: Sequence[float]) -> float:
+        """Bytes of activations, gradients and sums when they are most."""
+        most: float = max(sum(map(mul, held, kept)) + gradients for held, gradients in self.forward)
+        for held, gradients, at in self.backward:
+            most = max(most, sum(map(mul, held, kept)) + gradients + again[at])
+        return most
+
 
 class _Rank:
     """Bytes that one rank holds, whatever is done about it."""
@@ -221,16 +275,22 @@ class _Rank:
         self.shards = self._shards(sums.update[self.own])
         self._rows: dict[str, tuple[list[float], list[float]]] = {}
 
-    def _messages(self, shards: Sequence[int]) -> float:
-        """Bytes received ahead and sent, and of gradients that are being summed, or weights gathered."""
+    @cached_property
+    def _messages(self) -> float:
+        """Bytes received ahead and sent."""
         num_messages = self.in_flight.num_microbatches * self.num_chunks
         received, returned = min(RECEIVES_AHEAD, num_messages), min(GRADIENTS_SENT, num_messages)
         behind = float(self.behind.max()) * received + float((self.behind * self.most).sum())
-        messages = (float(self.before.max()) * (received + returned) + behind) / self.place.tensor
+        return (float(self.before.max()) * (received + returned) + behind) / self.place.tensor
+
+    def _summing(self, shards: Sequence[int]) -> Floats:
+        """[V] bytes beside the gradients while they are summed: parts of other ranks, and one bucket in all."""
         if self.place.replicas == 1:
-            return messages
-        others = float((self.weights * (1 - 1 / np.array(shards, dtype=np.float64))).sum())
-        return messages + others + min(float(self.weights.sum()), BUCKET_BYTES)
+            return np.zeros_like(self.weights)
+        small = self._all_weights if self.place.streams else float(self.sums.small[self.own].sum())
+        largest = 0.0 if self.place.streams else float(self.sums.largest[self.own].max())
+        bucket = max(largest, min(small, BUCKET_BYTES)) / (self._all_weights or 1.0)
+        return np.asarray(self.weights * (1 - 1 / np.array(shards, dtype=np.float64) + bucket))
 
     def _shards(self, update: Floats) -> tuple[tuple[int, ...], ...]:
         """Ways to divide the optimizer's state, to try in turn.
@@ -270,8 +330,7 @@ class _Rank:
         """The rank's memory, with the first division of the optimizer's state that fits, or the smallest."""
         best: RankMemory | None = None
         for shards in self.shards:
-            held = self._held(recompute, shards)
-            messages = self._messages(shards)
+            held, messages = self._held(recompute, shards)
             too_many = self._excess(held.total + messages)
             if best is None or too_many < best.too_many:
                 best = RankMemory(
@@ -289,14 +348,37 @@ class _Rank:
 
     def _excess(self, total: float) -> float:
         """Bytes beyond the device's; rounding is none."""
-        excess = total - self.place.limit
+        excess = total + self.place.beside - self.place.limit
         return 0.0 if excess <= self.place.limit * 1e-12 else excess
 
     def least_excess(self, recompute: Sequence[str]) -> float:
         """`treated(recompute).too_many`, quickly: nothing else of it depends on what is recomputed."""
         rows = list(enumerate(map(self._row, recompute)))
-        peak = self._peak([kept[v] for v, (kept, _) in rows], [again[v] for v, (_, again) in rows])
-        return self._excess(self._fixed + max(peak + self._largest_workspace, self._all_weights))
+        kept, again = [kept[v] for v, (kept, _) in rows], [again[v] for v, (_, again) in rows]
+        passing = self._messages + self._largest_workspace
+        return self._excess(min(way.fixed + max(way.peak(kept, again) + passing, way.behind) for way in self._ways))
+
+    def least_seconds_again(self, names: Sequence[str]) -> float:
+        """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts.
+
+        What a backward makes again is left out, thus never more than a treatment takes that fits.
+        """
+        return min(self._least_again(way, names) for way in self._ways)
+
+    def _least_again(self, way: _Way, names: Sequence[str]) -> float:
+        stash, _ = self._row("none")
+        moments = [*way.forward, *((held, others) for held, others, _ in way.backward)]
+        most, held = max((sum(map(mul, held, stash)) + others, held) for held, others in moments)
+        excess = self._excess(way.fixed + most + self._messages + self._largest_workspace)
+        steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
+        for v, number in enumerate(held):
+            rows = [(self._row(name)[0][v], float(self.sums.under(name).seconds[self.own[v]])) for name in names]
+            steps += _descents([(number * (stash[v] - kept), seconds) for kept, seconds in rows])
+        seconds = 0.0
+        for rate, freed in sorted(steps):
+            seconds += rate * min(freed, excess)
+            excess -= min(freed, excess)
+        return seconds
 
     def _row(self, name: str) -> tuple[list[float], list[float]]:
         """[V] bytes kept of a microbatch, [V] made again."""
@@ -306,14 +388,25 @@ class _Rank:
         return self._rows[name]
 
     @cached_property
-    def _fixed(self) -> float:
-        """Bytes that are there whatever runs, gradients apart, under the division of the optimizer that takes least."""
-        every = []
+    def _ways(self) -> list[_Way]:
+        """By division of the optimizer's state."""
+        found, flight = [], self.in_flight
         for shards in self.shards:
             optimizer = self.weights * self.rules.optimizer_ratio / np.array(shards)
-            kept = self.weights * self.in_flight.versions + optimizer + self.sums.buffers[self.own]
-            every.append(float(kept.sum()) + self._messages(shards))
-        return min(every)
+            kept = self.weights * flight.versions + optimizer + self.sums.buffers[self.own]
+            summing = self._summing(shards)
+            forward = flight.graded @ self.weights + flight.summed @ summing
+            backward = flight.graded_backward @ self.weights + flight.summed_backward @ summing
+            running = flight.running.tolist()
+            found.append(
+                _Way(
+                    fixed=float(kept.sum()),
+                    behind=self._all_weights + float(summing.sum()),
+                    forward=list(zip(flight.held.tolist(), forward.tolist(), strict=True)),
+                    backward=list(zip(flight.in_backward.tolist(), backward.tolist(), running, strict=True)),
+                )
+            )
+        return found
 
     @cached_property
     def _all_weights(self) -> float:
@@ -322,24 +415,6 @@ class _Rank:
     @cached_property
     def _largest_workspace(self) -> float:
         return float(self.workspace.max())
-
-    @cached_property
-    def _moments(self) -> tuple[list[tuple[list[float], float]], list[tuple[list[float], float, int]]]:
-        """Microbatches held and bytes of gradients, while a forward runs; and while a backward does, with its chunk."""
-        flight = self.in_flight
-        graded, in_backward = flight.graded @ self.weights, flight.graded_backward @ self.weights
-        return (
-            list(zip(flight.held.tolist(), graded.tolist(), strict=True)),
-            list(zip(flight.in_backward.tolist(), in_backward.tolist(), flight.running.tolist(), strict=True)),
-        )
-
-    def _peak(self, kept: Sequence[float], again: Sequence[float]) -> float:
-        """Bytes of activations and gradients when they are most."""
-        forward, backward = self._moments
-        most: float = max(sum(map(mul, held, kept)) + gradients for held, gradients in forward)
-        for held, gradients, at in backward:
-            most = max(most, sum(map(mul, held, kept)) + gradients + again[at])
-        return most
 
     def relaxed(self, choice: Choice, options: Sequence[Sequence[Option]]) -> Choice:
         """The same with fewer seconds in single stages, where that still fits."""
@@ -354,18 +429,20 @@ class _Rank:
                 chosen[stage] = before
         return tuple(chosen)
 
-    def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> Held:
-        """Bytes at the rank's peak, messages apart."""
+    def _held(self, recompute: Sequence[str], shards: Sequence[int]) -> tuple[Held, float]:
+        """Bytes at the rank's peak; and of messages and of what is being summed then."""
         rows = [self._row(name) for name in recompute]
         kept = np.array([row[v] for v, (row, _) in enumerate(rows)])
         again = np.array([row[v] for v, (_, row) in enumerate(rows)])
-        peak = self.in_flight.peak(kept, again, self.weights)
+        summing = self._summing(shards)
+        peak = self.in_flight.peak(kept, again, self.weights, summing)
         gradients, activations = peak.graded * self.weights, peak.held * kept + peak.anew * again
-        workspace = self.workspace
-        if float((gradients + activations).sum() + workspace.max()) < float(self.weights.sum()):
-            # Behind the batch all gradients are there, and nothing else that comes and goes.
+        workspace, sent = self.workspace, self._messages + float((peak.summed * summing).sum())
+        if float((gradients + activations).sum() + workspace.max()) + sent <= float((self.weights + summing).sum()):
+            # Behind the batch all gradients are there, with their sums, and nothing else that comes and goes.
             gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)
-        return Held(
+            sent = float(summing.sum())
+        held = Held(
             parameters=self.weights * self.in_flight.versions,
             gradients=gradients,
             optimizer=self.weights * self.rules.optimizer_ratio / np.array(shards),
@@ -373,3 +450,21 @@ class _Rank:
             activations=activations,
             workspace=workspace,
         )
+        return held, sent
+
+
+def _descents(options: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Rates [s/byte] and bytes of the steps from nothing freed to most, on the lower hull of (bytes freed, seconds).
+
+    >>> _descents([(4.0, 1.0), (6.0, 3.0), (5.0, 3.0)])
+    [(0.25, 4.0), (1.0, 2.0)]
+    """
+    steps: list[tuple[float, float]] = []
+    at, spent = 0.0, 0.0
+    while True:
+        left = [((seconds - spent) / (freed - at), freed, seconds) for freed, seconds in options if freed > at]
+        if not left:
+            return steps
+        rate, freed, seconds = min(left, key=lambda each: (each[0], -each[1]))
+        steps.append((max(rate, 0.0), freed - at))
+        at, spent = freed, seconds

@@ -7,9 +7,16 @@ in the largest group of a level, k in the smallest one, and b bytes left to sum:
     seconds += 2 (n-1) (latency + b / n / bandwidth)        b /= k
 
 So does NCCL: it makes as many rings as the node with the fewest members has adapters, each with its part of the buffer
-(Patarasuk and Yuan 2009 for one ring). gloo makes one flat ring, whose seconds on several levels are more; there a
-level's `reduce_bandwidth` says what was measured. Where a node has several members, but not all of its devices, the
+(Patarasuk and Yuan 2009 for one ring). Where a node has several members, but not all of its devices, the
 rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
+
+gloo makes one ring of all N members, whatever host they are on (`Cluster.rings` "flat"). All of the vector crosses each
+of its links, and each step waits for the slowest one: since a rank sends when it has heard that the next one waits
+(gloo's transport has no buffers of its own), no rank is a step ahead of its neighbour. With the level that joins all:
+
+    seconds = 2 (N-1) (latency + b / N / bandwidth)
+
+On one level both are the same. A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
 """
 
 from __future__ import annotations
@@ -33,11 +40,17 @@ MAX_PAIRS = 1 << 20  # of replicas of two stages that are looked at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """Seconds of an empty transfer [s], and of each further byte [s/byte]; `busy`: of either end with a message [s]."""
+    """Seconds of an empty transfer [s], and of each further byte [s/byte].
+
+    Arguments:
+        busy: of either end with a message [s].
+        busy_share: of a sum's seconds, those that keep its ranks from computing (0 to 1).
+    """
 
     latency: float
     seconds_a_byte: float
     busy: float = 0.0
+    busy_share: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds of so many bytes."""
@@ -59,10 +72,14 @@ class Topology:
         self.num_devices = cluster.num_devices
         self.level_sizes = [level.size for level in cluster.levels]
         self._group_sizes = np.cumprod(self.level_sizes)[:-1]
+        self.is_flat = cluster.rings == "flat"
         slowest = np.maximum.accumulate([level.latency for level in cluster.levels]).tolist()
         self.links, self.rings = (
-            [TransferTime(latency=a, seconds_a_byte=1 / b) for a, b in zip(slowest, bandwidths, strict=True)]
-            for bandwidths in (cluster.path_bandwidths, cluster.ring_bandwidths)
+            [TransferTime(latency=a, seconds_a_byte=1 / b) for a, b in zip(latencies, bandwidths, strict=True)]
+            for latencies, bandwidths in (
+                (slowest, cluster.path_bandwidths),
+                (cluster.ring_latencies, cluster.ring_bandwidths),
+            )
         )
         self.links = [
             replace(link, busy=level.message_seconds) for link, level in zip(self.links, cluster.levels, strict=True)
@@ -98,10 +115,8 @@ class Topology:
 
     def between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
         """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank."""
-        counts = len(src) // tensor, len(dst) // tensor
-        k = np.arange(min(math.lcm(*counts), MAX_PAIRS))
-        first, last = (_indices(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
-        levels = sum((first // size != last // size).astype(int) for size in self._group_sizes)
+        first, last = _pairs(src, dst, tensor)
+        levels = self.levels_between(first, last)
         link = self.links[int(np.max(levels))]
         if self.has_equal_links:
             return link
@@ -109,17 +124,50 @@ class Topology:
         per_byte = np.array([each.seconds_a_byte for each in self.links])[levels]
         return replace(link, seconds_a_byte=float(np.max(np.where(levels > 0, per_byte / speeds, per_byte))))
 
+    def pair(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
+        """The slowest sum over two ranks, one of each stage, of what both hold; pairs as in `between`."""
+        first, last = (ranks.ravel() for ranks in _pairs(src, dst, tensor))
+        speeds = np.minimum(self.link_speeds[first], self.link_speeds[last])
+        at = np.lexsort((-speeds, self.levels_between(first, last)))[-1]
+        return self.ring((int(first[at]), int(last[at])))
+
     def ring(self, ranks: Sequence[int]) -> TransferTime:
         """A sum over these ranks, by the bytes that each of them holds."""
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+        if self.is_flat:
+            first, last = members[0], members[-1]
+            level = int(self.levels_between(first, last))
+            return TransferTime(
+                latency=2 * (len(members) - 1) * self.rings[level].latency,
+                seconds_a_byte=float(self._flat_seconds_a_byte(first, last, len(members), slowness)),
+                busy_share=self.cluster.levels[level].sum_busy if len(members) > 1 else 0.0,
+            )
         counts = []
         for size in self.level_sizes:
             in_group = np.unique(members // size, return_counts=True)
             members = in_group[0]
             counts.append((float(in_group[1].max()), float(in_group[1].min())))
         latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, self.rings, strict=True))
-        return TransferTime(latency=latency, seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness)))
+        spanned = [level for level, (most, _) in zip(self.cluster.levels, counts, strict=True) if most > 1]
+        return TransferTime(
+            latency=latency,
+            seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness)),
+            busy_share=spanned[-1].sum_busy if spanned else 0.0,
+        )
+
+    def small_sum(self, ranks: Sequence[int]) -> float:
+        """Seconds of the sum of a number or two over these ranks, as of the global norm.
+
+        By levels as an empty `ring`. A flat ring has one part for all members, which goes round twice, less two hops:
+        each takes its own link's latency and keeps both ends busy, and the others wait for their turn.
+        """
+        members = np.unique(_indices(ranks))
+        if not self.is_flat or len(members) == 1:
+            return self.ring(ranks).latency
+        hops = self.levels_between(members, np.roll(members, 1))  # the first one closes the ring
+        seconds = np.array([link.latency + 2 * link.busy for link in self.links])[hops]
+        return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
         """Sums over `size` ranks, `stride` apart, of each group of that width that has a place of its own."""
@@ -135,6 +183,8 @@ class Topology:
             slowness: of the slowest network card among them, in seconds of an ordinary one.
         """
         first, last = np.asarray(first), np.asarray(last)
+        if self.is_flat:
+            return self._flat_seconds_a_byte(first, last, last - first + 1, slowness)
         counts = []
         for size in self.level_sizes:
             is_one = first // size == last // size
@@ -150,6 +200,13 @@ class Topology:
         apart = [np.asarray(first) // size != np.asarray(last) // size for size in self._group_sizes]
         return np.asarray(sum(apart), dtype=np.intp) if apart else np.zeros(np.broadcast(first, last).shape, np.intp)
 
+    def _flat_seconds_a_byte(self, first: Index, last: Index, number: Index, slowness: Floats | float) -> Floats:
+        """Seconds a byte of one ring over so many devices, of which `first` and `last` are farthest apart."""
+        levels = self.levels_between(first, last)
+        per_byte = np.array([ring.seconds_a_byte for ring in self.rings])[levels]
+        per_byte = np.where(levels > 0, per_byte * slowness, per_byte)
+        return np.asarray(2 * (number - 1) / number * per_byte, dtype=np.float64)
+
     def _ring_seconds_a_byte(self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group."""
         seconds, part = np.zeros(()), np.ones(())
@@ -163,6 +220,14 @@ class Topology:
             seconds = seconds + 2 * (most - 1) / most * part * per_byte
             part = part / least
         return np.asarray(seconds, dtype=np.float64)
+
+
+def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices, Indices]:
+    """[pairs, T] ranks of two stages whose replicas share microbatches."""
+    counts = len(src) // tensor, len(dst) // tensor
+    k = np.arange(min(math.lcm(*counts), MAX_PAIRS))
+    first, last = (_indices(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
+    return first, last
 
 
 def _indices(ranks: Sequence[int]) -> Indices:

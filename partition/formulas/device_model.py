@@ -4,7 +4,8 @@
                       efficiency(o) = matrix_efficiency o / (o + wave_outputs / 2)
     all other layers  bytes read and written / (memory_bandwidth * memory_efficiency)
     the host          kernels * kernel_seconds, where that is longer than what the device takes
-    tensor sums       sum_seconds + bytes / (bandwidth of the link * link_efficiency)
+    tensor sums       hop_seconds for each of the 2 (n-1) messages of a ring, beside their bytes over what is reached
+                      of the links: bandwidth * link_efficiency within a node, as below between nodes
     other nodes       bandwidth * network_efficiency; times partial_efficiency where several, but not all devices of a
                       node sum with other nodes: their rings share network cards (`Level.partial_reduce`)
 
@@ -57,12 +58,11 @@ _FITTED = {
     "link_efficiency": _part(0.8, 0.05),
     "memory_efficiency": _part(0.8, 0.15),
     "kernel_seconds": _Range(least=0.0, most=1e-2, start=5e-5, step=1e-5, spread=0.3),
-    "sum_seconds": _Range(least=0.0, most=1e-1, start=5e-5, step=1e-5, spread=0.5),
+    "hop_seconds": _Range(least=0.0, most=1e-2, start=5e-6, step=1e-6, spread=0.5),
     "network_efficiency": _part(0.8, 0.1),
     "partial_efficiency": _part(0.5, 0.3),
 }
-_SECONDS = ("kernel_seconds", "sum_seconds")
-_MAY_BE_ZERO = ("wave_outputs", *_SECONDS)
+_MAY_BE_ZERO = ("wave_outputs", "kernel_seconds", "hop_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,8 @@ class DeviceModel:
         link_efficiency: the part of a link's bandwidth that tensor-parallel sums reach (0 to 1).
         memory_efficiency: the part of the memory's bandwidth that kernels reach which wait for it (0 to 1).
         kernel_seconds: of the host for one kernel: Python, autograd, launch [s].
-        sum_seconds: of a tensor-parallel sum beside its bytes: start, and the wait for the last device [s].
+        hop_seconds: of each of the 2 (n-1) messages, one after the other, of a tensor-parallel sum over n devices,
+            beside its bytes: start, and the wait for a slower neighbour [s].
         network_efficiency: the part of the network's bandwidth that messages and sums between nodes reach (0 to 1).
         partial_efficiency: of that, the part that sums reach of which a node has several devices, but not all (0 to 1).
 
@@ -100,7 +101,7 @@ class DeviceModel:
     link_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     kernel_seconds: float = 0.0
-    sum_seconds: float = 0.0
+    hop_seconds: float = 0.0
     network_efficiency: float = 1.0
     partial_efficiency: float = 1.0
 
@@ -151,6 +152,31 @@ class DeviceModel:
         """
         node, *network = cluster.levels
         return replace(cluster, levels=(node, *(self._reached(level) for level in network)))
+
+    def summed(self, cluster: Cluster) -> Cluster:
+        """The cluster as tensor-parallel sums see it: with what they reach of the links, and the start of each message.
+
+        >>> device = replace(DeviceModel.preset("A100-80GB"), link_efficiency=0.5, hop_seconds=1e-6)
+        >>> device.summed(Cluster.parse("4x8:nvlink=300GB/s,net=12GB/s")).ring_bandwidths
+        (150000000000.0, 12000000000.0)
+        """
+        node, *network = self.reached(cluster).levels
+        part, reduced = self.link_efficiency, node.reduce_bandwidth
+        node = replace(
+            node,
+            bandwidth=node.bandwidth * part,
+            reduce_bandwidth=None if reduced is None else reduced * part,
+        )
+        levels = (self._summing(level) for level in (node, *network))
+        return replace(cluster, levels=tuple(levels))
+
+    def _summing(self, level: Level) -> Level:
+        step = level.reduce_latency
+        return replace(
+            level,
+            latency=level.latency + self.hop_seconds,
+            reduce_latency=None if step is None else step + self.hop_seconds,
+        )
 
     def _reached(self, level: Level) -> Level:
         part, reduced = self.network_efficiency, level.reduce_bandwidth
@@ -278,14 +304,14 @@ PRESETS = (
     _sxm("H200-141GB", multiprocessors=132, teraflops=989.4, gigabytes_a_second=4800, gigabytes=141, nvlink=900),
     replace(
         _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
-        matrix_efficiency=0.833,
-        wave_outputs=108 * 128 * 256,  # multiprocessors, each with the largest tile of cuBLAS
+        matrix_efficiency=0.855,
+        wave_outputs=6.21e6,
         link_efficiency=0.758,
-        memory_efficiency=0.705,
+        memory_efficiency=0.718,
         kernel_seconds=1.11e-4,
-        sum_seconds=1.03e-4,
-        network_efficiency=0.881,
-        partial_efficiency=0.27,
+        hop_seconds=7.67e-6,
+        network_efficiency=0.797,
+        partial_efficiency=0.278,
     ),
 )
 """SXM modules, 16-bit matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021),

@@ -19,10 +19,11 @@ A layer, forward (backward):
 
 Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
 norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
-terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). The update reads and writes all that
-is held of a parameter once. Nothing overlaps, but that the host starts kernels while the device computes: a part takes
-what the slower of the two takes. The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts,
-GeLU, copies of transposed tensors, additions, sums.
+terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). The update is memory traffic, too
+(`Transformer.update_bytes`); a tied embedding's gradient is summed over the first and the last stage. Nothing
+overlaps, but that the host starts kernels while the device computes: a part takes what the slower of the two takes.
+The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts, GeLU, copies of transposed
+tensors, additions, sums.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cluster import Cluster, Level
-from ..profile import Node, Profile
+from ..profile import Node, Profile, Tied
 from ..strict import count, fail
 from ..topology import Topology
 from .device_model import DeviceModel
@@ -68,6 +69,7 @@ def transformer_profile(
         origin="formula",
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
+        tied=layers.tied,
     )
 
 
@@ -88,10 +90,15 @@ class LayerFormulas:
         self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
         self.vocabulary = -(-model.vocabulary // tensor)
         # Groups are T neighbouring devices; where T does not divide a node, the slowest one stands on two.
-        num_bytes = VALUE_BYTES * self.wide / device.link_efficiency
+        rings = Topology(device.summed(cluster)).rings_of_groups(tensor)
+        self.sum_seconds = max(each.seconds(VALUE_BYTES * self.wide) for each in rings)
         self.topology = Topology(device.reached(cluster))
-        rings = self.topology.rings_of_groups(tensor)
-        self.sum_seconds = max(each.seconds(num_bytes) for each in rings) + (device.sum_seconds if tensor > 1 else 0.0)
+
+    @property
+    def tied(self) -> tuple[Tied, ...]:
+        """The weights that embedding and head share, on one device; none where the head has its own."""
+        shared = float(VALUE_BYTES * self.vocabulary * self.model.hidden)
+        return ((("embedding", "head"), shared),) if self.model.head == "tied" else ()
 
     def parts(self) -> tuple[Node, Node, Node]:
         """Embedding, a layer, head."""
@@ -129,7 +136,8 @@ class LayerFormulas:
                 10 * self.whole + 8 * self.wide / t + 4 * mlp,
                 self._seconds([(scores, every_score)], 13 * self.scores),
             ),
-            workspace=max(4 * mlp, 4 * self.scores),  # gradients in front of and behind GeLU or softmax
+            # One gradient of GeLU's or softmax's size: the next takes the place of what the product let go of.
+            workspace=max(2 * mlp, 2 * self.scores),
             output=VALUE_BYTES * self.wide,
         )
 
@@ -196,7 +204,7 @@ class LayerFormulas:
             stash_bytes=stash,
             input_grad_seconds=input_grad,
             weight_grad_seconds=weight_grad,
-            update_seconds=self.device.memory_seconds(2 * self.model.bytes_per_parameter * parameters),
+            update_seconds=self.device.memory_seconds(self.model.update_bytes * parameters),
             workspace_bytes=workspace,
             runs_again=selective is not None,
             selective_bytes=None if selective is None else selective[0],

@@ -1,4 +1,4 @@
-"""What others measured, as files, and a device model fitted to it.
+"""Measurements of others, as files, and a device model fitted to it.
 
 Trainings are CSV with the columns of vTrain (Bang et al., MICRO 2024, github.com/VIA-Research/vTrain, data/), a line
 each; sums over the devices of a node are CSV with those of NCCL's tests. Lines that begin with "# " are comments.
@@ -20,9 +20,10 @@ from .training import MeasuredTraining, fit_trainings
 
 CONSTANTS = (
     "matrix_efficiency",
+    "wave_outputs",
     "memory_efficiency",
     "kernel_seconds",
-    "sum_seconds",
+    "hop_seconds",
     "network_efficiency",
     "partial_efficiency",
 )
@@ -104,9 +105,9 @@ def read_sums(path: str | Path) -> tuple[MeasuredSum, ...]:
 
 
 def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: int) -> DeviceModel:
-    """The device with link_efficiency and sum_seconds of measured sums over `num_devices` of a node.
+    """The device with link_efficiency and hop_seconds of measured sums over `num_devices` of a node.
 
-    seconds = sum_seconds + 2 (n-1)/n bytes / (link_bandwidth * link_efficiency), with least relative errors.
+    seconds = 2 (n-1) (hop_seconds + bytes / n / (link_bandwidth * link_efficiency)), with least relative errors.
 
     Raises ValueError for sums of fewer than two sizes, of one device, or faster than the link.
     """
@@ -115,13 +116,14 @@ def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: i
     if num_devices < 2:
         fail("num_devices", num_devices, "at least 2")
     seconds = np.array([each.seconds for each in sums])
-    moved = np.array([each.num_bytes for each in sums]) * 2 * (num_devices - 1) / num_devices
+    hops = 2 * (num_devices - 1)
+    moved = np.array([each.num_bytes for each in sums]) * hops / num_devices
     (start, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, moved / seconds], 1), np.ones(len(sums)), rcond=None)
     efficiency = 1 / per_byte / device.link_bandwidth if per_byte > 0 else math.inf
     if efficiency > 1:
         expected = f"seconds that {device.link_bandwidth / 1e9:g} GB/s allow"
         raise ValueError(f"sums of {len(sums)} sizes: as if by {efficiency:.3g} of the link: expected {expected}")
-    return replace(device, link_efficiency=float(efficiency), sum_seconds=max(float(start), 0.0))
+    return replace(device, link_efficiency=float(efficiency), hop_seconds=max(float(start) / hops, 0.0))
 
 
 def fit_measured(

@@ -116,18 +116,26 @@ def _cluster(num_devices: int, network: float) -> Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stages:
-    """[PV] seconds of each stage, waits for sends and sums of gradients included; of a message beside compute."""
+    """[PV] seconds of each stage, waits for sends and sums over replicas included; of a message beside compute; of the
+    sum of the embedding's gradient, which the last stage shares."""
 
     forward: list[float]
     backward: list[float]
     update: list[float]
     latency: float
+    tied: float
 
 
 def step_costs(training: Training, device: DeviceModel) -> Costs:
     """P * V stages of equally many layers, the embedding before and the head behind them."""
     stages = _stages(training, device)
-    return Costs(forward=stages.forward, backward=stages.backward, update=stages.update, latency=stages.latency)
+    return Costs(
+        forward=stages.forward,
+        backward=stages.backward,
+        update=stages.update,
+        latency=stages.latency,
+        tied=(((0, len(stages.update) - 1), stages.tied),) if stages.tied else (),
+    )
 
 
 def _stages(training: Training, device: DeviceModel) -> _Stages:
@@ -155,6 +163,7 @@ def _stages(training: Training, device: DeviceModel) -> _Stages:
     topology = formulas.topology
     ring = topology.ring(range(0, training.data * training.tensor, training.tensor))
     sent = layer.activation_bytes / (training.tensor if training.parts_sent else 1)
+    ends = topology.ring((0, training.num_devices - training.num_devices // training.pipeline))
     inner, outer = topology.cluster.levels  # in one node no message goes over the network
     way = outer if training.num_devices > NODE else inner
     on_link = sent / way.bandwidth if num_stages > 1 else 0.0
@@ -163,6 +172,7 @@ def _stages(training: Training, device: DeviceModel) -> _Stages:
         forward=[waited + seconds for seconds in forward],
         backward=[waited + seconds for seconds in backward],
         latency=on_link - waited,
+        tied=sum(ends.seconds(shared) for _, shared in formulas.tied) if training.pipeline > 1 else 0.0,
         update=[seconds + ring.seconds(each) for seconds, each in zip(update, gradients, strict=True)],
     )
 
@@ -192,7 +202,7 @@ def estimated(training: Training, device: DeviceModel) -> float:
     busiest = max(sum(chunks[rank::P]) for rank in range(P))
     fill = sum(chunks[:P]) - max(chunks[:P]) if V > 1 else sum(chunks) - max(chunks)
     messages = 2 * ((P - 1) + (M - 1) * (P - 1) // P) if V == 1 else 2 * (P * V - 1)
-    return M * busiest + fill + messages * stages.latency + sum(stages.update[::P])
+    return M * busiest + fill + messages * stages.latency + stages.tied + sum(stages.update[::P])
 
 
 def fit_trainings(

@@ -86,6 +86,26 @@ class Transformer:
         """
         return (self.bytes_per_parameter - 2 * VALUE_BYTES) / VALUE_BYTES
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of memory traffic a parameter of one update, each pass over a tensor for itself: 62 or 58.
+
+                                            read                          written
+            gradients emptied               -                             16 bits       2 (float32: 4)
+            to float32                      16 bits                       float32       6 (float32: 0)
+            divided by the loss scale       gradient                      gradient      8
+            their norm                      gradient                      -             4
+            clipped by it                   gradient                      gradient      8
+            Adam                            gradient, master, 2 moments   the last 3   28
+            to 16 bits                      master                        weight        6
+
+        What Megatron-LM does of 2021 (megatron/optimizer/optimizer.py, `step`, and clip_grads.py; Adam and each other
+        pass are one fused kernel of Apex's). Clipping scales where the norm is above the limit, as it is at first.
+        """
+        gradient = 4 if self.gradients == "float32" else 2
+        converted = 0 if gradient == 4 else gradient + 4
+        return gradient + converted + 8 + 4 + 8 + 28 + 6
+
     def flops(self, *, batch_size: int, recompute: Recompute = "none") -> float:
         """FLOP of the matrix products of one step.
 

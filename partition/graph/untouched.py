@@ -55,21 +55,41 @@ def untouched(*roots: nn.Module, device: torch.device, buffers: bool = True) -> 
 
 
 class Kept:
-    """All that can be reached from some modules, and the random generators, as they are when this is made."""
+    """All that some modules or functions reach, and the random generators, as they are when this is made."""
 
-    def __init__(self, roots: Collection[nn.Module], *, device: torch.device, buffers: bool = True) -> None:
+    def __init__(self, roots: Collection[object], *, device: torch.device, buffers: bool = True) -> None:
         self._undo: list[Callable[[], object]] = [GeneratorStates(device).restore]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
         if not buffers:
-            seen = {id(buffer): buffer for root in roots for buffer in root.buffers()}
+            modules = [root for root in roots if isinstance(root, nn.Module)]
+            seen = {id(buffer): buffer for root in modules for buffer in root.buffers()}
+        empty: list[dict[object, object]] = []  # most of what modules hold: tables of hooks
+        self._undo.append(partial(_clear, empty))
         pending: list[object] = list(roots)
         while pending:
             value = pending.pop()
             if id(value) not in seen and not isinstance(value, _FIXED):
                 seen[id(value)] = value
+                if isinstance(value, dict) and not value:
+                    empty.append(value)
+                    continue
                 self._undo += _undo_of(value)
                 held = self._held(value)
                 pending += held if len(held) <= _MOST else ()
+        self._seen = seen
+
+    def reaches(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether one of these is among it, or part of a module that a function here names as a global."""
+        wanted = {id(parameter) for parameter in parameters}
+        functions = [value for value in self._seen.values() if isinstance(value, FunctionType)]
+        named = [
+            function.__globals__.get(name)
+            for function in functions
+            if _is_users(function.__module__)
+            for name in function.__code__.co_names
+        ]
+        of_modules = [p for value in named if isinstance(value, nn.Module) for p in value.parameters()]
+        return not wanted.isdisjoint({*self._seen, *map(id, named), *map(id, of_modules)})
 
     def restore(self) -> None:
         """Everything as it was."""
@@ -105,6 +125,12 @@ class Kept:
             elif isinstance(value, _HOLDERS):
                 held.append(value)
         return held
+
+
+def _clear(tables: Collection[dict[object, object]]) -> None:
+    for table in tables:
+        if table:
+            table.clear()
 
 
 def _restore_dict(table: MutableMapping[object, object], items: list[tuple[object, object]]) -> None:

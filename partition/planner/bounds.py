@@ -8,8 +8,9 @@ nodes that it runs (one stage or V of them):
 Over all ranks that is a mean. And nodes are whole: of K nodes that each cost c or more, a rank that is through at T has
 at most (T - head(r)) / c, so that they all find a place when T has reached the K-th of the moments head(r) + j c.
 The same with the updates behind the work, where nothing of them can run beside it: with one stage a rank the sums of
-gradients as well, with several the optimizer's steps alone, since sums of the last stages go beside backwards of the
-first. Where backwards are split, what comes behind may be weight gradients, and the way back counts nothing.
+gradients as well, with several the optimizer's steps, and of sums the share for which they keep the rank busy, since
+those of the last stages go beside backwards of the first. Where backwards are split, what comes behind may be weight
+gradients, and the way back counts nothing.
 
 With whole backwards, no stage saves by being small what others gain by it. Of stage s and those behind it on its rank,
 none begins before a microbatch has come through the stages in front, and its gradient must go back through them:
@@ -58,44 +59,70 @@ class _Nodes:
 
 
 class LeastSeconds:
-    """Lower bounds of the seconds of a batch, by configuration, on devices that are all as fast as the fastest."""
+    """Lower bounds of the seconds of a batch, by configuration, on devices that are all as fast as the fastest.
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    Arguments:
+        norm: seconds of the global norm under a flush, behind the last work of all ranks.
+    """
+
+    def __init__(self, topology: Topology, *, norm: float | None = None) -> None:
+        self.topology, self.norm = topology, norm or 0.0
         self._fast = topology.with_fast_cards()
         self._least_busy = min(link.busy for link in topology.links)
         self._nodes: dict[int, tuple[Model, _Nodes]] = {}
-        self._rings: dict[tuple[int, int], float] = {}  # seconds a byte
+        self._rings: dict[tuple[int, int, bool], float] = {}  # seconds a byte
         self._known_passes: dict[object, float] = {}
+        self._known_works: dict[object, float] = {}
 
     def of(self, c: Configuration, model: Model) -> float:
         """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
-        nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
-        around = 2 * model.profile.action_seconds  # of F and B of a stage
+        return self._of_actions(c, model) + self._beside(c.schedule, model)
+
+    def _of_actions(self, c: Configuration, model: Model) -> float:
+        """Seconds of a batch without what the runtime takes around the step [s]."""
+        m, known, around = c.batch // c.data, family(c.schedule), 2 * model.profile.action_seconds
         messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
+        own = m * c.num_chunks * around  # of F and B of a rank's stages
+        # All of V and the schedule that counts: most numbers of chunks have the same bound.
+        kind = (known.rule.is_asynchronous, known.splits_backward, c.num_chunks == 1, own, messages)
+        key = (id(model), c.pipeline, c.data, c.tensor, m, kind)
+        if key not in self._known_works:
+            self._known_works[key] = self._of_work(c, model, own=own, messages=messages)
+        least = self._known_works[key]
+        if known.rule.is_asynchronous or known.splits_backward:
+            return least
+        return max(least, self._passes(c, m) * (model.seconds / self.topology.fastest + c.num_stages * around))
+
+    def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
+        """The first of both conditions above, with updates and without [s].
+
+        Arguments:
+            own, messages: seconds of the runtime around a rank's actions, and for all messages [s].
+        """
+        nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
+        around = 2 * model.profile.action_seconds
         work, total = m * nodes.work / speed, m * model.seconds / speed + messages
-        own = np.full(c.pipeline, m * c.num_chunks * around)
-        if family(c.schedule).rule.is_asynchronous:
-            return _through(total, nodes.counts, work, own)
-        is_split = family(c.schedule).splits_backward
         stages = np.arange(c.pipeline)
+        if family(c.schedule).rule.is_asynchronous:
+            return _through(total, nodes.counts, work, np.full(c.pipeline, own))
         head = np.searchsorted(nodes.sizes, stages)
         there = own + nodes.forward[head] / speed + stages * around / 2
+        is_split = family(c.schedule).splits_backward
         both = there if is_split else own + nodes.both[head] / speed + stages * around
         least = _through(total, nodes.counts, work, both)
         update, updates = nodes.update / speed / c.data, float(model.cuts.update[-1]) / speed / c.data
-        if c.num_chunks == 1:
-            ring = self._ring(c)
-            update, updates = update + nodes.parameters * ring, updates + float(model.cuts.parameters[-1]) * ring
-        if not is_split:
-            least = max(least, self._passes(c, m) * (model.seconds / speed + c.num_stages * around))
+        ring = self._ring(c)
+        update, updates = update + nodes.parameters * ring, updates + float(model.cuts.parameters[-1]) * ring
         return max(least, _through(total + updates, nodes.counts, work + update, there))
 
     def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
         """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s]."""
         devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
         one = 0.0 if known.rule.is_asynchronous or known.splits_backward else seconds  # through all stages and back
-        return max(one, num_microbatches * seconds / devices)
+        return max(one, num_microbatches * seconds / devices) + self._beside(schedule, model)
+
+    def _beside(self, schedule: str, model: Model) -> float:
+        return model.profile.around_seconds + (0.0 if family(schedule).rule.is_asynchronous else self.norm)
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
         """Bytes of parameters that the fullest rank has, at least."""
@@ -114,11 +141,13 @@ class LeastSeconds:
         return self._nodes[id(model)][1]
 
     def _ring(self, c: Configuration) -> float:
-        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have."""
-        key = (c.data, c.tensor)
+        """Seconds a byte of sums over D ranks in the best of the places that stages of D T ranks may have; of several
+        chunks those that keep a rank busy."""
+        is_one = c.num_chunks == 1
+        key = (c.data, c.tensor, is_one)
         if key not in self._rings:
             rings = self._fast.rings_of_groups(c.data, stride=c.tensor)
-            self._rings[key] = min(ring.seconds_a_byte for ring in rings)
+            self._rings[key] = min(ring.seconds_a_byte * (1.0 if is_one else ring.busy_share) for ring in rings)
         return self._rings[key]
 
 

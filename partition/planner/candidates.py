@@ -57,6 +57,7 @@ def candidates(
             num_microbatches=num_microbatches,
             memory_limit=memory_limit,
             optimizer_ratio=model.optimizer_ratio,
+            action_seconds=model.profile.action_seconds,
         )
         solutions = _solutions(costs, straight=straight, wanted=wanted)
         bounds += [solution.bound for solution in solutions[:1]]

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from ...schedules.registry import family
+from ..allocator import certain
 from ..in_flight import InFlight
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from ..stage_cost import pace
@@ -97,11 +99,13 @@ class _EvenCosts:
         first, ends = at[rows], at[np.minimum(last, len(at) - 1)]
         self.inside = model.cuts.inside[first, ends] & (last < len(at))
         self.sums = model.cuts.stages(first, ends)
+        self._fullest: dict[int, list[float]] = {}
         self.least_beyond = model.least_work_beyond(reach) / max(place.speeds)
         self.action_seconds = model.profile.action_seconds
+        self.beside = certain(model.profile.device)
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
-        self._parts: dict[object, tuple[Floats, Floats]] = {}
+        self._parts: dict[object, tuple[Floats, Floats, Floats]] = {}
 
     def whatever(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
@@ -122,11 +126,12 @@ class _EvenCosts:
     def within(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
         p, chunk = self.positions[stage], stage // self.c.pipeline
-        flight, limit, speed = self.flights[p], self.place.limits[p] / self.c.num_chunks, self.place.speeds[p]
+        flight, speed = self.flights[p], self.place.speeds[p]
+        limit = (self.place.limits[p] - self.beside) / self.c.num_chunks
         plain = self.whatever(stage)
         if not math.isfinite(limit) and "none" in self.rules.recompute:
             return plain
-        held = float(flight.held[int(flight.held.sum(axis=1).argmax())][chunk])
+        held = self._held(p)[chunk]
         key = (id(plain), held, flight.versions, limit, speed)  # `plain` is one for each pair of links
         if key in self._made:
             return self._made[key]
@@ -138,10 +143,18 @@ class _EvenCosts:
         self._made[key] = made
         return made
 
+    def _held(self, p: int) -> list[float]:
+        """[V] microbatches that a rank holds where most are there."""
+        if p not in self._fullest:
+            held = self.flights[p].held
+            self._fullest[p] = held[int(held.sum(axis=1).argmax())].tolist()
+        return self._fullest[p]
+
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
         counts, versions = self.counts[p], self.flights[p].versions
         key = (counts, versions, recompute)
         if key not in self._parts:
+            streams = family(self.c.schedule).rule.is_asynchronous
             self._parts[key] = stage_parts(
                 self.sums,
                 versions=versions,
@@ -151,6 +164,8 @@ class _EvenCosts:
                 recompute=recompute,
                 tensor=self.c.tensor,
                 num_chunks=self.c.num_chunks,
+                sums_behind=self.c.num_chunks == 1 and not streams,
+                streams=streams,
             )
-        fixed, each = self._parts[key]
-        return fixed + held * each
+        fixed, each, behind = self._parts[key]
+        return np.maximum(fixed + held * each, behind)

@@ -33,6 +33,7 @@ class Model:
         self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}
+        self._place = {node.name: at for at, node in enumerate(profile.nodes)}
         self.max_stages = min(len(set(self.cuts.members.sum(axis=1).tolist())), MAX_COARSE) - 1
 
     @cached_property
@@ -66,6 +67,15 @@ class Model:
         """[S] between neighbours among these cuts, S + 1 of them from 0 to the last."""
         at = np.asarray(ends)
         return self.cuts.stages(at[:-1], at[1:])
+
+    def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, int], float]]:
+        """Stages between these cuts that share weights, and bytes of these: `Profile.tied`."""
+        found = []
+        for names, shared in self.profile.tied:
+            inside = self.cuts.members[list(ends[1:])]
+            one, other = sorted(int(np.argmax(inside[:, self._place[name]])) for name in names)
+            found.append(((one, other), shared))
+        return found
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
         """Names of the nodes between two cuts, each behind what it needs."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...schedules.timing.costs import Ties
 from ..topology import NO_TRANSFER, Topology, TransferTime
 from .space import Configuration
 
@@ -33,6 +35,7 @@ class Placements:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._known: dict[object, Placement] = {}
+        self._pairs: dict[object, TransferTime] = {}
 
     def of(self, configuration: Configuration) -> Placement:
         """O(devices) the first time."""
@@ -41,6 +44,28 @@ class Placements:
         if key not in self._known:
             self._known[key] = self._find(c)
         return self._known[key]
+
+    def ties(self, c: Configuration, tied: Iterable[tuple[tuple[int, int], float]]) -> Ties:
+        """((stage, stage), seconds) of sums of weights that both hold; none for two stages on the same ranks.
+
+        Arguments:
+            tied: likewise, with bytes in place of seconds.
+        """
+        found: dict[tuple[int, ...], float] = {}
+        for stages, shared in tied:
+            seconds = self._pair(c, *stages).seconds(shared)
+            if seconds > 0:
+                found[stages] = found.get(stages, 0.0) + seconds
+        return tuple(found.items())
+
+    def _pair(self, c: Configuration, one: int, other: int) -> TransferTime:
+        a, b = sorted((c.positions[one], c.positions[other]))
+        if a == b:
+            return NO_TRANSFER
+        key = (c.pipeline, c.data, c.tensor, a, b, c.ranks)
+        if key not in self._pairs:
+            self._pairs[key] = self.topology.pair(c.stage_ranks[a], c.stage_ranks[b], tensor=c.tensor)
+        return self._pairs[key]
 
     def _find(self, c: Configuration) -> Placement:
         topology, ranks = self.topology, c.stage_ranks

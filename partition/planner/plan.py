@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from ...schedules.registry import FAMILIES, canonical_name, family
+from ..allocator import certain
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
@@ -54,12 +55,14 @@ def plan(
     recompute: Sequence[str] | None = None,
     optimizer_sharding: Sequence[str] = SHARDING,
     optimizer_bytes: float | None = None,
+    max_grad_norm: float | None = None,
     runnable: bool = False,
     num_runners_up: int = 8,
     max_simulated: int = 64,
     seconds: float | None = None,
     max_cuts: int = MAX_CUTS,
     progress: Progress | None = None,
+    on_runners_up: Callable[[Sequence[Plan]], object] | None = None,
 ) -> Plan:
     """The plan with the least simulated seconds a batch, with the runners-up and what each loses.
 
@@ -81,6 +84,8 @@ def plan(
             divided where the step becomes shorter by more than gathering the updated weights takes, or where memory is
             short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
+        max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
+            of a batch that is flushed, for as long as a sum over them all takes. None: they do not.
         runnable: only what the runtime executes, which today is all.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
@@ -88,6 +93,7 @@ def plan(
             win. With it the same input may give another plan.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
         progress: called with a `Tally` and the best seconds so far.
+        on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
     The best configuration is searched best first by lower bounds; see `search` for what that proves. What
     `partition()` finds is among the candidates, so no plan is worse. Ties (to nine digits): fewest devices, then the
@@ -153,7 +159,7 @@ def plan(
     if recompute is not None and "selective" in allowed:
         _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
     search = Search(
-        Evaluator(topology, rules_of, model_of),
+        Evaluator(topology, rules_of, model_of, norm=_norm_seconds(max_grad_norm, topology)),
         rules_of,
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
@@ -180,17 +186,33 @@ def plan(
     if not found:
         raise ValueError(_why_nothing(search, space))
     says_size = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0]).microbatch_size is not None
-    best = found[0].evaluated
-    return as_plan(
-        found,
-        topology,
-        order=order,
-        bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
-        says_size=says_size,
-        num_runners_up=num_runners_up,
-        notes=_notes(search, found, says_size=says_size),
-        searched=search.searched,
-    )
+
+    def plan_of(number: int) -> Plan:
+        ranked = [found[number], *found[:number], *found[number + 1 :]]
+        best = ranked[0].evaluated
+        return as_plan(
+            ranked,
+            topology,
+            order=order,
+            bound=best.model.seconds * best.configuration.tensor / topology.total_speed,
+            says_size=says_size,
+            num_runners_up=num_runners_up,
+            notes=_notes(search, ranked, says_size=says_size),
+            searched=search.searched,
+            norm_seconds=search.evaluator.norm_seconds(best.configuration.schedule),
+        )
+
+    if on_runners_up is not None:
+        on_runners_up([plan_of(number) for number in range(1, min(len(found), num_runners_up + 1))])
+    return plan_of(0)
+
+
+def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
+    """Seconds of a small sum over all devices, where gradients are clipped [s]."""
+    if max_grad_norm is None:
+        return None
+    number("max_grad_norm", max_grad_norm, positive=True)
+    return topology.small_sum(range(topology.num_devices))
 
 
 def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
@@ -334,10 +356,12 @@ def _why_nothing(search: Search, space: SearchSpace) -> str:
     c = miss.configuration
     ranks = c.stage_ranks[miss.stage_group]
     needed, too_many = math.ceil(miss.limit + miss.too_many), math.ceil(miss.too_many)
+    beside = certain(search.evaluator.model(c).profile.device)
+    kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     return (
         f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
-        f"bytes of {miss.limit:,.0f}, {too_many:,} too many{_done_about_it(search)}: expected devices with "
+        f"bytes{kept} of {miss.limit:,.0f}, {too_many:,} too many{_done_about_it(search)}: expected devices with "
         f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
     )
 

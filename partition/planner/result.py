@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...schedules.registry import family
 from ..allocator import Allocator
 from ..plans.plan import Plan
 from ..plans.record import PlanStage, RunnerUp
@@ -41,6 +42,7 @@ def as_plan(
     num_runners_up: int,
     notes: Sequence[str],
     searched: Searched | None = None,
+    norm_seconds: float | None = None,
 ) -> Plan:
     """The first of `found` as a plan, the next ones as its runners-up.
 
@@ -48,6 +50,7 @@ def as_plan(
         order: of the cluster's nodes in `topology`.
         bound: of the bottleneck of any plan [s a microbatch].
         says_size: whether the profile says how many samples a microbatch has.
+        norm_seconds: of the global norm, where the first was simulated with one [s].
     """
     best = found[0]
     e, c = best.evaluated, best.evaluated.configuration
@@ -59,6 +62,9 @@ def as_plan(
         schedule=c.schedule,
         num_microbatches=c.num_microbatches,
         microbatch_size=c.microbatch_size if says_size else None,
+        around_seconds=e.model.profile.around_seconds,
+        norm_seconds=norm_seconds,
+        tied=e.tied,
         predicted_step_time=e.bottleneck,
         bound=min(e.bottleneck, bound),
         simulated_step_time=None if best.simulated is None else best.simulated.seconds,
@@ -74,7 +80,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, seconds, ranks = e.configuration, e.seconds, e.configuration.stage_ranks
     paces, traffic = stage_paces(c, seconds), traffic_of(e)
-    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor)
+    streams = family(c.schedule).rule.is_asynchronous
+    held = stage_bytes(e.sums, e.memories, positions=c.positions, replicas=c.counts, tensor=c.tensor, streams=streams)
     nodes = {node.name: node for node in e.model.profile.nodes}
     stages = []
     for s in range(c.num_stages):

@@ -1,7 +1,7 @@
 """Best first: the configuration that may still be fastest is looked at next, until none left can beat the best.
 
-    work alone  ->  cuts, nothing recomputed  ->  memory, what is recomputed for it  ->  simulated
-    (every one)           (while they may win: bound below the best simulated step)
+    work alone  ->  cuts, nothing run again  ->  the least that must  ->  memory, what is recomputed  ->  simulated
+    (every one)                 (while they may win: bound below the best simulated step)
 
 Each step makes the bound of a configuration larger or leaves it; the next one to look at is the one with the least.
 """
@@ -68,6 +68,7 @@ class _Cut(NamedTuple):
 
     configuration: Configuration
     every: list[Ends]
+    is_weighed: bool = False  # the bound knows what must run again
 
 
 class Brought(NamedTuple):
@@ -104,7 +105,7 @@ class Search:
         self.evaluator, self.rules_of = evaluator, rules_of
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self.tally = Tally()
-        self.least = LeastSeconds(evaluator.topology)
+        self.least = LeastSeconds(evaluator.topology, norm=evaluator.norm)
         self.miss: Miss | None = None
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
@@ -162,7 +163,7 @@ class Search:
             return
         further, least = self._further(item)
         if further is not None:
-            level = 1 if isinstance(further, _Cut) else 2
+            level = 1 + further.is_weighed if isinstance(further, _Cut) else 3
             heappush(queue, (max(bound, least), level, key, next(self._numbers) if level == 1 else number, further))
 
     @property
@@ -200,6 +201,8 @@ class Search:
         if isinstance(item, Configuration):
             return self._cut(item)
         assert isinstance(item, _Cut)
+        if not item.is_weighed:
+            return self._weighed(item)
         fitting = self._fitting(item.configuration, item.every)
         self.tally.unfit += not fitting
         return fitting or None, fitting[0].bound if fitting else math.inf
@@ -219,6 +222,17 @@ class Search:
                 if ends not in least:
                     least[ends] = self.evaluator.least_seconds(c, ends)
         return _Cut(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
+
+    def _weighed(self, cut: _Cut) -> tuple[_Cut, float]:
+        """The same, with the least seconds of any of them now that their memory is known."""
+        c, find = cut.configuration, self.evaluator.least_seconds
+        try:
+            flights = self.evaluator.in_flight(c, exact=False)
+        except RefusedError:  # `_fitting` says so
+            return cut._replace(is_weighed=True), 0.0
+        least = {ends: find(c, ends, flights=flights) for ends in cut.every}
+        every = sorted(cut.every, key=lambda ends: (least[ends], ends))
+        return _Cut(c, every, is_weighed=True), least[every[0]]
 
     def _run(self, item: list[Evaluated], found: list[Found]) -> None:
         """Simulate the candidates of one configuration; the best of them joins `found`."""

@@ -16,6 +16,7 @@ may be some hundredths of a percent from what they would be without rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ...schedules.ir import Action, Op
 from ...schedules.registry import family
@@ -24,6 +25,13 @@ from .space import Configuration
 
 _ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
 _EQUAL = 1e-12  # relative: rounding
+
+
+class LongBatch(NamedTuple):
+    """Seconds of a whole batch [s], and the short one that has its warm-up and its drain."""
+
+    seconds: float
+    short: Timeline
 
 
 def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
@@ -39,10 +47,8 @@ def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if 2 * size <= num_microbatches)
 
 
-def seconds_of_long_batch(
-    simulated: Callable[[int], Timeline], c: Configuration, num_microbatches: int
-) -> float | None:
-    """Makespan of a batch of so many microbatches [s]; None where no short one gets steady.
+def long_batch(simulated: Callable[[int], Timeline], c: Configuration, num_microbatches: int) -> LongBatch | None:
+    """A batch of so many microbatches; None where no short one gets steady.
 
     Arguments:
         simulated: the same pipeline with fewer microbatches.
@@ -53,7 +59,8 @@ def seconds_of_long_batch(
             seconds = _round_seconds(short.ranks, size=round_size, num_ranks=c.pipeline, num_chunks=c.num_chunks)
             if seconds is not None:
                 rounds, rest = divmod(num_microbatches - size, round_size)
-                return (simulated(size + rest) if rest else short).makespan + rounds * seconds
+                short = simulated(size + rest) if rest else short
+                return LongBatch(short.makespan + rounds * seconds, short)
     return None
 
 

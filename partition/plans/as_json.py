@@ -42,8 +42,12 @@ def from_json(kind: type[P], text: str, *, source: str) -> P:
             order=tuple(str(each) for each in record.items("order", default=[])),
             num_microbatches=record.optional_count("num_microbatches"),
             microbatch_size=record.optional_count("microbatch_size"),
+            around_seconds=record.number("around_seconds", default=0.0),
+            norm_seconds=record.optional_number("norm_seconds"),
+            tied=tuple(record.items("tied", default=[])),  # type: ignore[arg-type]
             simulated_step_time=record.optional_number("simulated_step_time"),
             simulated_bubble=record.optional_number("simulated_bubble"),
+            tried_seconds=record.optional_number("tried_seconds"),
             allocator=_allocator(record),
             runners_up=tuple(_runner_up(each) for each in record.objects("runners_up")),
             notes=tuple(str(note) for note in record.items("notes")),
@@ -97,10 +101,14 @@ def _figures(kind: type[Bytes], record: Fields) -> Bytes:
 
 
 def _traffic(record: Fields) -> StageTraffic:
-    given = {each.name: record.number(each.name) for each in fields(StageTraffic) if each.name != "message_seconds"}
-    found = StageTraffic(**given, message_seconds=record.number("message_seconds", default=0.0))
+    later = ("message_seconds", "sum_busy")
+    given = {each.name: record.number(each.name) for each in fields(StageTraffic) if each.name not in later}
+    given |= {name: record.number(name, default=0.0) for name in later}
     record.done()
-    return found
+    try:
+        return StageTraffic(**given)
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from None
 
 
 def _searched(record: Fields) -> Searched:

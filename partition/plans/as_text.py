@@ -53,7 +53,7 @@ def describe(plan: PlanRecord) -> str:
     >>> from stagewright.partition import Cluster, Node, Profile, partition
     >>> nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abc"]
     >>> describe(partition(Profile(nodes=nodes), Cluster.from_levels([(3, 1e9)]), straight=True))
-    '1-1-1 on 3 devices, default model'
+    '1-1-1 on 3 devices'
     """
     width = len(plan.stages) // plan.num_chunks
     counts = plan.replicas[:width]
@@ -66,7 +66,9 @@ def describe(plan: PlanRecord) -> str:
         parts.append(f"tensors over {tensor}")
     if plan.microbatch_size is not None:
         parts.append(f"microbatches of {plan.microbatch_size}")
-    return ", ".join([*parts, f"{plan.cost_model} model"])
+    if plan.cost_model == "pipedream":
+        parts.append("by PipeDream's own cost model")
+    return ", ".join(parts)
 
 
 _MORE = {"tensor": "tensor", "optimizer_shards": "shards"}  # columns where some stage has more than 1
@@ -76,10 +78,13 @@ def _runtime(plan: PlanRecord) -> list[str]:
     """Seconds that the runtime takes of a rank, where the plan knows them."""
     action = max(stage.action_seconds for stage in plan.stages)
     message = max((each.message_seconds for each in plan.traffic), default=0.0)
-    if not action and not message:
+    if not (action or message or plan.around_seconds or plan.norm_seconds):
         return []
-    around = f"runtime: {duration(action)} around each action"
-    return [f"{around}, {duration(message)} at either end of a message" if message else around]
+    parts = [f"{duration(action)} around each action"]
+    parts += [f"{duration(message)} at either end of a message"] if message else []
+    parts += [f"{duration(plan.around_seconds)} around each step"] if plan.around_seconds else []
+    parts += [f"{duration(plan.norm_seconds)} for the norm of all gradients"] if plan.norm_seconds else []
+    return [f"runtime: {', '.join(parts)}"]
 
 
 def _folded(rows: list[str], what: str) -> list[str]:

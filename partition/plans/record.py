@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...schedules.registry import family
+from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.memory import StageBytes
 from ..allocator import Allocator, Kept, kept
 from ..memory_use import MemoryUse
-from ..stage_cost import RECOMPUTE, overheads
+from ..stage_cost import RECOMPUTE, message_overheads
 from .searched import Searched
 from .traffic import StageTraffic
 
@@ -139,9 +140,15 @@ class PlanRecord:
         predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
             runtime calls a microbatch.
         bound: no plan can have a smaller bottleneck under this model [s a minibatch].
+        around_seconds: that the runtime takes of a step beside actions, sums and updates [s].
+        norm_seconds: of the global norm, for which all ranks wait before they update [s]; None: there is none, or
+            nobody said so.
+        tied: ((stage, stage), seconds) of sums of the gradients of weights that stages on different ranks share;
+            beside those over replicas.
         simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
             where it was not simulated.
         simulated_bubble: of that simulation, a fraction.
+        tried_seconds: that a batch of this plan took in a trial, a median over its steps [s]; None untried.
         allocator: of the devices' memory, of which `kept` says more; None where nobody knows the devices.
         runners_up: what else was considered, the better ones first.
         notes: what was left out or could not be done.
@@ -162,8 +169,12 @@ class PlanRecord:
     order: tuple[str, ...] = ()
     num_microbatches: int | None = None
     microbatch_size: int | None = None
+    around_seconds: float = 0.0
+    norm_seconds: float | None = None
+    tied: Ties = ()
     simulated_step_time: float | None = None
     simulated_bubble: float | None = None
+    tried_seconds: float | None = None
     allocator: Allocator | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
@@ -172,8 +183,15 @@ class PlanRecord:
     def __post_init__(self) -> None:
         for field in ("stages", "order", "runners_up", "notes"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        for name in ("around_seconds", "norm_seconds", "tried_seconds"):
+            value = getattr(self, name) or 0.0
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{name}={value!r}: expected a finite number, at least 0")
         if not self.stages:
             raise ValueError("plan without stages: expected at least one")
+        sums = Costs(tied=self.tied)
+        sums.table(num_stages=len(self.stages))  # refuses other stages
+        object.__setattr__(self, "tied", sums.tied)
         if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
             raise ValueError(
                 f"{len(self.stages)} stages in num_chunks={self.num_chunks}: expected a number that divides "
@@ -242,7 +260,8 @@ class PlanRecord:
         """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
         if self.simulated_bubble is not None:
             return self.simulated_bubble
-        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages) + 2 * sum(self.overheads)
+        work = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+        work += 2 * sum(self.overheads) + 2 * sum(self.message_overheads)
         room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
         return 1 - work / room if room > 0 else 0.0
 
@@ -273,7 +292,7 @@ class PlanRecord:
 
     @property
     def tight_ranks(self) -> tuple[int, ...]:
-        """Ranks whose tensors fit, but not with the most that may be kept beside them."""
+        """Ranks whose tensors fit with the least that is kept beside them, but not with the most."""
         limits, tensors = self.memory_limits, self.memory_bytes
         return tuple(
             rank for rank, beside in self.kept.items() if rank in limits and tensors[rank] + beside.high > limits[rank]
@@ -292,9 +311,14 @@ class PlanRecord:
 
     @property
     def overheads(self) -> tuple[float, ...]:
-        """[S] seconds of a rank around each action of the stage, on top of its own: see `stage_cost.overheads`."""
+        """[S] seconds of a rank around each action of the stage, on top of its own."""
+        return tuple(stage.action_seconds for stage in self.stages)
+
+    @property
+    def message_overheads(self) -> tuple[float, ...]:
+        """[S] seconds for which a rank is busy with the messages of an F, B or I of the stage."""
         busy = [each.message_seconds for each in self.traffic] or [0.0] * len(self.stages)
-        return overheads([stage.action_seconds for stage in self.stages], busy[:-1])
+        return message_overheads(busy[:-1])
 
     @property
     def memory_limits(self) -> dict[int, float]:

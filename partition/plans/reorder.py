@@ -97,6 +97,8 @@ def _costs(plan: PlanRecord) -> Costs:
         weight_grad=[stage.backward_seconds - i for stage, i in zip(plan.stages, input_grad, strict=True)],
         update=[stage.update_seconds for stage in plan.stages],
         overhead=plan.overheads,
+        message_overhead=plan.message_overheads,
+        norm=plan.norm_seconds,
     )
 
 

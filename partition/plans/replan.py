@@ -80,6 +80,7 @@ class Replanner:
             weight_grad=[[law.weight_grad(size) for size in sizes] for law in self._laws],
             update=[stage.update_seconds for stage in stages],
             overhead=self._plan.overheads,
+            message_overhead=self._plan.message_overheads,
         )
         problem = pose(
             placement=self._own.placement,

@@ -22,8 +22,9 @@ class StageTraffic:
         optimizer_seconds: the optimizer's step on one rank [s].
         gather_seconds: of weights of which each replica updates a part [s].
         message_seconds: for which the rank at either end is busy with such a message, beside its latency [s].
+        sum_busy: share of those sums and gathers for which their ranks can't compute (0 to 1).
 
-    Raises ValueError for figures that are negative or not finite.
+    Raises ValueError for figures that are negative or not finite, and for a share above 1.
     """
 
     message_bytes: float
@@ -33,12 +34,15 @@ class StageTraffic:
     optimizer_seconds: float
     gather_seconds: float
     message_seconds: float = 0.0
+    sum_busy: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{each.name}={value!r}: expected a finite number, at least 0")
+        if self.sum_busy > 1:
+            raise ValueError(f"sum_busy={self.sum_busy!r}: expected a share from 0 to 1")
 
 
 def links_of(

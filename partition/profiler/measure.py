@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...schedules.messages import ALONE_BYTES
 from ..graph.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
 from ..graph.chain import is_sequential
 from ..graph.forms import Arguments, Tensors
@@ -330,6 +331,7 @@ def _node(
         weight_grad = Estimate.of(times.weight_grad).seconds
     elif passes.splits:
         input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
+    sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
     notes = [sample.unit.description]
     if sample.finish is not None:
         notes.append("with the loss")
@@ -343,7 +345,9 @@ def _node(
         forward_seconds=Estimate.of(times.forward).seconds,
         backward_seconds=backward,
         activation_bytes=sample.output_bytes,
-        parameter_bytes=bytes_of(t for t in own if isinstance(t, nn.Parameter)),
+        parameter_bytes=sum(sizes),
+        largest_parameter_bytes=max(sizes, default=0),
+        small_parameter_bytes=sum(size for size in sizes if size < ALONE_BYTES),
         buffer_bytes=bytes_of(t for t in own if not isinstance(t, nn.Parameter)),
         stash_bytes=sample.stash_bytes,
         spread=Estimate.of([f + b for f, b in zip(times.forward, times.backward, strict=True)]).spread,

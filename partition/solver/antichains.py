@@ -211,9 +211,9 @@ def _in_one_order(
 
 def _cuts(profile: Profile, graph: _Graph, masks: Sequence[int], notes: tuple[str, ...]) -> Cuts:
     position = {at: i for i, at in enumerate(profile.order())}
-    members = np.zeros((len(masks), graph.size), dtype=bool)
-    for row, mask in enumerate(masks):
-        members[row, _bits(mask)] = True
+    width = -(-graph.size // 8)
+    packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
+    members = np.unpackbits(packed.reshape(-1, width), axis=1, bitorder="little")[:, : graph.size].astype(bool)
     in_order = members[:, sorted(position, key=position.__getitem__)]
     # Smaller cuts first, then those whose earliest nodes stand first: the rule for ties.
     sizes, keys = in_order.sum(axis=1).tolist(), [row.tobytes() for row in np.packbits(~in_order, axis=1)]

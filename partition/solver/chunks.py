@@ -24,7 +24,8 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     """S + 1 cuts, from the first to the last, and what the slowest stage costs; None where nothing fits. O(S n w).
 
     Arguments:
-        cost: of stage s, [n, w]: in row i, of those that end 1, 2, .. w cuts behind cut i; infinite behind the last.
+        cost: of stage s, [n, w], w for all alike: in row i, of those that end 1, 2, .. w cuts behind cut i; infinite
+            behind the last.
 
     >>> work = np.array([0, 3, 1, 1, 1])
     >>> cost = np.array([[work[i + 1 : i + k].sum() if i + k <= 5 else np.inf for k in range(2, 6)] for i in range(5)])
@@ -32,32 +33,28 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     ((0, 1, 4), 3.0)
     """
 
-    def behind(figures: Floats, width: int) -> Floats:
-        """[n, w] of the cuts 1, 2, .. w behind each."""
-        padded = np.concatenate([figures[1:], np.full(width, np.inf)])
-        return np.lib.stride_tricks.sliding_window_view(padded, width)
-
-    best = np.full(num_cuts, np.inf)
-    best[-1] = 0.0
+    width, rows = cost(num_stages - 1).shape[1], np.arange(num_cuts)
+    padded = np.full(num_cuts + width, np.inf)  # of the cuts from here to the end: the most, then the sum of squares
+    rest, behind = padded[:num_cuts], np.lib.stride_tricks.sliding_window_view(padded[1:], width)  # [n, w]
+    rest[-1] = 0.0
     for stage in range(num_stages - 1, -1, -1):
-        costs = cost(stage)
-        best = np.maximum(costs, behind(best, costs.shape[1])).min(axis=1)
-    least = float(best[0])
+        rest[:] = np.maximum(cost(stage), behind).min(axis=1)
+    least = float(rest[0])
     if not np.isfinite(least):
         return None
     bar = least * (1 + _ROUNDING)
-    rest = np.full(num_cuts, np.inf)
+    rest[:] = np.inf
     rest[-1] = 0.0
-    choices, last_costs, rows = [], None, np.arange(num_cuts)
+    choices, last_costs = [], None
     for stage in range(num_stages - 1, -1, -1):
         costs = cost(stage)
         if costs is not last_costs:  # most stages cost as much as the one behind
-            squares, last_costs = np.where(costs <= bar, costs * costs, np.inf), costs
-        width = costs.shape[1]
-        total = squares + behind(rest, width)
-        farthest = width - 1 - total[:, ::-1].argmin(axis=1)
-        rest = total[rows, farthest]
-        choices.append(rows + 1 + farthest)
+            # The last column first: of equal ones the farthest.
+            squares, last_costs = np.where(costs <= bar, costs * costs, np.inf)[:, ::-1], costs
+        total = squares + behind[:, ::-1]
+        nearest = total.argmin(axis=1)
+        rest[:] = total[rows, nearest]
+        choices.append(rows + width - nearest)
     ends = [0]
     for last in reversed(choices):
         ends.append(int(last[ends[-1]]))
@@ -100,19 +97,21 @@ def all_stages(inside: Bools, num_stages: int, *, limit: int) -> list[tuple[int,
 
 def neighbours(cuts: Cuts, ends: Sequence[int], *, reach: int = 2) -> Iterator[tuple[int, ...]]:
     """The same with one cut moved: to the `reach` nearest ones by work on either side."""
-    return (moved for moved, _ in _moves(cuts, tuple(ends), reach=reach))
-
-
-def _moves(cuts: Cuts, ends: tuple[int, ...], *, reach: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    seconds = cuts.seconds
+    ends = tuple(ends)
     for at in range(1, len(ends) - 1):
-        between = cuts.inside[ends[at - 1]] & cuts.inside[:, ends[at + 1]]
-        between[ends[at]] = False
-        others = np.flatnonzero(between)
-        near = others[np.argsort(np.abs(seconds[others] - seconds[ends[at]]), kind="stable")]
-        below, above = near[near < ends[at]][:reach], near[near > ends[at]][:reach]
-        for other in (*below, *above):
-            yield (*ends[:at], int(other), *ends[at + 1 :]), at
+        for other in _moves_of(cuts, ends, at, reach=reach):
+            yield (*ends[:at], other, *ends[at + 1 :])
+
+
+def _moves_of(cuts: Cuts, ends: tuple[int, ...], at: int, *, reach: int) -> list[int]:
+    """Cuts to which one may be moved, the `reach` nearest ones by work on either side."""
+    if not 0 < at < len(ends) - 1:
+        return []
+    seconds, between = cuts.seconds, cuts.inside[ends[at - 1]] & cuts.inside[:, ends[at + 1]]
+    between[ends[at]] = False
+    others = np.flatnonzero(between)
+    near = others[np.argsort(np.abs(seconds[others] - seconds[ends[at]]), kind="stable")]
+    return [*near[near < ends[at]][:reach].tolist(), *near[near > ends[at]][:reach].tolist()]
 
 
 def level_ranks(cuts: Cuts, ends: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
@@ -124,18 +123,25 @@ def level_ranks(cuts: Cuts, ends: Sequence[int], positions: Sequence[int]) -> tu
         positions: [S] rank of each stage.
     """
     ends = tuple(ends)
-    seconds = cuts.seconds
+    seconds, last = cuts.seconds, len(ends) - 1
+    moves = [_moves_of(cuts, ends, at, reach=1) for at in range(last)]
     for _ in range(MAX_MOVES):
         work = np.diff(seconds[list(ends)])
         load = np.bincount(positions, weights=work)
-        best, least = ends, -1e-12 * float(seconds[-1]) ** 2
-        for moved, at in _moves(cuts, ends, reach=1):
+        best, least = None, -1e-12 * float(seconds[-1]) ** 2
+        for at in range(1, last):
             a, b = positions[at - 1], positions[at]
-            more = float(seconds[moved[at]] - seconds[ends[at]])
-            change = 2 * more * float(load[a] - load[b] + more)  # of the sum of squares
-            if a != b and change < least:
-                best, least = moved, change
-        if best == ends:
+            if a == b:
+                continue
+            for other in moves[at]:
+                more = float(seconds[other] - seconds[ends[at]])
+                change = 2 * more * float(load[a] - load[b] + more)  # of the sum of squares
+                if change < least:
+                    best, least = (at, other), change
+        if best is None:
             break
-        ends = best
+        moved, other = best
+        ends = (*ends[:moved], other, *ends[moved + 1 :])
+        for at in range(max(moved - 1, 1), min(moved + 2, last)):
+            moves[at] = _moves_of(cuts, ends, at, reach=1)
     return ends

@@ -72,6 +72,8 @@ class Cuts:
             before=np.asarray(self.crossing[first]),
             behind=np.asarray(self.crossing[last]),
             workspace=np.asarray(self._workspace[first, last]),
+            largest=np.asarray(self._parameters[first, last]),
+            small=_between(self._small, first, last),
             by_node=partial(self._recomputed, first, last),
         )
 
@@ -119,6 +121,17 @@ class Cuts:
     def _workspace(self) -> Floats:
         """[n, n] the largest workspace of any node between two cuts [bytes]."""
         return self._largest([node.workspace_bytes for node in self.nodes])
+
+    @cached_property
+    def _parameters(self) -> Floats:
+        """[n, n] the largest parameter of any node between two cuts [bytes]."""
+        return self._largest([node.largest_parameter_bytes for node in self.nodes])
+
+    @cached_property
+    def _small(self) -> Floats:
+        """[n] of parameters whose gradients travel in common buckets [bytes]; of all, where nobody knows."""
+        small = [(node.small_parameter_bytes, node.parameter_bytes) for node in self.nodes]
+        return self._total([every if some is None else some for some, every in small])
 
     def _total(self, figures: Sequence[float]) -> Floats:
         return total(self.members, np.array(figures))

@@ -6,10 +6,10 @@ with e devices from itself on to the end stands on e-r..e-1, its consumer below 
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-The two lanes of `stage_cost`, a microbatch, and `stage_memory.stage_parts`, with three things that only the whole plan
-tells left at the least that they can be: messages go to the neighbour's nearest device (and to no
-more consumers than there are devices behind), the replicas have equal shares
-of them, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
+The two lanes of `stage_cost`, a microbatch, and `stage_memory.stage_parts`, with four things that only the whole plan
+tells left at the least that they can be: messages go to the neighbour's nearest device (and to no more consumers than
+there are devices behind), the replicas have equal shares of them, they keep a rank as busy as those of the quickest
+level do, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
 Microbatches in flight: ceil(e/r), the warm-up of 1F1B's order plus one, and no more than a replica's share of a batch
 that is flushed.
 """
@@ -62,6 +62,7 @@ class RangeCosts:
         num_microbatches: of a batch, M.
         memory_limit: of every device [bytes]; None: what its kind says, if anything.
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
+        action_seconds: that the runtime takes of a rank around each action, messages apart [s].
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RangeCosts:
         num_microbatches: int | None,
         memory_limit: float | None = None,
         optimizer_ratio: float = 2.0,
+        action_seconds: float = 0.0,
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches = cuts, schedule, num_microbatches
         self.optimizer_ratio, self.rule = optimizer_ratio, family(schedule).rule
@@ -82,6 +84,7 @@ class RangeCosts:
         self.num_devices = topology.num_devices
         self.is_uniform = topology.is_uniform
         self.work = cuts.seconds / topology.fastest
+        self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
         if not self.is_uniform:
@@ -139,6 +142,11 @@ class RangeCosts:
         """F and B of the busiest replica [s a microbatch]."""
         return np.asarray(sums.work / self.topology.fastest * at.share)
 
+    def runtime(self, first: Index, last: Index) -> Floats:
+        """Seconds that the runtime takes of a rank around F and B of a microbatch, at least [s]."""
+        neighbours = (np.asarray(first) > 0).astype(float) + (np.asarray(last) < len(self.cuts) - 1)
+        return np.asarray(2 * (self._action + self._busy * neighbours))
+
     def communication(self, sums: StageSums, at: Ranges) -> Floats:
         """Messages and sums of gradients, or the consumer's messages [s a microbatch]."""
         own = sums.weights * at.ring + sums.before * at.inward + sums.behind * at.outward
@@ -146,20 +154,27 @@ class RangeCosts:
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
         """Bytes on each device."""
-        fixed, each = self.parts(sums, has_replicas=at.replicas > 1)
-        return np.asarray(fixed + at.in_flight * each, dtype=np.float64)
+        fixed, each, behind = self.parts(sums, has_replicas=at.replicas > 1)
+        return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
 
-    def parts(self, sums: StageSums, *, has_replicas: Any = False) -> tuple[Floats, Floats]:
-        """Bytes that each device of a stage holds in any case, and for each microbatch in flight."""
-        fixed, each = stage_parts(
-            sums, versions=self.versions, optimizer=self.optimizer_ratio, has_replicas=has_replicas
+    def parts(self, sums: StageSums, *, has_replicas: Any = False) -> tuple[Floats, Floats, Floats]:
+        """Bytes on each device of a stage in any case, for each microbatch in flight, and behind a batch."""
+        fixed, each, behind = stage_parts(
+            sums,
+            versions=self.versions,
+            optimizer=self.optimizer_ratio,
+            has_replicas=has_replicas,
+            sums_behind=not self.rule.is_asynchronous,
+            streams=self.rule.is_asynchronous,
         )
-        return fixed, each + self.versions_in_flight * sums.weights
+        return fixed, each + self.versions_in_flight * sums.weights, behind
 
     def seconds(self, first: Cut, last: Cut, at: Ranges) -> Floats:
         """Pace of the stage between two cuts [s a microbatch]; infinite where it does not fit the memory."""
         sums = self.cuts.stages(first, last)
-        slower = pace(work=self.compute(sums, at), links=self.communication(sums, at))
+        replicas = np.asarray(at.replicas, dtype=np.float64)
+        runtime = self.runtime(first, last) * busiest_share(self.num_microbatches, replicas)
+        slower = pace(work=self.compute(sums, at) + runtime, links=self.communication(sums, at))
         if not np.isfinite(at.limit).any():
             return slower
         return np.where(self.bytes(sums, at) <= at.limit, slower, np.inf)

@@ -73,7 +73,8 @@ class _Search:
         costs = self.costs
         slowest = max(float(costs.seconds_a_byte[-1]), costs.topology.rings[-1].seconds_a_byte)
         most = 2 * float(costs.cuts.crossing.max()) + 2 * float(costs.cuts.parameters[-1])
-        high = 2 * (float(costs.work[-1]) + slowest * most)
+        runtime = float(costs.runtime(1, np.arange(len(costs.cuts))).max())
+        high = 2 * (float(costs.work[-1]) + runtime + slowest * most)
         low, high = max(low, 1e-300), max(high, low, 1e-300)
         if not self._enough(np.array([high]), levels)[0]:
             return low, None
@@ -104,7 +105,8 @@ class _Search:
         """[time, last] devices behind `first` where the stage ends at each of `lasts`."""
         (first, lasts), costs = stage, self.costs
         time = times[:, None]
-        least = self._least_for_work(costs.work[lasts] - costs.work[first], time)
+        work = costs.work[lasts] - costs.work[first] + costs.runtime(first, lasts)
+        least = self._least_for_work(work, time)
         several = np.maximum(least, 2.0)  # replicas, which hold a bucket of gradients as well
         if np.isfinite(costs.limit):
             alone, together = self._least_for_memory(first, lasts, behind)
@@ -165,10 +167,12 @@ class _Search:
         """The fewest replicas with which as many microbatches as are in flight fit: one, and more than one."""
         costs = self.costs
         sums = costs.cuts.stages(first, lasts)
-        fixed, each = costs.parts(sums)
-        with_bucket, _ = costs.parts(sums, has_replicas=True)
-        alone, together = (self._least_for_room(costs.limit - held, each, behind) for held in (fixed, with_bucket))
-        return alone, together
+        found = []
+        for has_replicas in (False, True):
+            fixed, each, after = costs.parts(sums, has_replicas=has_replicas)
+            replicas = self._least_for_room(costs.limit - fixed, each, behind)
+            found.append(np.where(after <= costs.limit, replicas, np.inf))
+        return found[0], found[1]
 
     def _least_for_room(self, room: Floats, each: Floats, behind: Floats) -> Floats:
         """The same, where `room` bytes are left for microbatches of `each`."""

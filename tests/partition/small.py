@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ CLUSTERS = st.sampled_from(
         Cluster.from_levels([(1, 9.0), (4, 1.0)]),
         Cluster.from_levels([(2, 0.5), (2, 4.0)]),  # slower inside than outside
         Cluster.from_levels([(2, 8.0), (1, 2.0), (2, 1.0)]),
+        replace(Cluster.from_levels([(2, 4.0), (2, 0.5)]), rings="flat"),
     ]
 )
 
@@ -72,8 +74,18 @@ def crossing(profile: Profile, before: frozenset[str]) -> float:
 
 
 def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | None = None) -> float:
-    """Seconds a byte of a sum, group by group, level by level."""
+    """Seconds a byte of a sum, group by group, level by level; or hop by hop around a flat ring."""
     slowest_card = 1.0 if links is None else min(links[member] for member in members)
+    if cluster.rings == "flat":
+        worst = 0.0
+        for a, b in hops_around(members):
+            size, slowest = 1, math.inf
+            for number, level in enumerate(cluster.levels):
+                size, slowest = size * level.size, min(slowest, level.bandwidth)
+                if a // size == b // size:
+                    worst = max(worst, 1 / slowest / (slowest_card if number else 1.0))
+                    break
+        return 2 * (len(members) - 1) / len(members) * worst
     groups, seconds, part, slowest, shares_cards = list(members), 0.0, 1.0, math.inf, False
     for number, level in enumerate(cluster.levels):
         slowest = min(slowest, level.bandwidth)
@@ -87,6 +99,11 @@ def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | No
         part /= min(sizes)
         groups = sorted({member // level.size for member in groups})
     return seconds
+
+
+def hops_around(members: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours in a ring of these ranks; none of one alone."""
+    return list(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else []
 
 
 def stage_seconds(
@@ -132,11 +149,13 @@ def stage_seconds(
         depth = min(depth, math.ceil(M / r))
     copies = {"1f1b": 1, "2bw": 2, "paci": 1, "pipedream": depth}[schedule] + 1 + 2.0
     before, behind = crossing(profile, cut[0]), crossing(profile, cut[1])
-    held = weights * copies + sum(node.buffer_bytes + depth * node.stash_bytes for node in own)
+    kept = weights * copies + sum(node.buffer_bytes for node in own)
+    held = kept + sum(depth * node.stash_bytes for node in own)
     held += max(node.workspace_bytes for node in own) + before + behind  # gradients of output and input, while B runs
     # Four receives ahead on either side, two gradients sent, and an activation sent for each microbatch in flight.
     held += before * (4 + 2) + behind * (4 + depth)
-    held += min(weights, 2.0**24) if r > 1 else 0.0  # of gradients that are being summed
+    bucket = min(weights, 2.0**24) if r > 1 else 0.0  # of gradients that are being summed: behind a flush alone
+    held = max(held, kept + bucket) if schedule == "1f1b" else held + bucket
     return max(compute, talk) if held <= limit * (1 + 1e-12) else math.inf
 
 

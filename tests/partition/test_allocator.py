@@ -1,4 +1,4 @@
-"""What is kept beside tensors: ranges that hold measured memory, and allocators played through."""
+"""Memory that is kept beside tensors: ranges that hold measured memory, and allocators played through."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -206,13 +207,15 @@ def test_allocators_by_device(device: str, allocator: Allocator | None) -> None:
     assert Allocator.of(device) is allocator
 
 
-def planned(device: str, memory: str) -> Plan:
+def planned(device: str, memory: str, **options: Any) -> Plan:
     nodes = [
         Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=1e8, stash_bytes=1e8, activation_bytes=8)
         for name in "ab"
     ]
     profile = Profile(nodes=nodes, device=device)
-    return plan(profile, Cluster.parse(f"2:net=1GB/s:{memory}"), global_batch=4, pipeline_sizes=(2,), data_sizes=(1,))
+    cluster = Cluster.parse(f"2:net=1GB/s:{memory}")
+    options |= {"pipeline_sizes": (2,), "data_sizes": (1,)}
+    return plan(profile, cluster, global_batch=4, **options)
 
 
 def test_a_plan_says_what_is_kept_beside_its_tensors() -> None:
@@ -236,6 +239,18 @@ def test_a_plan_says_what_is_kept_beside_its_tensors() -> None:
     broken = wide.to_json().replace('"malloc"', '"jemalloc"')
     with pytest.raises(ValueError, match=r"plan.json: allocator: 'jemalloc': expected one of malloc, CUDA caching"):
         Plan.from_json(broken, source="plan.json")
+
+
+def test_a_plan_leaves_what_is_certain_to_be_kept_beside_tensors() -> None:
+    """The low end, to the byte: CUDA's context; malloc keeps nothing for certain."""
+    only: dict[str, Any] = {"schedules": "1f1b", "recompute": "none"}
+    tensors = max(planned("cuda", "10GB", **only).memory_bytes.values())
+    for device, beside in (("cuda", 300e6), ("cpu", 0.0), ("device", 0.0)):
+        fits = planned(device, f"{(tensors + beside) / 1e9}GB", **only)
+        assert fits.memory_limits[0] == pytest.approx(tensors + beside)  # all of the device's
+        with pytest.raises(ValueError, match=r"nothing fits the memory: .* bytes") as error:
+            planned(device, f"{(tensors + beside - 10) / 1e9}GB", **only)
+        assert ("(300,000,000 of them beside tensors, for the device's context)" in str(error.value)) == (beside > 0)
 
 
 _RUN = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,7 @@ GOOD = json.loads(Cluster.from_levels([(2, 1.0), (2, 0.5)]).to_json())
         ({"nodes": ["device", "tpu"]}, r"c\.json: node 1: unknown device kind 'tpu': expected one of device"),
         ({"nodes": ["device"]}, r"1 kinds of nodes for 2 nodes"),
         ({"nodes": "device"}, r"nodes: 'device': expected the name of a kind for each node"),
+        ({"rings": "tree"}, r"c\.json: rings: 'tree': expected one of levels, flat"),
         ({"version": 0}, r"c\.json: version: 0: expected 1"),
     ],
 )
@@ -98,3 +100,23 @@ def test_sums_may_be_slower_than_messages() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     with pytest.raises(ValueError, match="level 'in': reduce_bandwidth: -1: expected a finite number above 0"):
         Level(name="in", size=2, bandwidth=8.0, reduce_bandwidth=-1)
+    steps = replace(
+        cluster, levels=(replace(levels[0], latency=1.0, reduce_latency=0.5), replace(levels[1], latency=0.2))
+    )
+    assert steps.ring_latencies == (0.5, 0.5)
+    assert Cluster.from_json(steps.to_json()) == steps
+    with pytest.raises(ValueError, match="level 'in': reduce_latency: -1: expected a finite number of at least 0"):
+        Level(name="in", size=2, bandwidth=8.0, reduce_latency=-1)
+
+
+def test_sums_in_one_ring() -> None:
+    for text in ("2x2:in=1GB/s,out=1MB/s:flat", "2x2:in=1GB/s,out=1MB/s:4GB:flat"):
+        flat = Cluster.parse(text)
+        assert flat == replace(Cluster.parse(text.removesuffix(":flat")), rings="flat")
+        assert Cluster.from_json(flat.to_json()) == flat
+        assert flat.reordered((1, 0)).rings == "flat"
+    assert Cluster.from_levels([(2, 1.0)]).rings == "levels"
+    old = {name: value for name, value in GOOD.items() if name != "rings"}  # written before there was a choice
+    assert Cluster.from_json(json.dumps(old)).rings == "levels"
+    with pytest.raises(ValueError, match="rings='tree': expected one of levels, flat"):
+        replace(flat, rings="tree")

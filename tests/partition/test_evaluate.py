@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition
-from stagewright.partition.planner.evaluate import Evaluated, Evaluator, Simulated
+from stagewright.partition.planner.evaluate import Evaluated, Evaluator, MisfitError, Simulated
 from stagewright.partition.planner.model import Model
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.stage_memory import MemoryRules
@@ -105,3 +108,51 @@ def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     found = partition(profile, CLUSTER, num_microbatches=8)
     assert found.simulated_step_time is None
     assert "not simulated: more than 1 actions a batch" in found.notes
+
+
+def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
+    """Never above the bound of what is chosen then, and above what it is without a look at the memory."""
+    draw, higher = random.Random(0), Counter[bool]()
+    for _ in range(10):
+        nodes = tuple(
+            Node(
+                name=f"n{i}",
+                forward_seconds=draw.random(),
+                backward_seconds=2 * draw.random(),
+                activation_bytes=draw.random(),
+                parameter_bytes=draw.random(),
+                stash_bytes=9 * draw.random(),
+                selective_bytes=draw.random(),
+                selective_seconds=draw.random() / 4,
+            )
+            for i in range(7)
+        )
+        model = Model(Profile(nodes=nodes), optimizer_ratio=2.0)
+        rules = MemoryRules(
+            optimizer_ratio=2.0, recompute=("none", "full", "layer", "selective"), sharding=("none", "full")
+        )
+        limit = draw.uniform(40, 120)
+        evaluator = Evaluator(Topology(CLUSTER, memory_limit=limit), lambda _, r=rules: r, lambda _s, _t, m=model: m)
+        for schedule, pipeline, chunks in (("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 3)):
+            c = Configuration(
+                pipeline=pipeline,
+                data=2,
+                tensor=1,
+                schedule=schedule,
+                num_chunks=chunks,
+                microbatch_size=1,
+                num_microbatches=12,
+            )
+            flights = evaluator.in_flight(c, exact=True)
+            for inner in combinations(range(1, 7), c.num_stages - 1):
+                ends = (0, *inner, 7)
+                plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, flights=flights)
+                try:
+                    found = evaluator.evaluate(c, ends, flights=flights)
+                except MisfitError:
+                    continue
+                again = any(name != "none" for each in found.memories for name in each.treatment.recompute)
+                assert plain <= least <= found.bound * (1 + 1e-9)
+                higher[least > plain] += again
+    assert higher[True] > 60
+    assert higher[True] > 2 * higher[False]

@@ -50,6 +50,25 @@ def infer(beside: Callable[[Any, Tensor], Any]) -> tuple[FakeTensor, Any, set[st
     return x, value, names, changed
 
 
+def test_what_stands_in_is_laid_out_as_the_original_and_wants_a_gradient_where_it_does() -> None:
+    module = nn.Linear(4, 3)
+    module.weight.data = module.weight.data.t().contiguous().t()
+    module.bias.requires_grad_(False)
+    module.again, module.steps = module.weight, nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    module.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(module, CPU):
+        fakes = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        assert module.again is module.weight
+    assert list(fakes) == list(own) == ["weight", "bias", "steps", "mean"]
+    for fake, real in zip(fakes.values(), own.values(), strict=True):
+        assert isinstance(fake, FakeTensor)
+        assert isinstance(fake, nn.Parameter) == isinstance(real, nn.Parameter)
+        assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (real.shape, real.stride(), real.dtype, CPU)
+        assert (fake.requires_grad, fake.is_leaf) == (real.requires_grad, True)
+    assert all(each is own[name] for name, each in (*module.named_parameters(), *module.named_buffers()))
+
+
 def test_what_comes_out_has_the_shapes_strides_and_graphs_of_values() -> None:
     x, value, written, changed = infer(lambda m, x: {"y": m.weight(x).t(), "n": x.detach().nonzero(), "same": x})
     assert (value["y"].shape, value["y"].stride(), value["y"].requires_grad) == ((4, 3), (1, 4), True)

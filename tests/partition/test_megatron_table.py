@@ -17,7 +17,7 @@ from stagewright.experiments.works.megatron import Run, table
 from stagewright.partition import Plan, plan
 from stagewright.partition.formulas.device_model import DeviceModel
 from stagewright.partition.formulas.source import TransformerSource
-from stagewright.partition.formulas.training import estimated, schedule_of, simulated
+from stagewright.partition.formulas.training import estimated, schedule_of, simulated, step_costs
 from stagewright.schedules import Costs, simulate
 
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
@@ -47,7 +47,7 @@ def test_the_preset_is_the_fit_to_all_runs() -> None:
         DeviceModel.preset("A100-80GB").matrix_efficiency, abs=0.005
     )
     off = errors(simulated, range(10), DeviceModel.preset("A100-80GB"))
-    assert [round(100 * each) for each in off] == [-3, -2, 2, 1, 2, -5, 0, -1, 0, 6]
+    assert [round(100 * each) for each in off] == [-3, -1, 2, 1, 3, -4, 0, -1, 0, 6]
 
 
 def test_the_model_says_more_than_one_rate_for_all() -> None:
@@ -96,12 +96,15 @@ def test_every_run_is_planned_and_predicted() -> None:
     off = []
     for run in table():
         found = planned(run, ("layer",))
+        tied = step_costs(run, DeviceModel.preset("A100-80GB")).tied
+        assert len(tied) == (run.pipeline > 1)
+        assert found.tied == tied
         assert found.simulated_step_time is not None
         assert {stage.recompute for stage in found.stages} == {"layer"}
         assert 0.4 * 80e9 < max(found.memory_bytes.values()) < 0.8 * 80e9
         assert found.simulated_step_time <= simulated(run, DeviceModel.preset("A100-80GB")) * 1.003
         off.append(found.simulated_step_time / run.seconds - 1)
-    assert [round(100 * each) for each in off] == [-3, -2, 2, 1, 2, -5, 0, -1, 0, 6]
+    assert [round(100 * each) for each in off] == [-3, -1, 3, 1, 3, -5, 0, -1, 0, 6]
     assert sum(each * each for each in off) ** 0.5 < 0.0286 * 10**0.5
 
 

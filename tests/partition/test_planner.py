@@ -56,6 +56,23 @@ def test_heavy_gradients_on_slow_links_make_a_pipeline_with_chunks() -> None:
     assert losses[0] > found.simulated_step_time
 
 
+def test_one_ring_over_two_hosts_changes_the_plan() -> None:
+    """A sum over three ranks takes four steps over the network instead of two: unequal replicas no longer pay."""
+    nodes = (
+        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1, parameter_bytes=3e9),
+        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e12),
+    )
+
+    def found(cluster: str) -> Plan:
+        options = {"global_batch": 24, "schedules": "1f1b", "runnable": True}
+        return plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse(cluster), **options)
+
+    near, far = "2x2:in=100GB/s,out=10GB/s@1s", "2x2:in=100GB/s,out=10GB/s@8s"
+    sums = [found(cluster).stages[0].traffic.sum_seconds for cluster in (near, f"{near}:flat")]  # type: ignore[union-attr]
+    assert sums == pytest.approx([2 * 1 / 2 * 0.03 + 2 * 1 / 2 * 0.3 + 2 * 1, 2 * 2 / 3 * 0.3 + 4 * 1])
+    assert [found(cluster).replicas for cluster in (far, f"{far}:flat")] == [(3, 1), (2,)]
+
+
 def test_unequal_replicas_where_they_win() -> None:
     """Three quarters of the work in the first node: 3-1, which a mesh can't say."""
     nodes = (
@@ -95,6 +112,10 @@ def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
     assert [found.stages[0].optimizer_shards for found in (roomy, tight)] == [1, 4]
     assert tight.memory[0].optimizer == 10.0
     assert tight.memory[0].communication == 35.0  # a bucket of all, and the parts of three others
+    for largest, small, bucket in ((6.0, 4.0, 8.0), (9.0, 1.0, 9.0)):  # small ones of both nodes, or the largest alone
+        known = chain(2, parameter_bytes=10.0, largest_parameter_bytes=largest, small_parameter_bytes=small)
+        found = plan(known, FOUR, memory_limit=86.0 - 20 + bucket, **options)  # type: ignore[arg-type]
+        assert found.memory[0].communication == 15 + bucket
     # As many bytes: half of them in front of the step, half behind it.
     assert tight.simulated_step_time == pytest.approx(roomy.simulated_step_time, rel=1e-12)
     with pytest.raises(ValueError, match="nothing fits the memory"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
 from stagewright.schedules.builders.replicas import replicate
 
-from .small import ring
+from .small import hops_around, ring
 
 RECOMPUTE = ("none", "full", "layer", "selective")
 TENTHS = st.integers(0, 30).map(lambda n: n / 10)
@@ -37,6 +38,13 @@ CLUSTERS = st.sampled_from(
                 Level(name="in", size=3, bandwidth=9.0),
                 Level(name="out", size=2, bandwidth=9.0, partial_reduce=0.2),
             )
+        ),
+        Cluster(
+            levels=(
+                Level(name="in", size=2, bandwidth=30.0, latency=0.1),
+                Level(name="out", size=2, bandwidth=9.0, latency=0.2, reduce_latency=0.4),
+            ),
+            rings="flat",
         ),
     ]
 )
@@ -77,7 +85,13 @@ def hop(cluster: Cluster, pairs: list[tuple[int, int]]) -> tuple[float, float]:
 
 
 def sum_latency(cluster: Cluster, members: Sequence[int]) -> float:
-    """Seconds of a sum of nothing, level by level."""
+    """Seconds of a sum of nothing, level by level; or each step as long as the slowest hop around a flat ring."""
+    if cluster.rings == "flat":
+        steps = [
+            max(e.latency if e.reduce_latency is None else e.reduce_latency for e in cluster.levels[: joined + 1])
+            for joined in (cluster.level_between(a, b) for a, b in hops_around(members))
+        ]
+        return 2 * (len(members) - 1) * max(steps, default=0.0)
     groups, seconds, latency = list(members), 0.0, 0.0
     for level in cluster.levels:
         latency = max(latency, level.latency)
@@ -126,8 +140,9 @@ def step(
     num_microbatches: int,
     shards: int,
     recompute: Sequence[str] | None = None,
+    tensor: int = 1,
 ) -> float:
-    """Seconds of a chain cut at `ends`, on ranks p D + d: all replicas simulated [s]."""
+    """Seconds of a chain cut at `ends`, on ranks (p D + d) T + t: all replicas simulated, of T ranks the first [s]."""
     nodes, num_stages = profile.nodes, len(ends) - 1
     own = [nodes[a:b] for a, b in pairwise(ends)]
     crossing = [0.0, *(nodes[at - 1].activation_bytes for at in ends[1:-1]), 0.0]
@@ -140,12 +155,13 @@ def step(
     )
     firsts = [single.owner(s, 0) * data for s in range(num_stages)]
     pairs = [[(here + d, there + d) for d in range(data)] for here, there in pairwise(firsts)]
-    hops = [hop(cluster, each) for each in pairs]
+    every = [[(a * tensor + t, b * tensor + t) for a, b in each for t in range(tensor)] for each in pairs]
+    hops = [hop(cluster, each) for each in every]
     rings = []
     for s, first in enumerate(firsts):
         weights = sum(node.parameter_bytes for node in own[s])
-        latency = sum_latency(cluster, range(first, first + data))
-        rings.append(latency + weights * ring(cluster, range(first, first + data)) if weights else 0.0)
+        members = range(first * tensor, (first + data) * tensor, tensor)
+        rings.append(sum_latency(cluster, members) + weights * ring(cluster, members) if weights else 0.0)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     costs = Costs(
         forward=forward,
@@ -159,16 +175,17 @@ def step(
     return simulate(
         replicate(single, data),
         costs,
-        network(pairs, hops, crossing[1:-1], groups, rings, shards=[shards] * num_stages),
+        network(pairs, hops, [each / tensor for each in crossing[1:-1]], groups, rings, shards=[shards] * num_stages),
     ).makespan
 
 
 def by_hand(
-    profile: Profile, cluster: Cluster, batch: int, chunks: int, schedule: str = "interleaved"
+    profile: Profile, cluster: Cluster, batch: int, chunks: int, schedule: str = "interleaved", *, tensor: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Up to V chunks a rank under `schedule`, and 1F1B."""
-    for pipeline in range(1, cluster.num_devices + 1):
-        for data in range(1, cluster.num_devices // pipeline + 1):
+    room = cluster.num_devices // tensor
+    for pipeline in range(1, room + 1):
+        for data in range(1, room // pipeline + 1):
             for V in range(1, chunks + 1):
                 S = pipeline * V
                 is_useless = V > 1 and pipeline == 1 and (data == 1 or schedule != "interleaved")
@@ -278,7 +295,7 @@ def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[flo
     return sum(kept.values()), max([0.0, *made])
 
 
-def held(profile: Profile, each: dict[str, Any], p: int, recompute: str) -> float:
+def held(profile: Profile, each: dict[str, Any], p: int, recompute: str, tensor: int = 1) -> float:
     """Bytes on rank p of a 1F1B pipeline with Adam, as a person would count them."""
     P, (a, b) = each["pipeline"], each["ends"][p : p + 2]
     m = each["num_microbatches"] // each["data"]
@@ -289,13 +306,15 @@ def held(profile: Profile, each: dict[str, Any], p: int, recompute: str) -> floa
     weights = sum(node.parameter_bytes for node in profile.nodes[a:b])
     copy = weights if each["data"] > 1 else 0.0  # of the gradients, while they are summed over the replicas
     messages = before * (min(4, m) + min(2, m)) + behind * (min(4, m) + flight)
-    return 4 * weights + copy + flight * kept + made + before + behind + messages
+    return 4 * weights + copy + flight * kept + made + before + behind + messages / tensor
 
 
-def fitting_recompute(profile: Profile, each: dict[str, Any], limit: float) -> Iterator[tuple[str, ...]]:
+def fitting_recompute(
+    profile: Profile, each: dict[str, Any], limit: float, tensor: int = 1
+) -> Iterator[tuple[str, ...]]:
     """Alike on all stages, and of each stage what takes it the least time."""
     own = [profile.nodes[a:b] for a, b in pairwise(each["ends"])]
-    fits = [[way for way in RECOMPUTE if held(profile, each, p, way) <= limit] for p in range(len(own))]
+    fits = [[way for way in RECOMPUTE if held(profile, each, p, way, tensor) <= limit] for p in range(len(own))]
     for way in RECOMPUTE:
         if all(way in ways for ways in fits):
             yield (way,) * len(own)
@@ -322,6 +341,68 @@ def test_never_worse_within_the_memory(profile: Profile, cluster: Cluster, batch
     for each, recompute in fitting:
         least = step(profile, cluster, shards=1, recompute=recompute, **each)
         assert found.simulated_step_time <= least * (1 + 1e-8), (each, recompute)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A profile, and what one of two tensor ranks has of it: half the work and weights, a third more of the rest."""
+
+    whole: Profile
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        assert microbatch_size == 1
+        return self.whole if tensor == 1 else replace(self.whole, nodes=tuple(map(self._half, self.whole.nodes)))
+
+    def _half(self, node: Node) -> Node:
+        return replace(
+            node,
+            forward_seconds=node.forward_seconds / 2 + 0.1,
+            backward_seconds=node.backward_seconds / 2 + 0.2,
+            parameter_bytes=node.parameter_bytes / 2,
+            stash_bytes=node.stash_bytes * 0.75,
+            update_seconds=node.update_seconds / 2,
+        )
+
+    def tensor_sizes(self, limit: int) -> Sequence[int]:
+        return [1, 2][:limit]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    profile=chains(),
+    cluster=st.sampled_from([Cluster.from_levels([(2, 40.0), (2, 5.0)]), Cluster.from_levels([(4, 9.0)])]),
+    batch=st.integers(1, 6),
+    share=st.floats(0.1, 0.8),
+)
+def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_little_memory(
+    profile: Profile, cluster: Cluster, batch: int, share: float
+) -> None:
+    """Each way to cut, place and recompute that fits, simulated here: no promise of a search is above any of them."""
+    source = Halves(profile)
+    limit = share * sum(4 * node.parameter_bytes + 2 * node.stash_bytes for node in profile.nodes) + 0.5
+    every = [
+        step(shown, cluster, shards=1, recompute=recompute, tensor=tensor, **each)
+        for tensor in (1, 2)
+        for shown in [source.profile(microbatch_size=1, tensor=tensor)]
+        for each in by_hand(shown, cluster, batch, 1, tensor=tensor)
+        for recompute in fitting_recompute(shown, each, limit, tensor)
+    ]
+    options: dict[str, Any] = {"global_batch": batch, "memory_limit": limit, "optimizer_sharding": ("none",)}
+    options["microbatch_sizes"] = (1,)
+    for cut_short in ({}, {"max_simulated": 1, "num_runners_up": 0}, {"seconds": 0.0}):
+        try:
+            found = plan(source, cluster, **options, **cut_short)
+        except ValueError as error:
+            assert "nothing fits the memory" in str(error)  # noqa: PT017
+            assert not every
+            return
+        assert found.searched is not None
+        least = min(every, default=math.inf) * (1 + 1e-8)
+        assert found.searched.least <= promised(found) <= least
+        if not cut_short:
+            assert found.simulated_step_time is not None
+            assert found.simulated_step_time <= least
+            assert found.searched.faster_left(found.simulated_step_time) == 0
 
 
 @settings(max_examples=40, deadline=None)

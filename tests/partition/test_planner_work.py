@@ -23,7 +23,9 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     assert found.searched is not None
     assert found.searched.considered == 306
     assert found.searched.cut <= 20
-    assert found.searched.simulated <= 10
+    assert (
+        found.searched.simulated <= 11
+    )  # 9 with a head of its own: bounds of cuts know the sum of tied weights, those before not
 
 
 def test_what_is_left_out_is_no_faster_than_promised_over_tensor_ranks_and_with_little_memory() -> None:

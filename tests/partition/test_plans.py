@@ -46,7 +46,7 @@ def test_json_there_and_back() -> None:
 
 def test_explain() -> None:
     assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices, default model: its slowest stage takes 2.00 ms a microbatch; the least bottleneck of "
+        "3-1 on 5 devices: its slowest stage takes 2.00 ms a microbatch; the least bottleneck of "
         "any plan is at least 1.00 ms",
         "simulated, 1f1b, 8 microbatches: 30.0 ms a batch, bubble 25.0%",
         "stage  nodes  ranks       F ms       B ms    step ms  in flight       memory  recompute",

@@ -180,3 +180,25 @@ def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
     assert whole.slowdown == 1.0
     assert Profile(nodes=nodes, slowdown=1.5).typical().parts_seconds == pytest.approx(12.0)
     assert Profile.from_json(Profile(nodes=nodes, slowdown=1.5).to_json()).slowdown == 1.5
+
+
+def test_sizes_of_parameters_are_kept_and_checked() -> None:
+    """Without them nothing is known: all count as small."""
+    known = Node(
+        name="a",
+        forward_seconds=1,
+        backward_seconds=2,
+        parameter_bytes=10,
+        largest_parameter_bytes=6,
+        small_parameter_bytes=4,
+    )
+    profile = Profile(nodes=[known])
+    assert Profile.from_json(profile.to_json(), source="p.json") == profile
+    lacking = json.loads(profile.to_json())
+    for figure in ("largest_parameter_bytes", "small_parameter_bytes"):
+        del lacking["nodes"][0][figure]
+    (old,) = Profile.from_json(json.dumps(lacking), source="p.json").nodes
+    assert (old.largest_parameter_bytes, old.small_parameter_bytes) == (0.0, None)
+    for figure in ("largest_parameter_bytes", "small_parameter_bytes"):
+        with pytest.raises(ValueError, match=rf"node a: {figure}=?:? ?11.*expected at most parameter_bytes=10"):
+            replace(known, **{figure: 11})

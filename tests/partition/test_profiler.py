@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from typing import Any
 
 import pytest
@@ -38,17 +39,46 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 # --- times ---
 
 
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that runs while somebody sleeps, and by 10 us whenever it is read: nothing else takes time."""
+    now = 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += 10e-6
+        return now
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+@pytest.mark.usefixtures("ticking")
 def test_sleeping_modules_take_what_they_sleep() -> None:
-    """Sleeps of 20 ms and more: the profiler's own work is far below a hundredth. Only too long is possible."""
-    durations = [(0.02, 0.03), (0.02, 0.04), (0.02, 0.03)]
+    """Sleeps of 20 ms and more, between which the clock is read a few times: below a hundredth."""
+    check_sleeping_modules(longer=1.01)
+
+
+@pytest.mark.nightly
+def test_sleeping_modules_take_what_they_sleep_by_the_real_clock() -> None:
+    """The profiler's own work is far below a hundredth, and a busy machine adds to that. Only too long is possible."""
+    check_sleeping_modules(longer=1.2)
+
+
+def check_sleeping_modules(*, longer: float) -> None:
+    durations = [(0.02, 0.03), (0.021, 0.04), (0.02, 0.03)]
     model = nn.Sequential(*(SleepingStage(f, b) for f, b in durations))
     profile = quick(model, torch.randn(2, TINY_WIDTH), repetitions=4)
     for node, (forward, backward) in zip(profile.nodes, durations, strict=True):
-        assert forward <= node.forward_seconds < forward * 1.2
-        assert backward <= node.backward_seconds < backward * 1.2
+        assert forward <= node.forward_seconds < forward * longer
+        assert backward <= node.backward_seconds < backward * longer
     assert profile.step_seconds is not None
-    assert 0.16 <= profile.step_seconds < 0.16 * 1.2
-    assert profile.parts_over_step == pytest.approx(0, abs=0.2)
+    assert 0.161 <= profile.step_seconds < 0.161 * longer
+    assert profile.parts_over_step == pytest.approx(0, abs=longer - 1)
     first, second, third = profile.nodes
     assert second.forward_seconds != first.forward_seconds
     assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once: nothing is left for W

@@ -145,6 +145,8 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]
         before=column(),
         behind=nothing,
         workspace=nothing,
+        largest=nothing,
+        small=nothing,
         by_node=known.__getitem__,
     )
     moments = draw(st.integers(1, 4))
@@ -155,8 +157,10 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlight, float]
     flight = InFlight(
         held=held,
         graded=np.zeros_like(held),
+        summed=np.zeros_like(held),
         in_backward=held,
         graded_backward=np.zeros_like(held),
+        summed_backward=np.zeros_like(held),
         running=running,
         versions=1,
         num_microbatches=4,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
@@ -17,7 +18,10 @@ from stagewright.partition.planner.model import Model
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.plans.reorder import reorder
 from stagewright.partition.plans.simulated import simulated
-from stagewright.partition.stage_cost import overheads
+from stagewright.partition.solver.antichains import all_cuts
+from stagewright.partition.solver.ranges import RangeCosts
+from stagewright.partition.solver.thresholds import solve_large
+from stagewright.partition.stage_cost import message_overheads
 from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, build, simulate
@@ -29,15 +33,24 @@ NODES = tuple(
 )
 
 
-def cluster(num_devices: int = 2, *, message_seconds: float = 0.0, bandwidth: float = 1e3) -> Cluster:
+def cluster(
+    num_devices: int = 2, *, message_seconds: float = 0.0, bandwidth: float = 1e3, sum_busy: float = 0.0
+) -> Cluster:
     """Devices on one level of links."""
-    link = Level(name="net", size=num_devices, bandwidth=bandwidth, latency=0.125, message_seconds=message_seconds)
+    link = Level(
+        name="net",
+        size=num_devices,
+        bandwidth=bandwidth,
+        latency=0.125,
+        message_seconds=message_seconds,
+        sum_busy=sum_busy,
+    )
     return Cluster(levels=(link,))
 
 
-def profile(action_seconds: float) -> Profile:
+def profile(action_seconds: float, around_seconds: float = 0.0) -> Profile:
     """Eight equal nodes."""
-    return Profile(nodes=NODES, action_seconds=action_seconds)
+    return Profile(nodes=NODES, action_seconds=action_seconds, around_seconds=around_seconds)
 
 
 @pytest.mark.parametrize(("action", "message", "chunks"), [(0.0, 0.0, 4), (0.25, 0.0, 2), (0.0, 0.5, 1), (2.0, 0.0, 1)])
@@ -74,10 +87,26 @@ def test_seconds_by_hand() -> None:
         data_sizes=(1,),
         schedules=("1f1b",),
     )
-    assert found.overheads == (0.75, 0.75)
+    assert (found.overheads, found.message_overheads) == ((0.5, 0.5), (0.25, 0.25))
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
     assert found.predicted_step_time == pytest.approx(1 + 2 + 2 * 0.75)
     assert "runtime: 500 ms around each action, 250 ms at either end of a message" in found.explain()
+
+
+@pytest.mark.parametrize(("schedule", "seconds"), [("1f1b", 2 * 0.75 + 0.0), ("zb-h1", 3 * 0.5 + 2 * 0.25)])
+def test_weight_gradients_have_no_message_and_cost_nothing_beside_their_i(schedule: str, seconds: float) -> None:
+    """Rank 0 runs I and W as one, rank 1 sends the gradient in between."""
+    found = plan(
+        Profile(nodes=NODES[:2], action_seconds=0.5),
+        cluster(message_seconds=0.25),
+        global_batch=4,
+        pipeline_sizes=(2,),
+        data_sizes=(1,),
+        schedules=(schedule,),
+    )
+    ranks = simulated(Plan.from_json(found.to_json())).timeline.ranks
+    assert [rank.busy for rank in ranks] == pytest.approx([4 * (3 + 1.5), 4 * (3 + seconds)])
+    assert max(0.0, 1 - sum(rank.busy for rank in ranks) / 2 / found.simulated_step_time) == found.simulated_bubble
 
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:
@@ -90,8 +119,8 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
         pipeline_sizes=(2,),
         data_sizes=(1,),
     )
-    assert found.overheads == (0.75, 0.75, 0.75, 0.75)
-    assert overheads([0.5] * 4, [0.25, 0.0, 0.25]) == found.overheads
+    assert (found.overheads, found.message_overheads) == ((0.5,) * 4, (0.25,) * 4)
+    assert message_overheads([0.25, 0.0, 0.25]) == found.message_overheads
     assert [each.message_seconds for each in found.traffic] == [0.25, 0.0, 0.25, 0.0]
 
 
@@ -101,7 +130,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
 def test_a_plan_keeps_them(schedule: str, data: int, M: int) -> None:
     """Its file, simulated again, takes the same seconds as the planner's simulation, and more than without."""
     found = plan(
-        profile(0.1),
+        profile(0.1, 7.0),
         cluster(2 * data, message_seconds=0.2, bandwidth=50.0),
         global_batch=M,
         schedules=(schedule,),
@@ -114,8 +143,26 @@ def test_a_plan_keeps_them(schedule: str, data: int, M: int) -> None:
     whole = simulated(again)
     assert whole.timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
     assert max(0.0, whole.timeline.bubble) == pytest.approx(found.simulated_bubble, abs=1e-3)
-    free = replace(whole.costs, overhead=0.0)
+    free = whole.costs.free_of_overhead
     assert simulate(whole.timeline.schedule, free, whole.links).batch_seconds < whole.timeline.batch_seconds
+    step = simulate(whole.timeline.schedule, replace(whole.costs, around=0.0), whole.links).batch_seconds
+    assert found.simulated_step_time == pytest.approx(step + 7.0)
+    assert "7.00 s around each step" in found.explain()
+
+
+def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
+    """Ten equal nodes on three ranks, 3 s for an end of a message: 18 s each as 4-2-4, 21 as 4-3-3."""
+    nodes = tuple(replace(NODES[0], name=f"n{i}", parameter_bytes=0) for i in range(10))
+    equal, links = Profile(nodes=nodes), cluster(3, message_seconds=3.0)
+    found = partition(equal, links, schedule="1f1b", num_microbatches=32, straight=True)
+    assert [len(stage.nodes) for stage in found.stages] == [4, 2, 4]
+    assert found.predicted_step_time == found.bound == pytest.approx(18.0)
+    costs = RangeCosts(all_cuts(equal), links, schedule="1f1b", num_microbatches=32)
+    large = solve_large(costs, straight=True)
+    assert large is not None
+    assert [stage.last - stage.first for stage in large.stages] == [4, 2, 4]
+    busy = RangeCosts(all_cuts(equal), cluster(3), schedule="1f1b", num_microbatches=32, action_seconds=0.25)
+    assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 
 
 def test_unequal_replicas() -> None:
@@ -124,7 +171,7 @@ def test_unequal_replicas() -> None:
     found = partition(heavy, cluster(4, message_seconds=0.05), schedule="1f1b", num_microbatches=3)
     assert found.replicas == (1, 3)
     assert simulated(Plan.from_json(found.to_json())).timeline.batch_seconds == found.simulated_step_time
-    assert found.overheads == pytest.approx((0.15, 0.15))
+    assert (found.overheads, found.message_overheads) == ((0.1, 0.1), (0.05, 0.05))
     assert found.bound <= found.predicted_step_time
 
 
@@ -139,11 +186,37 @@ def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(f"{reorder.__module__}.synthesize", search)
     found = plan(
         profile(0.3), cluster(message_seconds=0.1), global_batch=6, schedules=("1f1b",), pipeline_sizes=(2,),
-        data_sizes=(1,),
+        data_sizes=(1,), max_grad_norm=1.0,
     )  # fmt: skip
     better = reorder(found, seconds=10.0, evaluations=200)
     assert simulated(better).timeline.batch_seconds == better.simulated_step_time
-    assert [each.overhead for each in (*searched, simulated(better).costs)] == [found.overheads] * 2
+    around = [(each.overhead, each.message_overhead) for each in (*searched, simulated(better).costs)]
+    assert around == [(found.overheads, found.message_overheads)] * 2
+    assert [each.norm for each in (*searched, simulated(better).costs)] == [found.norm_seconds] * 2
+
+
+def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
+    """A small sum over all devices, between the last of all backwards and the first update, once a batch."""
+    devices = replace(cluster(4, message_seconds=0.5), rings="flat")
+    nodes = tuple(replace(node, update_seconds=1.0) for node in NODES)
+
+    def found(**options: Any) -> Plan:
+        return plan(Profile(nodes=nodes), devices, global_batch=8, pipeline_sizes=(4,), data_sizes=(1,), **options)
+
+    def without_updates(found: Plan) -> float:
+        known = simulated(found)
+        return simulate(known.timeline.schedule, replace(known.costs, update=0.0), known.links).batch_seconds
+
+    plain, clipped = (found(schedules="1f1b", **options) for options in ({}, {"max_grad_norm": 1.0}))
+    assert plain.norm_seconds is None
+    assert clipped.norm_seconds == 6 * (0.125 + 2 * 0.5)
+    assert clipped.simulated_step_time == pytest.approx(without_updates(plain) + 6 * 1.125 + 2 * 1.0)
+    assert simulated(clipped).timeline.batch_seconds == pytest.approx(clipped.simulated_step_time)
+    assert Plan.from_json(clipped.to_json()) == clipped
+    assert "6.75 s for the norm of all gradients" in clipped.explain()
+    assert found(schedules=("2bw",), max_grad_norm=1.0).norm_seconds is None  # a stream has its own way
+    with pytest.raises(ValueError, match="max_grad_norm: 0: expected a finite number above 0"):
+        found(max_grad_norm=0)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs", "zb-v", "hanayo"])
@@ -155,12 +228,19 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             replace(node, forward_seconds=random_.uniform(0, 2), backward_seconds=random_.uniform(0, 3))
             for node in NODES
         )
-        model = Model(Profile(nodes=nodes, action_seconds=random_.choice((0.0, 0.1, 5.0))), optimizer_ratio=2.0)
+        measured = Profile(nodes=nodes, action_seconds=random_.choice((0.0, 0.1, 5.0)), around_seconds=2.0 * trial)
+        model = Model(measured, optimizer_ratio=2.0)
         links = Topology(
-            cluster(4, message_seconds=random_.choice((0.0, 0.3, 4.0)), bandwidth=random_.choice((10, 1e3)))
+            cluster(
+                4,
+                message_seconds=random_.choice((0.0, 0.3, 4.0)),
+                bandwidth=random_.choice((10, 1e3)),
+                sum_busy=random_.choice((0.0, 0.6, 1.0)),
+            )
         )
         rules = MemoryRules(optimizer_ratio=2.0)
-        evaluator = Evaluator(links, lambda _, rules=rules: rules, lambda _size, _tensor, model=model: model)
+        norm = (None, 0.0, 7.0)[trial % 3]
+        evaluator = Evaluator(links, lambda _, rules=rules: rules, lambda _size, _tensor, model=model: model, norm=norm)
         c = Configuration(
             pipeline=2,
             data=data,
@@ -170,31 +250,76 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             microbatch_size=1,
             num_microbatches=(4, 8)[trial % 2],
         )
-        least = LeastSeconds(links).of(c, model)
+        bounds = LeastSeconds(links, norm=norm)
+        least = bounds.of(c, model)
         for ends in candidate_ends(evaluator, rules, c):
             evaluated = evaluator.evaluate(c, ends, exact=True)
             seconds = evaluator.simulate(evaluated).seconds
             assert evaluated.bound <= seconds * (1 + 1e-9)
             assert least <= seconds * (1 + 1e-9)
             assert evaluated.bottleneck * c.batch <= seconds * (1 + 1e-9)
+            if data == 1 and schedule == "1f1b":
+                assert bounds.of_any(schedule, model, c.batch) <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
+def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunks: int) -> None:
+    """Two replicas of the whole model, 4 microbatches of 24 s each, sums of 160 bytes at 20 bytes/s over all chunks."""
+    found = plan(
+        profile(0.0),
+        cluster(bandwidth=20.0, sum_busy=busy),
+        global_batch=8,
+        pipeline_sizes=(1,),
+        data_sizes=(2,),
+        schedules=("1f1b",) if chunks == 1 else ("interleaved",),
+        chunk_sizes=(max(2, chunks),),
+    )
+    assert found.num_chunks == chunks
+    work, total = 4 * 24.0, 160 / 20 + chunks * 2 * 0.125
+    # The first chunk's B is the last: nothing is beside its sum.
+    last = len(found.stages[0].nodes) * 20 / 20 + 2 * 0.125
+    assert found.simulated_step_time == pytest.approx(work + busy * total + (1 - busy) * last)
+    assert simulated(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
+    # The bound before cuts are known: all of it in one chunk, of several what keeps the ranks busy; latencies apart.
+    c = Configuration(
+        pipeline=1,
+        data=2,
+        tensor=1,
+        schedule=found.schedule or "",
+        num_chunks=chunks,
+        microbatch_size=1,
+        num_microbatches=8,
+    )
+    least = LeastSeconds(Topology(cluster(bandwidth=20.0, sum_busy=busy))).of(
+        c, Model(profile(0.0), optimizer_ratio=2.0)
+    )
+    assert least == pytest.approx(work + 8 * (1.0 if chunks == 1 else busy))
 
 
 def test_files_keep_them() -> None:
-    known, links = profile(3e-4), cluster(message_seconds=1e-4)
+    known, links = profile(3e-4, 2e-3), cluster(message_seconds=1e-4, sum_busy=0.75)
     assert Profile.from_json(known.to_json()) == known
     assert Cluster.from_json(links.to_json()) == links
     assert replace(known, slowdown=2.0).typical().action_seconds == 3e-4
-    old = known.to_json().replace('"action_seconds": 0.0003,', ""), links.to_json()
-    assert "action_seconds" not in old[0]
-    assert Profile.from_json(old[0]).action_seconds == 0.0
+    old = known.to_json().replace('"action_seconds": 0.0003,', "").replace('"around_seconds": 0.002,', "")
+    assert "action_seconds" not in old
+    assert "around_seconds" not in old
+    assert (Profile.from_json(old).action_seconds, Profile.from_json(old).around_seconds) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_what_cannot_be_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="action_seconds"):
         profile(value)
+    with pytest.raises(ValueError, match="around_seconds"):
+        profile(0.0, value)
     with pytest.raises(ValueError, match="message_seconds"):
         cluster(message_seconds=value)
+    with pytest.raises(ValueError, match="sum_busy"):
+        cluster(sum_busy=value)
+    with pytest.raises(ValueError, match=r"sum_busy: 1.5: expected a number of at least 0 and at most 1"):
+        cluster(sum_busy=1.5)
 
 
 def test_overhead_is_that_of_the_simulator() -> None:

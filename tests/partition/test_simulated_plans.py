@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, partition, plan
 from stagewright.partition.plans.shown import exhibit_of_plan
 from stagewright.partition.plans.simulated import SimulatedPlan, sampled, simulated
-from stagewright.schedules import simulate
+from stagewright.schedules import Timeline, simulate
 from stagewright.viz.explorer.whatif_data import whatif_data
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
@@ -31,8 +31,19 @@ NODES = tuple(
 )
 
 
+def busy(cluster: Cluster, share: float) -> Cluster:
+    """The same with sums that keep their ranks from computing for a share of their seconds."""
+    return replace(cluster, levels=tuple(replace(level, sum_busy=share) for level in cluster.levels))
+
+
 def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
     return plan(Profile(nodes=NODES), cluster, global_batch=M, **options)
+
+
+def bubble_of(found: Plan, timeline: Timeline) -> float:
+    """Of the ranks that the plan uses."""
+    used = {rank for stage in found.stages for rank in stage.ranks}
+    return 1 - sum(timeline.ranks[rank].busy for rank in used) / len(used) / timeline.batch_seconds
 
 
 def read_again(found: Plan) -> SimulatedPlan:
@@ -48,9 +59,16 @@ HEAVY_END = Profile(nodes=(NODES[0], replace(NODES[1], forward_seconds=3.0, back
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "pipedream", "zb-h1"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, sharding: str) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.625])
+def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, sharding: str, share: float) -> None:
     """To the last bit, although of equal replicas the planner simulated one, and this simulates all."""
-    found = planned(schedules=schedule, pipeline_sizes=(2,), data_sizes=(replicas,), optimizer_sharding=(sharding,))
+    found = planned(
+        busy(SLOW, share),
+        schedules=schedule,
+        pipeline_sizes=(2,),
+        data_sizes=(replicas,),
+        optimizer_sharding=(sharding,),
+    )
     assert found.replicas == (replicas, replicas)
     whole = read_again(found)
     assert whole.timeline.batch_seconds == found.simulated_step_time
@@ -65,11 +83,11 @@ def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, 
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "hanayo", "zb-v", "v-min", "dualpipe-v"])
-@pytest.mark.parametrize("data", [1, 2])
-def test_chunks_and_the_way_back_to_the_first_rank(schedule: str, data: int) -> None:
+@pytest.mark.parametrize(("data", "share"), [(1, 0.0), (2, 0.0), (2, 0.25)])
+def test_chunks_and_the_way_back_to_the_first_rank(schedule: str, data: int, share: float) -> None:
     """In turn, or back and forth."""
     found = planned(
-        Cluster.parse("3x2:inner=50B/s,outer=5B/s@0.25s"),
+        busy(Cluster.parse("3x2:inner=50B/s,outer=5B/s@0.25s"), share),
         12,
         schedules=schedule,
         chunk_sizes=(2,),
@@ -77,7 +95,11 @@ def test_chunks_and_the_way_back_to_the_first_rank(schedule: str, data: int) -> 
         data_sizes=(data,),
     )
     assert found.num_chunks == 2
-    assert read_again(found).timeline.batch_seconds == found.simulated_step_time
+    again = read_again(found)
+    assert again.timeline.batch_seconds == found.simulated_step_time
+    assert bubble_of(found, again.timeline) == pytest.approx(found.simulated_bubble)
+    free = simulate(again.timeline.schedule, replace(again.costs, sum_busy=0.0), again.links).batch_seconds
+    assert free <= found.simulated_step_time if share else free == found.simulated_step_time
 
 
 @pytest.mark.parametrize(
@@ -117,9 +139,14 @@ def test_tensor_groups_send_a_part_each() -> None:
     assert exhibit.predicted_peak == (found.memory_bytes[0], found.memory_bytes[2])
 
 
-def test_a_long_batch_for_which_the_planner_took_a_short_one() -> None:
-    found = planned(M=200, schedules="1f1b", pipeline_sizes=(4,), data_sizes=(1,))
-    assert read_again(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(("replicas", "share"), [(1, 0.0), (2, 0.0), (2, 0.75)])
+def test_a_long_batch_for_which_the_planner_took_a_short_one(schedule: str, replicas: int, share: float) -> None:
+    cluster = busy(SLOW, share)
+    found = planned(cluster, 200, schedules=schedule, pipeline_sizes=(2,), data_sizes=(replicas,), chunk_sizes=(2,))
+    again = read_again(found).timeline
+    assert again.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
+    assert bubble_of(found, again) == pytest.approx(found.simulated_bubble, abs=1e-12)
 
 
 KINDS = (DeviceKind(name="fast", speed=2.0), DeviceKind(name="slow", speed=0.75))
@@ -132,6 +159,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     inner, outer, bandwidth = draw(LEVELS)
     latency = draw(st.sampled_from([0.0, 0.25]))
     cluster = Cluster.parse(f"{outer}x{inner}:inner=50B/s,outer={bandwidth}B/s@{latency}s")
+    cluster = busy(cluster, draw(st.sampled_from([0.0, 0.5, 1.0])))
     names = draw(st.lists(st.sampled_from([kind.name for kind in KINDS]), min_size=outer, max_size=outer))
     return draw(st.sampled_from([cluster, replace(cluster, kinds=KINDS, nodes=tuple(names))]))
 
@@ -222,6 +250,10 @@ def edited(change: Callable[[list[dict[str, Any]]], None], **options: Any) -> st
             lambda stages: stages[2]["traffic"].update(latency=9.0),
             r"stage 2 with traffic of latency.* \(9\.0, 0\.1, 0\.0\)",
         ),
+        (
+            lambda stages: stages[0]["traffic"].update(sum_busy=1.5),
+            r"stages\[0\]: traffic: sum_busy=1.5: expected a share from 0 to 1",
+        ),
         (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "sum_seconds=1.0 of a stage without replicas"),
     ],
 )
@@ -251,6 +283,20 @@ def test_a_plan_varies_as_the_actions_of_its_profile() -> None:
     assert "predicted, with" not in fixed.explain()
     with pytest.raises(ValueError, match="spread=-1"):
         replace(found.stages[0], spread=-1.0)
+
+
+def test_large_plans_vary_too_as_far_as_their_actions_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        f"{sampled.__module__}.simulate_spread", lambda schedule, *_: sizes.append(len(schedule.owners))
+    )
+    nodes = [Node(name=n, forward_seconds=f, backward_seconds=2 * f, spread=s) for n, f, s in SPREADS]
+    found = plan(
+        Profile(nodes=nodes), Cluster.parse("2:net=1TB/s"), global_batch=4, data_sizes=(1,), schedules=("1f1b",)
+    )
+    for num_microbatches, known in ((2_500, 1), (26_000, 2), (27_000, 2)):
+        sampled(replace(found, num_microbatches=num_microbatches))
+        assert len(sizes) == known
 
 
 SPREADS = [("a", 1.0, 0.1), ("b", 3.0, 0.02), ("c", 4.0, 0.3)]

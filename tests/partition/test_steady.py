@@ -16,7 +16,7 @@ from stagewright.partition.in_flight import count_in_flight
 from stagewright.partition.planner.evaluate import Evaluator
 from stagewright.partition.planner.model import Model
 from stagewright.partition.planner.space import Configuration
-from stagewright.partition.planner.steady import seconds_of_long_batch, short_batches
+from stagewright.partition.planner.steady import long_batch, short_batches
 from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, build, simulate
@@ -95,7 +95,8 @@ def folded(c: Configuration, M: int, costs: Costs) -> tuple[float | None, list[i
         chunks = c.num_chunks if c.num_chunks > 1 else None
         return simulate(build(c.schedule, num_ranks=c.pipeline, num_microbatches=m, num_chunks=chunks), costs)
 
-    return seconds_of_long_batch(simulated, c, M), sizes
+    found = long_batch(simulated, c, M)
+    return None if found is None else found.seconds, sizes
 
 
 @pytest.mark.parametrize(("P", "V", "M"), [(1, 1, 10**5), (4, 1, 10**5 + 3), (4, 3, 10**5), (16, 1, 1000)])
@@ -141,7 +142,7 @@ def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: 
         chunks = V if V > 1 else None
         whole = count_in_flight(build(schedule, num_ranks=P, num_microbatches=M, num_chunks=chunks))
         for a, b in zip(counted, whole, strict=True):
-            for moments in ("held", "graded", "in_backward", "graded_backward"):
+            for moments in ("held", "graded", "summed", "in_backward", "graded_backward", "summed_backward"):
                 ours, theirs = (np.unique(getattr(each, moments), axis=0) for each in (a, b))
                 assert np.array_equal(ours, theirs), (M, moments)
 

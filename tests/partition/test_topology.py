@@ -74,6 +74,48 @@ def test_which_levels_a_sum_uses(ranks: Sequence[int], seconds_a_byte: float) ->
     assert found.seconds_a_byte == pytest.approx(seconds_a_byte, rel=1e-12)
 
 
+def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
+    """Of two hosts with two ranks each all of the vector crosses the network in six steps, not half of it in two."""
+    levels = (
+        Level(name="host", size=2, bandwidth=1e9, latency=5e-5),
+        Level(name="network", size=2, bandwidth=1.25e8, latency=2e-3, reduce_latency=4e-3, sum_busy=0.5),
+    )
+    flat = Topology(Cluster(levels=levels, rings="flat"))
+    four, pair = flat.ring(range(4)), flat.ring((1, 2))
+    assert four.seconds(0.55e6) == pytest.approx(6 * (4e-3 + 0.55e6 / 4 / 1.25e8))
+    assert pair.seconds(0.55e6) == pytest.approx(2 * (4e-3 + 0.55e6 / 2 / 1.25e8))
+    assert (four.busy_share, flat.ring((2, 3)).busy_share, flat.ring((2,))) == (0.5, 0.0, NO_TRANSFER)
+    by_levels = Topology(Cluster(levels=levels))
+    assert by_levels.ring(range(4)).latency == pytest.approx(2 * 5e-5 + 2 * 4e-3)
+    for members in ((0, 1), (2, 3), (0, 2), (0, 3)):  # nobody shares a host with another, or all do
+        assert flat.ring(members) == by_levels.ring(members)
+
+
+def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
+    """From the last member to the first, and on to the second: each hop at the pace of its own link."""
+    levels = (
+        Level(name="host", size=2, bandwidth=1e9, latency=1e-4, message_seconds=1e-5),
+        Level(name="network", size=3, bandwidth=1.25e8, latency=2e-3, reduce_latency=4e-3, message_seconds=3e-4),
+    )
+    flat, by_levels = (Topology(Cluster(levels=levels, rings=rings)) for rings in ("flat", "levels"))
+    inside, across = 1.2e-4, 2.6e-3
+    assert flat.small_sum(range(4)) == pytest.approx(3 * inside + 3 * across)  # 3-2-1-0, 0-3-2-1
+    assert flat.small_sum(range(6)) == pytest.approx(5 * inside + 5 * across)
+    assert flat.small_sum((0, 2, 4)) == pytest.approx(4 * across)
+    assert flat.small_sum((1, 2)) == pytest.approx(2 * across)
+    assert flat.small_sum((3,)) == 0.0
+    assert by_levels.small_sum(range(4)) == pytest.approx(2 * 1e-4 + 2 * 4e-3)
+
+
+def test_a_flat_ring_over_a_slow_network_card() -> None:
+    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
+    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
+    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow"), rings="flat"))
+    assert topology.ring(range(4)).seconds_a_byte == 2 * 3 / 4 * 1.0
+    assert topology.ring((2, 3)).seconds_a_byte == 2 * 1 / 2 / 8
+    assert topology.ring_of_ranges([0, 2], [3, 3], 4.0).tolist() == [2 * 3 / 4 * 1.0, 2 * 1 / 2 / 8]
+
+
 def test_sums_have_a_bandwidth_of_their_own() -> None:
     levels = (Level(name="in", size=4, bandwidth=100.0, reduce_bandwidth=10.0),)
     assert Topology(Cluster(levels=levels)).ring(range(4)).seconds_a_byte == pytest.approx(2 * 3 / 4 / 10)
@@ -87,7 +129,11 @@ def test_sums_have_a_bandwidth_of_their_own() -> None:
 def test_ranges_of_devices_are_rings_of_their_members(sizes: list[int], data: st.DataObject) -> None:
     cluster = Cluster.from_levels([(size, speed) for size, speed in zip(sizes, (8.0, 3.0, 1.0), strict=False)])
     share = data.draw(st.sampled_from([1.0, 0.5]))  # of the cards, where a node is partly used
-    cluster = replace(cluster, levels=tuple(replace(level, partial_reduce=share) for level in cluster.levels))
+    cluster = replace(
+        cluster,
+        levels=tuple(replace(level, partial_reduce=share) for level in cluster.levels),
+        rings=data.draw(st.sampled_from(["levels", "flat"])),
+    )
     topology, last_device = Topology(cluster), cluster.num_devices - 1
     first = data.draw(st.integers(0, last_device))
     last = data.draw(st.integers(first, last_device))

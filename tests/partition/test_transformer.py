@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from stagewright.partition.formulas.device_model import PRESETS, DeviceModel
 from stagewright.partition.formulas.layers import transformer_profile
 from stagewright.partition.formulas.source import TransformerSource
 from stagewright.partition.formulas.transformer import Split, Transformer
+from stagewright.partition.profiler.live_bytes import LiveBytes
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
@@ -114,7 +116,10 @@ def test_a_layer_on_a_device_of_round_figures() -> None:
     assert layer.backward_seconds == layer.input_grad_seconds + layer.weight_grad_seconds
     assert layer.activation_bytes == 2 * n * h
     assert layer.parameter_bytes == 2 * (12 * h**2 // t + 7 * h // t + 6 * h)
-    assert layer.update_seconds == pytest.approx(layer.parameter_bytes / 2 * 32 / 1e6)
+    # 16-bit gradients: emptied 2, to float32 6, unscaled 8, norm 4, clipped 8, Adam 16 + 12, to 16 bits 6.
+    assert layer.update_seconds == pytest.approx(layer.parameter_bytes / 2 * 62 / 1e6)
+    wide = profile_of(replace(SMALL, gradients="float32"), b=b, t=t, device=device).nodes[1]
+    assert wide.update_seconds == pytest.approx(layer.parameter_bytes / 2 * (4 + 8 + 4 + 8 + 28 + 6) / 1e6)
 
 
 @pytest.mark.parametrize("split", ["tensor", "sequence"])
@@ -395,3 +400,30 @@ def test_bad_fits() -> None:
         A100.fit([0], lambda _: [1.0])
     with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
         A100.fit([1.0], lambda _: [1.0, 2.0])
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_a_backward_needs_one_gradient_of_the_scores_or_of_gelu_beside_what_was_kept(part: str) -> None:
+    """Counted as autograd runs it: products let go of what they kept before the next gradient is made."""
+    heads, length, width = 4, 64, 2
+    torch.manual_seed(0)
+    if part == "attention":
+        q, k, v = (torch.randn(heads, length, width, requires_grad=True) for _ in range(3))
+        values = heads * length * length
+
+        def forward() -> torch.Tensor:
+            kept = torch.dropout(torch.softmax(q @ k.transpose(1, 2), -1), 0.1, True)
+            return (kept @ v).sum()
+    else:
+        x, up, down = (torch.randn(*shape, requires_grad=True) for shape in ((512, 4), (4, 256), (256, 4)))
+        values = 512 * 256
+
+        def forward() -> torch.Tensor:
+            return (torch.nn.functional.gelu(x @ up) @ down).sum()
+
+    with LiveBytes() as live:
+        loss = forward()
+        live.settle()
+        kept = live.level
+        loss.backward()
+    assert live.most - kept == pytest.approx(4 * values, rel=0.1)  # float32: half of that in 16 bits

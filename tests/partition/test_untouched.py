@@ -53,6 +53,7 @@ class Changes(nn.Module):
             "ordered": OrderedDict(b=1, a=2),
             "recent": deque([1, 2], maxlen=2),
             "set": {1},
+            "empty": {},
             "array": np.zeros(3),
             "tensor": torch.zeros(2),
         }
@@ -76,6 +77,7 @@ class Changes(nn.Module):
         kept["ordered"].move_to_end("b")
         kept["recent"].append(3)
         kept["set"].add(2)
+        kept["empty"]["first"] = 1
         kept["array"] += 1
         if type(x) is Tensor:
             kept["tensor"] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,11 +74,11 @@ class Owners:
             self._draws.drew = True
         unit = self._unit
         if unit is not None:
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            for leaf in _leaves(function, (args, kwargs)):
                 if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
                     self._look_at(leaf, unit)
         result = function(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
+        for leaf in _leaves(function, result):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._owner:
                 self._owner[id(leaf)] = _GLUE if unit is None else unit
                 self._kept.append(leaf)
@@ -95,6 +95,21 @@ class Owners:
                 f"that is none of its arguments (it lies in an attribute or an object)"
             )
         self._join(owner, unit, f"{self._names[unit]} reads what {self._names[owner]} left in an object")
+
+
+def _leaves(function: Any, value: Any) -> Iterable[Any]:
+    """The parts of an operation's arguments or results: those of all but higher-order ones are lists at most."""
+    return _flat(value) if isinstance(function, torch._ops.OpOverload) else pytree.tree_leaves(value)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,328 @@
+"""A plan with what its steps took: their seconds in place of those that a profile and links predicted.
+
+    inputs of the simulation, as steps show them  ->  F, B, I, W, runtime, messages, sums, update; around a step
+    simulated again                               ->  step, bubble, range
+
+What a trial did not show (a message that nobody waited for) stays as predicted. Replicas of a stage have one figure in
+a plan, the mean of theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
+from typing import TypeVar
+
+from ...schedules.ir import COMPUTE_OPS
+from ...schedules.timing.costs import Costs
+from ...schedules.timing.inputs import Input, around_actions, predicted_inputs
+from ...schedules.timing.measured_inputs import measured_inputs
+from ...schedules.timing.prediction import check_prediction
+from ...schedules.timing.timeline import Timeline
+from ...schedules.wording import count, duration
+from .record import PlanRecord, PlanStage
+from .simulated import simulated
+from .traffic import StageTraffic
+
+P = TypeVar("P", bound=PlanRecord)
+
+_LEAST_SPREAD = 8  # durations of a stage that tell how they vary
+_SHOWN = 0.01  # of the step, from which on a cause is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """Measured over predicted seconds, by kind of input; `step` is what is left to the whole step.
+
+    Arguments:
+        message_seconds: of ranks that are busy with messages; 1 after a plan without any, as all that was not measured.
+        norm_seconds: of the global norm, as measured: it is the same for any plan of these ranks [s]; None without one.
+    """
+
+    compute: float = 1.0
+    runtime: float = 1.0
+    message_seconds: float = 1.0
+    messages: float = 1.0
+    sums: float = 1.0
+    sum_busy: float = 1.0
+    update: float = 1.0
+    around: float = 1.0
+    step: float = 1.0
+    norm_seconds: float | None = None
+
+
+def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
+    """The plan with what its own steps took, simulated again; a note says how far the prediction was off, and where.
+
+    Bottlenecks, runners-up and bounds, which were not measured, are corrected by the ratio of the steps.
+
+    Arguments:
+        steps: measured ones of the plan's own schedule.
+        known: costs that the same run measured itself: what goes on between actions, and whether there is a norm.
+    """
+    predicted, costs, links = simulated(plan)
+    seen = measured_inputs(steps, known, planned=costs)
+    before = predicted_inputs(predicted.schedule, costs, links)
+    own = _SeenOfStages(seen)
+    stages = _with_overheads(plan, known)
+    if plan.traffic:
+        stages = _with_messages(stages, plan, _by_places(plan, before, seen))
+        stages = [_with_sums_and_update(stage, own, s) for s, stage in enumerate(stages)]
+    spreads = _spreads(steps)
+    stages = [_with_actions(stage, own, s, spreads.get(s, stage.spread)) for s, stage in enumerate(stages)]
+    alone = {each.kind: seconds for each, seconds in seen.items() if not each.at}
+    measured = replace(
+        plan,
+        stages=tuple(stages),
+        around_seconds=alone.get("around", plan.around_seconds),
+        norm_seconds=alone.get("norm", plan.norm_seconds),
+    )
+    after = simulated(measured).timeline
+    took = median(step.batch_seconds for step in steps)
+    check = check_prediction(predicted, steps, costs=costs, links=links, known=known)
+    causes = [
+        f"{each.name} {'-' if each.seconds < 0 else '+'}{duration(abs(each.seconds))}"
+        for each in check.causes
+        if abs(each.seconds) >= _SHOWN * took
+    ]
+    note = (
+        f"tried for {count(len(steps), 'step')}: {duration(took)} a batch, predicted from the profile "
+        f"{duration(predicted.batch_seconds)}{': ' if causes else ''}{', '.join(causes)}"
+    )
+    return _scaled(
+        replace(
+            measured,
+            simulated_step_time=after.batch_seconds,
+            simulated_bubble=max(0.0, after.bubble),
+            tried_seconds=took,
+            notes=(*plan.notes, note),
+        ),
+        after.batch_seconds / predicted.batch_seconds,
+    )
+
+
+def ratios(predicted: PlanRecord, measured: PlanRecord, *, step: float) -> Ratios:
+    """How far a plan's inputs were off, by kind.
+
+    Arguments:
+        measured: the same plan, `with_measured`.
+        step: that was measured [s].
+    """
+
+    def of(kind: str) -> float:
+        was, now = (sum(_seconds(plan, kind)) for plan in (predicted, measured))
+        return now / was if was > 0 and now > 0 else 1.0
+
+    simulated_step = measured.simulated_step_time or 0.0
+    return Ratios(
+        compute=of("compute"),
+        runtime=of("runtime"),
+        message_seconds=of("message_seconds"),
+        messages=of("messages"),
+        sums=of("sums"),
+        sum_busy=of("sum_busy"),
+        update=of("update"),
+        around=of("around"),
+        step=step / simulated_step if simulated_step > 0 else 1.0,
+        norm_seconds=measured.norm_seconds,
+    )
+
+
+def corrected_seconds(plan: PlanRecord, by: Ratios) -> float:
+    """Seconds a batch of a plan that was not tried, if its inputs are as far off as those of one that was."""
+    stages = [
+        replace(
+            stage,
+            forward_seconds=stage.forward_seconds * by.compute,
+            backward_seconds=stage.backward_seconds * by.compute,
+            input_grad_seconds=None if (i := stage.input_grad_seconds) is None else i * by.compute,
+            action_seconds=stage.action_seconds * by.runtime,
+            traffic=None
+            if (way := stage.traffic) is None
+            else replace(
+                way,
+                latency=way.latency * by.messages,
+                seconds_per_byte=way.seconds_per_byte * by.messages,
+                message_seconds=way.message_seconds * by.message_seconds,
+                sum_seconds=way.sum_seconds * by.sums,
+                sum_busy=min(1.0, way.sum_busy * by.sum_busy),
+                optimizer_seconds=way.optimizer_seconds * by.update,
+            ),
+        )
+        for stage in plan.stages
+    ]
+    corrected = replace(
+        plan,
+        stages=tuple(stages),
+        around_seconds=plan.around_seconds * by.around,
+        norm_seconds=by.norm_seconds,
+    )
+    return simulated(corrected).timeline.batch_seconds * by.step
+
+
+def _seconds(plan: PlanRecord, kind: str) -> list[float]:
+    match kind:
+        case "compute":
+            return [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+        case "runtime":
+            return list(plan.overheads)
+        case "message_seconds":
+            return list(plan.message_overheads)
+        case "messages":
+            return [way.latency + way.message_bytes * way.seconds_per_byte for way in plan.traffic[:-1]]
+        case "sums":
+            return [way.sum_seconds for way in plan.traffic]
+        case "sum_busy":
+            return [way.sum_busy for way in plan.traffic]
+        case "around":
+            return [plan.around_seconds]
+    return [way.optimizer_seconds for way in plan.traffic]
+
+
+class _SeenOfStages:
+    """Measured inputs by stage."""
+
+    def __init__(self, seen: Mapping[Input, float]) -> None:
+        self._seen = seen
+
+    def __call__(self, kind: str, stage: int) -> float | None:
+        """Mean over the replicas [s]; None where nothing was seen."""
+        # A sum of several stages (tied weights) is nothing that a plan knows.
+        most = 1 if kind == "sum" else 2
+        found = [
+            seconds
+            for each, seconds in self._seen.items()
+            if each.kind == kind and each.at[0] == stage and len(each.at) <= most
+        ]
+        return fmean(found) if found else None
+
+
+def _with_actions(stage: PlanStage, own: _SeenOfStages, number: int, spread: float) -> PlanStage:
+    forward, whole, i, w = (own(kind, number) for kind in ("F", "B", "I", "W"))
+    given = stage.forward_seconds + stage.backward_seconds
+    if i is not None and w is not None:
+        whole = i + w
+    else:
+        share = 0.5 if not stage.backward_seconds else (stage.input_grad_seconds or 0.0) / stage.backward_seconds
+        i = None if stage.input_grad_seconds is None or whole is None else whole * share
+    forward = stage.forward_seconds if forward is None else forward
+    if whole is None:
+        whole, i = stage.backward_seconds, stage.input_grad_seconds
+    return replace(
+        stage,
+        forward_seconds=forward,
+        backward_seconds=whole,
+        input_grad_seconds=i,
+        step_seconds=stage.step_seconds * (forward + whole) / given if given > 0 else stage.step_seconds,
+        spread=spread,
+    )
+
+
+def _with_overheads(plan: PlanRecord, known: Costs) -> list[PlanStage]:
+    """Stages whose actions and messages together keep a rank as busy as measured.
+
+    Of both the messages keep what was predicted of them, as far as there is room for it at every stage.
+    """
+    measured = around_actions(known, len(plan.stages))
+    if not all(measured):
+        return list(plan.stages)  # a process that runs several ranks sees none
+    busy = plan.message_overheads
+    part = min([1.0, *(seen / each for seen, each in zip(measured, busy, strict=True) if each > 0)])
+    return [
+        replace(
+            stage,
+            action_seconds=max(0.0, seen - part * each),
+            traffic=None
+            if stage.traffic is None
+            else replace(stage.traffic, message_seconds=part * stage.traffic.message_seconds),
+        )
+        for stage, seen, each in zip(plan.stages, measured, busy, strict=True)
+    ]
+
+
+def _by_places(
+    plan: PlanRecord, before: Mapping[Input, float], seen: Mapping[Input, float]
+) -> dict[frozenset[int], tuple[float, float]]:
+    """Predicted and measured seconds of a message between two places, means over their ranks, both ways."""
+    width = len(plan.stages) // plan.num_chunks
+    place = {
+        group: p for p, stage in enumerate(plan.stages[:width]) for group in (r // plan.tensor for r in stage.ranks)
+    }
+    found: dict[frozenset[int], list[tuple[float, float]]] = defaultdict(list)
+    for each, seconds in seen.items():
+        if each.kind == "message" and each in before and set(each.at) <= place.keys():
+            found[frozenset(place[rank] for rank in each.at)].append((before[each], seconds))
+    return {pair: (fmean(a for a, _ in both), fmean(b for _, b in both)) for pair, both in found.items()}
+
+
+def _with_messages(
+    stages: Sequence[PlanStage], plan: PlanRecord, ways: Mapping[frozenset[int], tuple[float, float]]
+) -> list[PlanStage]:
+    made = list(stages)
+    for s, pair in enumerate(zip(plan.positions, plan.positions[1:], strict=False)):
+        way = made[s].traffic
+        if frozenset(pair) in ways and way is not None:
+            was, now = ways[frozenset(pair)]
+            made[s] = replace(made[s], traffic=_slower(way, now / was) if was > 0 else replace(way, latency=now))
+    return made
+
+
+def _slower(way: StageTraffic, ratio: float) -> StageTraffic:
+    return replace(way, latency=way.latency * ratio, seconds_per_byte=way.seconds_per_byte * ratio)
+
+
+def _with_sums_and_update(stage: PlanStage, own: _SeenOfStages, number: int) -> PlanStage:
+    way = stage.traffic
+    assert way is not None
+    added, held, gather, update = (own(kind, number) for kind in ("sum", "held", "gather", "update"))
+    way = replace(
+        way,
+        sum_seconds=way.sum_seconds if added is None or stage.replicas == 1 else added,
+        sum_busy=way.sum_busy if held is None or not added or stage.replicas == 1 else min(1.0, held / added),
+        gather_seconds=way.gather_seconds if gather is None or not way.gather_seconds else gather,
+        optimizer_seconds=way.optimizer_seconds if update is None else update,
+    )
+    return replace(stage, traffic=way, update_seconds=way.sum_seconds + way.gather_seconds + way.optimizer_seconds)
+
+
+def _spreads(steps: Sequence[Timeline]) -> dict[int, float]:
+    """By stage half the interquartile range of its actions over the median, weighted by their seconds."""
+    durations: dict[tuple[int, object, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for rank, trace in enumerate(step.ranks):
+            for (stage, op, _), start, end in trace.compute:
+                if op in COMPUTE_OPS:
+                    durations[stage, op, rank].append(end - start)
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (stage, _, _), own in durations.items():
+        if len(own) >= _LEAST_SPREAD and (middle := median(own)) > 0:
+            low, _, high = quantiles(own, n=4, method="inclusive")
+            found[stage].append((middle, (high - low) / 2 / middle))
+    return {stage: sum(w * s for w, s in own) / sum(w for w, _ in own) for stage, own in found.items()}
+
+
+def _scaled(plan: P, ratio: float) -> P:
+    """The plan with bottlenecks, runners-up and bounds, which nothing measured, corrected by what the step was off."""
+    searched = plan.searched
+    return replace(
+        plan,
+        predicted_step_time=plan.predicted_step_time * ratio,
+        bound=plan.bound * ratio,
+        runners_up=tuple(
+            replace(
+                each,
+                predicted_step_time=each.predicted_step_time * ratio,
+                simulated_step_time=None if (s := each.simulated_step_time) is None else s * ratio,
+            )
+            for each in plan.runners_up
+        ),
+        searched=None
+        if searched is None
+        else replace(
+            searched,
+            least=searched.least * ratio,
+            least_left=None if searched.least_left is None else searched.least_left * ratio,
+        ),
+    )

@@ -1,0 +1,173 @@
+"""What measured steps put into a plan: steps that are simulated from other figures give those figures back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.cluster import Level
+from stagewright.partition.plans.simulated import simulated
+from stagewright.partition.plans.tried import Ratios, corrected_seconds, ratios, with_measured
+from stagewright.schedules import Costs
+from stagewright.schedules.timing.inputs import around_actions
+
+NODES = [
+    Node(
+        name=str(i),
+        forward_seconds=(2 + i) * 1e-3,
+        backward_seconds=(5 + i) * 1e-3,
+        activation_bytes=1e5,
+        parameter_bytes=4e5,
+        update_seconds=4e-3,
+    )
+    for i in range(8)
+]
+PROFILE = Profile(nodes=NODES, microbatch_size=1, action_seconds=2e-4)
+CLUSTER = Cluster(levels=(Level(name="host", size=4, bandwidth=1e9, latency=1e-4, message_seconds=1e-4),))
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "pipeline": {"pipeline_sizes": (4,), "data_sizes": (1,), "schedules": ("1f1b",)},
+    "chunks": {"pipeline_sizes": (4,), "data_sizes": (1,), "schedules": ("interleaved",), "chunk_sizes": (2,)},
+    "replicas": {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": ("1f1b",)},
+    "data": {"pipeline_sizes": (1,), "data_sizes": (4,), "schedules": ("1f1b",)},
+}
+
+
+def planned(shape: str) -> Plan:
+    return plan(PROFILE, CLUSTER, global_batch=8, microbatch_sizes=(1,), optimizer_sharding=("none",), **SHAPES[shape])
+
+
+def known(found: Plan) -> Costs:
+    """As a run measures what goes on between actions: with the messages."""
+    return Costs(overhead=around_actions(simulated(found).costs, len(found.stages)))
+
+
+def as_it_is(found: Plan, *, compute: float = 1.2, sums: float = 2.0) -> Plan:
+    """The same plan on a machine that is otherwise than planned."""
+    stages = []
+    for number, stage in enumerate(found.stages):
+        assert stage.traffic is not None
+        ratio = compute + 0.1 * (number % len(found.stages))
+        way = stage.traffic
+        traffic = replace(
+            way,
+            latency=3 * way.latency,
+            seconds_per_byte=3 * way.seconds_per_byte,
+            sum_seconds=sums * way.sum_seconds,
+            optimizer_seconds=1.5 * way.optimizer_seconds,
+        )
+        stages.append(
+            replace(
+                stage,
+                forward_seconds=ratio * stage.forward_seconds,
+                backward_seconds=1.1 * ratio * stage.backward_seconds,
+                action_seconds=2.5 * stage.action_seconds,
+                traffic=traffic,
+            )
+        )
+    return replace(found, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_give_back_what_they_took(shape: str) -> None:
+    found = planned(shape)
+    truth = as_it_is(found)
+    step = replace(simulated(truth).timeline, around=4e-3)
+    # Spans of a measured timeline are those of actions alone; in a simulated one they hold the overhead, too.
+    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
+    arounds = around_actions(simulated(truth).costs, len(truth.stages))
+    way = truth.stages[0].traffic
+    assert way is not None
+    message = way.latency + way.seconds_per_byte * way.message_bytes  # that sums may have queued behind
+    for own, real, around in zip(took.stages, truth.stages, arounds, strict=True):
+        assert own.forward_seconds == pytest.approx(real.forward_seconds + around, rel=1e-6)
+        assert own.backward_seconds == pytest.approx(real.backward_seconds + around, rel=1e-6)
+        assert own.traffic is not None
+        assert real.traffic is not None
+        assert own.traffic.optimizer_seconds == pytest.approx(real.traffic.optimizer_seconds, rel=1e-6)
+        assert own.traffic.latency == pytest.approx(real.traffic.latency, rel=1e-6)
+        if own.replicas > 1:
+            assert own.traffic.sum_seconds / real.traffic.sum_seconds > 0.999999
+            assert own.traffic.sum_seconds <= real.traffic.sum_seconds + message * 1.001
+    assert took.around_seconds == 4e-3
+    assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
+    assert simulated(took).timeline.batch_seconds == took.simulated_step_time
+    assert Plan.from_json(took.to_json()) == took
+
+
+def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
+    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
+    found = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **options)
+    assert found.norm_seconds == 6 * 1e-4  # of an empty sum over four ranks, level by level
+    truth = replace(found, norm_seconds=5e-3)
+    step = simulated(truth).timeline
+    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages), norm=5e-3))
+    assert took.norm_seconds == pytest.approx(5e-3)
+    assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
+    assert ratios(found, took, step=step.batch_seconds).norm_seconds == took.norm_seconds
+    other = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **{**options, **SHAPES["data"]})
+    more = corrected_seconds(other, Ratios(norm_seconds=5e-3)) - simulated(other).timeline.batch_seconds
+    assert more == pytest.approx(5e-3 - 6e-4)
+
+
+def test_what_was_not_measured_is_corrected_by_the_step() -> None:
+    found = planned("pipeline")
+    step = simulated(as_it_is(found)).timeline
+    took = with_measured(found, [step], known(found))
+    ratio = (took.simulated_step_time or 0.0) / (found.simulated_step_time or 1.0)
+    assert ratio > 1.1
+    assert took.bound == pytest.approx(found.bound * ratio)
+    assert [each.simulated_step_time for each in took.runners_up] == [
+        pytest.approx((each.simulated_step_time or 0.0) * ratio) for each in found.runners_up
+    ]
+    assert found.searched is not None
+    assert took.searched is not None
+    assert took.searched.least == pytest.approx(found.searched.least * ratio)
+    assert known(took).overhead == pytest.approx(known(found).overhead)  # as the run says
+    assert "tried for 1 step: " in took.notes[-1]
+    assert found.tried_seconds is None
+    assert took.tried_seconds is not None
+    assert Plan.from_json(took.to_json()) == took
+    with pytest.raises(ValueError, match="tried_seconds"):
+        Plan.from_json(took.to_json().replace(f'"tried_seconds": {took.tried_seconds!r}', '"tried_seconds": -1.0'))
+    assert "predicted from the profile" in took.notes[-1]
+    assert "compute +" in took.notes[-1]
+
+
+def test_another_plan_is_corrected_by_what_was_off() -> None:
+    """Sums that take five times as long are no reason against a plan without any."""
+    data, pipeline = planned("data"), planned("pipeline")
+    took = with_measured(data, [simulated(as_it_is(data, compute=1.0, sums=5.0)).timeline], known(data))
+    by = ratios(data, took, step=took.simulated_step_time or 0.0)
+    assert by.sums == pytest.approx(5.0, rel=1e-6)
+    assert by.step == pytest.approx(1.0)
+    assert corrected_seconds(data, by) == pytest.approx(took.simulated_step_time, rel=0.02)
+    stages = [
+        replace(
+            stage,
+            backward_seconds=stage.backward_seconds * by.compute,
+            forward_seconds=stage.forward_seconds * by.compute,
+        )
+        for stage in pipeline.stages
+    ]
+    assert corrected_seconds(pipeline, replace(by, update=1.0, runtime=1.0, messages=1.0)) == pytest.approx(
+        simulated(replace(pipeline, stages=tuple(stages))).timeline.batch_seconds
+    )
+
+
+def test_messages_are_corrected_by_messages_alone() -> None:
+    """What goes on around actions, found off by a plan that sends nothing, says nothing of seconds with a message."""
+    data, pipeline = planned("data"), planned("pipeline")
+    took = with_measured(data, [simulated(data).timeline], Costs(overhead=[50.0 * each for each in data.overheads]))
+    by = ratios(data, took, step=took.simulated_step_time or 0.0)
+    assert by.runtime == pytest.approx(50.0)
+    assert by.message_seconds == 1.0
+    stages = [replace(stage, action_seconds=50.0 * stage.action_seconds) for stage in pipeline.stages]
+    expected = simulated(replace(pipeline, stages=tuple(stages))).timeline.batch_seconds
+    alone = Ratios(runtime=by.runtime, message_seconds=by.message_seconds)
+    assert corrected_seconds(pipeline, alone) == pytest.approx(expected)
+    sent = with_measured(pipeline, [simulated(pipeline).timeline], known(pipeline))
+    assert ratios(pipeline, sent, step=1.0).message_seconds == pytest.approx(1.0)
