@@ -147,8 +147,16 @@ def assemble(
             guard=guard,
             plan=layout.plan,
             flush_first=settings.flush_first,
+            cut=_cut(layout, placed),
         ),
     )
+
+
+def _cut(layout: Layout, placed: Placed) -> str:
+    """A text that is the same, from start to start of a run, where its stages are."""
+    rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
+    recompute = [(where, rule if isinstance(rule, str) else "a policy") for where, rule in rules]
+    return repr((placed.parts.names, recompute, layout.sharding, layout.place.mesh.tensor))
 
 
 def _sliced_loss(ground: Ground, placed: Placed) -> SlicedLoss | None:
@@ -214,9 +222,10 @@ def _measurement(ground: Ground, placed: Placed, connected: Connected, training:
     specs, settings = placed.train.inference.outputs(ground.microbatch)[0], ground.settings
     return Measurement(
         list(connected.recorders.values()),
-        num_stages=ground.layout.schedule.num_stages,
+        schedule=connected.update.schedule,
         drain=training.drain,
         one_way_seconds=lambda: connected.latency(rank, specs, settings),
         collectives=ground.collectives,
         guard=ground.guard,
+        clocks=connected.clocks,
     )

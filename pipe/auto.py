@@ -1,8 +1,10 @@
 """schedule="auto": the first batch is profiled where it will run, the links are measured, and the planner decides.
 
 every rank   profiles microbatches of a few sizes, all ranks at once, as they will compute
-together     latency and bandwidth of the links
+together     latency and bandwidth of the links, and how fast hosts are
 rank 0       the median profile of all ranks -> plan -> a better order, if there is one -> the same plan on every rank
+together     a trial: the best plan, and others that come near it, carried out for a few real steps; the best measured
+             wins, and what was measured stands in the plan (`trial`)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import nn
 from ..comm import Collectives, MeshPlace, World
 from ..comm.links import MeasuredLinks, measure_links
 from ..partition.cluster import Cluster, DeviceKind, Level
+from ..partition.host_speeds import host_speeds, with_host_speeds
 from ..partition.planner import plan
 from ..partition.plans.plan import Plan
 from ..partition.plans.reorder import reorder
@@ -29,11 +32,12 @@ from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
 from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
-from .action_seconds import measure_action_seconds
 from .batch.given import Given, check_batch
 from .layout import Layout, layout_of_plan
 from .replan import Replan, Sizer
+from .runtime_seconds import RuntimeSeconds, measure_runtime_seconds
 from .settings import Settings
+from .trial import Trials, to_try
 from .update.gradients import clip_gradients, norm_of, norm_part
 
 T = TypeVar("T")
@@ -52,6 +56,10 @@ class AutoLayout:
         num_ranks: to plan for.
         num_microbatches: M of the whole batch; None: the planner decides, or the first batch, which comes cut.
         replans: whether each batch is to have an order of its own.
+        trials: plans that are carried out for a few steps, at most, before one is taken; 0: the one predicted best is.
+
+    Attributes:
+        predicted: the plan that was taken, as the profile alone has it; None before there is one.
     """
 
     def __init__(
@@ -63,16 +71,20 @@ class AutoLayout:
         num_ranks: int,
         num_microbatches: int | None,
         replans: bool = False,
+        trials: int = 0,
     ) -> None:
+        self.predicted: Plan | None = None
         self._model = model
         self._world = world
         self._settings = settings
         self._num_ranks = num_ranks
         self._num_microbatches = num_microbatches
         self._replans = replans
+        self._trials = trials
         self._sizer = Sizer(model)
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
-        self._action_seconds: float | None = None
+        self._runtime: RuntimeSeconds | None = None
+        self._hosts: list[Profile] = []  # by host, of the first microbatch that was measured
         self._collectives = Collectives(MeshPlace.line(world), device=settings.device, timeout=settings.timeout)
 
     def decide(self, given: Given) -> Layout:
@@ -110,21 +122,46 @@ class AutoLayout:
         if self._replans:  # replicas would share out microbatches before anybody knows how long they are
             restrictions = {"data_sizes": (1,), **restrictions}
         # Whether the user's optimizer may be divided is known only once it is made.
-        settings = {"runnable": True, "optimizer_sharding": ("none",), **restrictions}
+        settings = {
+            "runnable": True,
+            "optimizer_sharding": ("none",),
+            "max_grad_norm": self._waits_for(),
+            **restrictions,
+        }
 
-        def search() -> str:
-            best = plan(profiles, cluster, global_batch=batch, **settings)
+        def search() -> list[str]:
+            others: list[Plan] = []
+            best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **settings)
             if self._replans:  # each batch has its own
-                return best.to_json()
-            profile = profiles.get(best.microbatch_size or 0)
-            return reorder(best, profile, seconds=SEARCH_SECONDS).to_json()
+                return [best.to_json()]
+            ordered = [
+                reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS)
+                for each in to_try(best, others, trials=self._trials)
+            ]
+            return [each.to_json() for each in sorted(ordered, key=lambda each: each.simulated_step_time or 0.0)]
 
-        found = Plan.from_json(self._together(search if self._world.rank == 0 else lambda: "", what="planning")[0])
+        texts = self._together(search if self._world.rank == 0 else lambda: [], what="planning")[0]
+        found = self._tried([Plan.from_json(text) for text in texts], given)
         self._collectives.gather(None, what="planning")
         self._collectives.close()
         if self._world.rank == 0:
             _log.info("%s", found.explain())
         return found
+
+    def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
+        """The best of some plans, the one with the least predicted step first."""
+        self.predicted = plans[0]
+        if not self._trials:
+            return plans[0]
+        if self._replans:
+            note = "not tried: each batch has an order of its own"
+            return replace(plans[0], notes=(*plans[0].notes, note))
+        found, self.predicted = Trials(self._model, self._world, self._settings, self._collectives).best(plans, given)
+        return found
+
+    def _waits_for(self) -> float | None:
+        """The norm to which gradients are clipped, where updates wait for it."""
+        return None if self._settings.post_validation else self._settings.max_grad_norm
 
     def _microbatch_sizes(self, num_samples: int) -> tuple[int, ...]:
         """Sizes to profile: the one that M means, or a few that divide the batch into enough microbatches."""
@@ -136,7 +173,7 @@ class AutoLayout:
         """Profiles by microbatch size, of a whole batch."""
         sizes = self._microbatch_sizes(num_samples)
         whole = given.on(self._settings.device)
-        parts = {size: whole.cut(max(1, num_samples // size))[0] for size in sizes}
+        parts = {size: whole.cut(-(-num_samples // size))[0] for size in sizes}  # the first is the largest
         return {size: self._profile(part, PROFILE_SECONDS / len(sizes)) for size, part in parts.items()}
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
@@ -150,7 +187,7 @@ class AutoLayout:
         return {profile.microbatch_size: profile}
 
     def _profile(self, first: Given, seconds: float) -> Profile:
-        """Profile of a microbatch: the median of all ranks, which measure at once."""
+        """Profile of a microbatch: the median of all ranks, which measure at once; see `_typical`."""
         settings = self._settings
         loss, target = settings.loss_fn, first.target
         if settings.model_loss is not None:
@@ -160,7 +197,7 @@ class AutoLayout:
 
         kind = settings.device.type
 
-        def measure() -> str:
+        def measure() -> tuple[str, str]:
             found = profile_model(
                 self._model.to(settings.device),
                 first.arguments,
@@ -170,16 +207,32 @@ class AutoLayout:
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
             )
-            if self._action_seconds is None:
-                self._action_seconds = measure_action_seconds(settings.device)
-            return replace(found, action_seconds=self._action_seconds).to_json()
+            if self._runtime is None:
+                with torch.autocast(kind, enabled=False):  # its layers have no loss scale, which float16 asks for
+                    self._runtime = measure_runtime_seconds(settings.device)
+            action, around = self._runtime
+            return socket.gethostname(), replace(found, action_seconds=action, around_seconds=around).to_json()
 
         self._collectives.gather(None, what="profiling together")  # all begin at once
-        texts = self._together(measure, what="profiling the model")
-        profile = median_profile([Profile.from_json(text) for text in texts]).typical()
+        found = self._together(measure, what="profiling the model")
+        profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
         if profile.optimizer_ratio is not None and settings.delay_correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
         return replace(profile, microbatch_size=first.arguments.num_samples)
+
+    def _typical(self, found: Sequence[tuple[str, Profile]]) -> Profile:
+        """The median of the ranks on hosts that are as fast as the first one, of whose speeds a plan's devices are.
+
+        Arguments:
+            found: by rank its host and what it measured.
+        """
+        by_host: dict[str, list[Profile]] = {}
+        for host, each in found:
+            by_host.setdefault(host, []).append(each)
+        if not self._hosts:
+            self._hosts = [median_profile(each).typical() for each in by_host.values()]
+        speeds = dict(zip(by_host, host_speeds(self._hosts), strict=True))
+        return median_profile([each for host, each in found if speeds[host] == 1.0]).typical()
 
     def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
         assert self._settings.optimizer is not None
@@ -199,7 +252,10 @@ class AutoLayout:
         memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
         smallest = min(self._collectives.gather(memory, what="comparing the memory of all ranks"))
         measured = measure_links(world, device=device, timeout=self._settings.timeout)
-        return cluster_of(measured, memory_bytes=smallest)
+        cluster = cluster_of(measured, memory_bytes=smallest)
+        if len(set(host_speeds(self._hosts))) > 1:
+            cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
+        return cluster
 
     def _together(self, run: Callable[[], T], *, what: str) -> list[T]:
         """By rank what `run` returns there; where it fails on one rank, ValueError on all."""
@@ -238,11 +294,13 @@ def cluster_of(measured: MeasuredLinks, *, memory_bytes: float | None = None) ->
             bandwidth=each.bandwidth,
             latency=each.latency,
             reduce_bandwidth=each.reduce_bandwidth,
+            reduce_latency=each.reduce_latency,
             message_seconds=each.message_seconds,
+            sum_busy=each.sum_busy,
         )
         for each in measured.levels
     )
-    return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),))
+    return Cluster(levels=levels, kinds=(DeviceKind(memory_bytes=memory_bytes),), rings=measured.rings)
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
@@ -260,6 +318,7 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
         step_seconds=statistics.median(wholes) if wholes else None,
         slowdown=statistics.median(profile.slowdown for profile in profiles),
         action_seconds=statistics.median(profile.action_seconds for profile in profiles),
+        around_seconds=statistics.median(profile.around_seconds for profile in profiles),
     )
 
 

@@ -64,7 +64,7 @@ class Building:
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
 
-    def plan_first(self, *, num_ranks: int, num_microbatches: int | None, replans: bool) -> None:
+    def plan_first(self, *, num_ranks: int, num_microbatches: int | None, replans: bool, trials: int) -> None:
         """Let the first batch decide on the layout: schedule="auto"; with `replans` each batch on its order."""
         from .auto import AutoLayout  # the profiler and the planner, which other runs need not load
 
@@ -76,6 +76,7 @@ class Building:
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             replans=replans,
+            trials=trials,
         )
 
     @property

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ from .stages.recompute import Recompute, RecomputeLike, read_recompute
 
 AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
+TRIALS = 3  # of plans under schedule="auto", at most
 
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
 
@@ -115,6 +117,17 @@ def choose_layout(
         data_parallel=data_parallel,
         tensor=tensor,
     )
+
+
+def check_trials(trials: object, *, schedule: object) -> int:
+    """How many plans are tried at most; ValueError for what is no such number, and beside a plan that is given."""
+    if trials is None:
+        return TRIALS
+    if isinstance(trials, bool) or not isinstance(trials, Integral) or trials < 0:
+        raise ValueError(f"trials={trials!r}: expected a number of plans, 0 to try none")
+    if schedule != AUTO:
+        raise ValueError(f'trials={trials}: expected schedule="auto" beside it, whose plans are tried; or leave it out')
+    return int(trials)
 
 
 def mesh_sizes(mesh: Mapping[str, int] | str | None) -> Mapping[str, int] | None:

@@ -27,7 +27,7 @@ from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, chec
 from .checkpoint.persist import SaveResult
 from .checkpoint.snapshot import HasState
 from .facts import RunFacts
-from .layout import PlanLike, ScheduleLike, choose_layout, mesh_sizes
+from .layout import PlanLike, ScheduleLike, check_trials, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
 from .measure.tracer import TraceEvery, Tracer, check_every
 from .model_options import (
@@ -118,6 +118,9 @@ class PipelineModule(RunFacts):
             each batch (docs/sharding.md). Replicas in one process share their Parameters: nothing is divided there.
         replan: "batch", beside schedule="auto": each batch has an order of its own, found for the sizes of its
             microbatches in the memory of the plan (docs/schedules.md), as `train_step(microbatches=[...])` gives them.
+        trials: plans that schedule="auto" tries, at most: the best one, and others that are predicted to take up to 10%
+            longer, are carried out for a few steps each on a copy of the model, and the one that takes least is trained
+            with (docs/planning.md). 3 by default; 0: the one that is predicted best is taken untried.
         verify: the first batch to train on also runs through a copy of the plain model, in the process of the last
             stage, and losses, gradients, buffers and outputs are compared; see the method.
         seed: of dropout and the like.
@@ -172,6 +175,7 @@ class PipelineModule(RunFacts):
         recompute: RecomputeLike = "none",
         data_parallel: str = "replicate",
         replan: str | None = None,
+        trials: int | None = None,
         verify: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -203,6 +207,7 @@ class PipelineModule(RunFacts):
             post_validation=check_flag("post_validation", post_validation),
             on_step=on_step,
         )
+        num_trials = check_trials(trials, schedule=schedule)
         self._is_verified = not check_flag("verify", verify)
         example = None if example_inputs is None else self._calls.example(example_inputs)
         make_layout = choose_layout(
@@ -232,7 +237,10 @@ class PipelineModule(RunFacts):
         else:
             num_ranks = read_mesh(mesh_sizes(mesh), self.world, wanted=None).num_processes
             self._building.plan_first(
-                num_ranks=num_ranks, num_microbatches=num_microbatches, replans=replan is not None
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                replans=replan is not None,
+                trials=num_trials,
             )
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:

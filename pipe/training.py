@@ -84,6 +84,8 @@ class Training:
                 self._engine.run(part, goes_on=goes_on)
         with self._guard.together():
             known = self._update.step()
+        for local in self._engine.ranks:
+            local.recorder.leave()
         result = self._result(known)
         if is_reported:
             seconds = time.perf_counter() - begun
@@ -171,6 +173,8 @@ class Training:
     @contextmanager
     def _batch(self, given: Given) -> Iterator[Programs]:
         """Programs of a batch, to be run within; after that its gradients are ready."""
+        for local in self._engine.ranks:
+            local.recorder.enter()
         batch = self._reader.read(given, step=self.num_steps)
         self._num_samples = batch.num_samples
         with self._guard.together():

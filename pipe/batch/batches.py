@@ -198,16 +198,31 @@ class GroupLoss(NamedTuple):
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 
 
-def read_loss_summary(summary: torch.Tensor, *, step: int, must_be_finite: bool = True) -> GroupLoss:
+NO_UPDATE = "no update was made"
+LOWER_OR_CLIP = "lower the learning rate or clip (max_grad_norm=1.0)"
+
+
+def read_loss_summary(
+    summary: torch.Tensor,
+    *,
+    step: int,
+    must_be_finite: bool = True,
+    outcome: str = NO_UPDATE,
+    advice: str = LOWER_OR_CLIP,
+) -> GroupLoss:
     """Loss that `summarize_losses` tells of.
+
+    Arguments:
+        outcome: which updates were made where the loss is not finite, for people.
+        advice: what to do then, beside a look at the samples.
 
     Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
     """
     total, counts, has_counts, first_bad, bad_loss, samples, *_ = summary.tolist()
     if first_bad >= 0 and must_be_finite:
         raise NonFiniteLossError(
-            f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: no update was made. Expected a "
-            f"finite number; look at that microbatch's samples, lower the learning rate or clip (max_grad_norm=1.0)"
+            f"the loss of step {step}, microbatch {int(first_bad)} is {bad_loss}: {outcome}. Expected a "
+            f"finite number; look at that microbatch's samples, {advice}"
         )
     if not has_counts:
         return GroupLoss(total, None, samples)

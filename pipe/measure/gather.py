@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...comm import Collectives, HostClocks
-from ...schedules import Costs, Op, Spread, Timeline, estimate_spread
+from ...schedules import Costs, Op, Schedule, Spread, Timeline, estimate_spread
 from ...schedules.timing.costs import CostTable
-from ...schedules.timing.records import RankRecord
+from ...schedules.timing.estimate_spread import LEAST_STEPS
+from ...schedules.timing.records import RankRecord, as_it_ran, assemble_timeline
 from .recorder import Recorder, Timed, costs_from_medians
+
+_MOST_ACTIONS = 100_000  # of the steps whose times are all looked at
 
 
 def gather_records(
@@ -23,9 +26,7 @@ def gather_records(
         return assemble(records)
     clocks.compare()
     (record,) = records
-    offset, error = clocks.offset_at(record.compute[0].start) if record.compute else (0.0, 0.0)
-    mine = replace(record, offset=offset, error=error)
-    return assemble(collectives.gather_ranks(mine, what="gathering the timeline"))
+    return assemble(collectives.gather_ranks(_placed(record, clocks), what="gathering the timeline"))
 
 
 def gather_costs(
@@ -44,8 +45,17 @@ def gather_costs(
     merged: dict[Timed, float] = {}
     overheads: dict[int, float] = {}
     norms: list[float | None] = []
-    mine = (medians, own_overheads, latency, [recorder.median_norm() for recorder in recorders])
-    for one, seen_overheads, seen_latency, seen_norms in collectives.gather(mine, what="gathering the measured costs"):
+    outside: list[tuple[float, float, float]] = []
+    mine = (
+        medians,
+        own_overheads,
+        latency,
+        [recorder.median_norm() for recorder in recorders],
+        [around for recorder in recorders if (around := recorder.median_around()) is not None],
+    )
+    for one, seen_overheads, seen_latency, seen_norms, seen_around in collectives.gather(
+        mine, what="gathering the measured costs"
+    ):
         for key, seconds in one.items():
             # The rank that comes last to a sum waits for nobody: its time is what the sum takes.
             waits = key[1] is Op.REDUCE_GRAD and key in merged
@@ -53,16 +63,38 @@ def gather_costs(
         overheads |= seen_overheads
         latency = max(latency, seen_latency)
         norms += seen_norms
+        outside += seen_around
     # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
     norm = min((seconds for seconds in norms if seconds is not None), default=None)
     if not merged:
         return None
-    return costs_from_medians(merged, overheads, num_stages=num_stages, latency=latency, norm=norm)
+    # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits in it.
+    around = sum(min(each) for each in zip(*outside, strict=True))
+    return costs_from_medians(merged, overheads, num_stages=num_stages, latency=latency, norm=norm, around=around)
 
 
-def gather_spread(recorders: Sequence[Recorder], collectives: Collectives, costs: CostTable) -> Spread | None:
+def gather_spread(
+    recorders: Sequence[Recorder], collectives: Collectives, costs: CostTable, *, schedule: Schedule, clocks: HostClocks
+) -> Spread | None:
     """How the durations of the last steps vary around these costs, on every rank; None where too few were measured."""
-    if len(recorders) > 1:  # all ranks are here
-        return estimate_spread([recorder.steps() for recorder in recorders], costs)
-    (recorder,) = recorders
-    return estimate_spread(collectives.gather_ranks(recorder.steps(), what="gathering the measured durations"), costs)
+    steps = [recorder.steps() for recorder in recorders]
+    records = [recorder.records()[-_most_steps(schedule) :] for recorder in recorders]
+    if len(recorders) == 1:
+        clocks.compare()
+        mine = [_placed(record, clocks) for record in records[0]]
+        seen = collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
+        steps, records = [each for each, _ in seen], [each for _, each in seen]
+    number = min(map(len, records))
+    together = zip(*(own[len(own) - number :] for own in records), strict=True)
+    timelines = [assemble_timeline(as_it_ran(schedule, step), step) for step in together]
+    return estimate_spread(steps, costs, timelines)
+
+
+def _most_steps(schedule: Schedule) -> int:
+    """Steps of which all times are looked at."""
+    return max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, schedule.programs))))
+
+
+def _placed(record: RankRecord, clocks: HostClocks) -> RankRecord:
+    offset, error = clocks.offset_at(record.compute[0].start) if record.compute else (0.0, 0.0)
+    return replace(record, offset=offset, error=error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...comm import Collectives, Guard
-from ...schedules import Costs, Spread
+from ...comm import Collectives, Guard, HostClocks
+from ...schedules import Costs, Schedule, Spread
 from .gather import gather_costs, gather_spread
 from .recorder import Recorder
 
@@ -22,18 +22,20 @@ class Measurement:
         self,
         recorders: Sequence[Recorder],
         *,
-        num_stages: int,
+        schedule: Schedule,
         drain: Callable[[], None],
         one_way_seconds: Callable[[], float],
         collectives: Collectives,
         guard: Guard,
+        clocks: HostClocks,
     ) -> None:
         self._recorders = recorders
-        self._num_stages = num_stages
+        self._schedule = schedule
         self._drain = drain
         self._one_way_seconds = one_way_seconds
         self._collectives = collectives
         self._guard = guard
+        self._clocks = clocks
         self._latency: float | None = None  # measured once [s]
 
     def costs(self) -> Costs:
@@ -49,7 +51,9 @@ class Measurement:
         with self._guard.together():
             if self._latency is None:
                 self._latency = self._one_way_seconds()
-            return gather_costs(self._recorders, self._collectives, num_stages=self._num_stages, latency=self._latency)
+            return gather_costs(
+                self._recorders, self._collectives, num_stages=self._schedule.num_stages, latency=self._latency
+            )
 
     def spread(self) -> Spread | None:
         """See PipelineModule.measured_spread."""
@@ -57,7 +61,10 @@ class Measurement:
         if costs is None:
             return None
         with self._guard.together():
-            return gather_spread(self._recorders, self._collectives, costs.table(num_stages=self._num_stages))
+            table = costs.table_for(self._schedule)
+            return gather_spread(
+                self._recorders, self._collectives, table, schedule=self._schedule, clocks=self._clocks
+            )
 
     def forget(self) -> None:
         """See PipelineModule.forget_measurements."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -34,6 +35,7 @@ class Recorder:
     def __init__(self, clock: Clock, *, window: int = 1, takes_turns: bool = False) -> None:
         self.clock = clock
         self._takes_turns = takes_turns
+        self._is_alone = window == 1
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._actions: list[tuple[Action, Stamp, Stamp]] = []
         self._waits: list[tuple[Message, Stamp, Stamp]] = []
@@ -45,8 +47,22 @@ class Recorder:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._steps: deque[tuple[Ran, ...]] = deque(maxlen=_STEPS)
+        self._entered: Stamp | None = None  # where the step that is to begin was entered
+        self._step: list[Stamp] = []  # where the step that runs was entered, and left
+        self._step_norms = 0.0  # seconds of norms in the step that runs
+        self._around: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
+        self._records: deque[Callable[[], RankRecord]] = deque(maxlen=_STEPS)
         self._is_kept = True  # whether the step that runs is to be one of them
         self._counts = True  # whether durations of the step that runs are remembered
+
+    def enter(self) -> None:
+        """A step is about to begin: what goes on from here on is a part of it."""
+        self._entered = self.clock.stamp()
+
+    def leave(self) -> None:
+        """All of the step is done."""
+        if len(self._step) == 1:
+            self._step.append(self.clock.stamp())
 
     def begin(self, *, counts: bool = True) -> None:
         """A new step: the one before goes into the durations.
@@ -58,6 +74,11 @@ class Recorder:
         self._remember()
         if self._actions and self._is_kept:
             self._steps.append(self._ran())
+            if self._is_alone:
+                self._records.append(self.snapshot())
+            if len(self._step) == 2:
+                self._around.append(self._outside(*self._step))
+        self._step, self._entered, self._step_norms = [] if self._entered is None else [self._entered], None, 0.0
         if counts and self._counts:
             self._before.append((self._actions, self._waits, self._collectives, self._fused))
         else:
@@ -98,6 +119,7 @@ class Recorder:
     def norm(self, start: Stamp, end: Stamp) -> None:
         """The global norm was found and the gradients clipped."""
         self._norms.append(self.clock.between(start, end))
+        self._step_norms += self._norms[-1]
 
     def median_norm(self) -> float | None:
         """Median seconds of the global norm, waiting for the other ranks included; None without one."""
@@ -110,7 +132,7 @@ class Recorder:
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
         steps = [*self._before, (self._actions, self._waits, self._collectives, self._fused)]
-        at = self.clock.seconds
+        at, step = self.clock.seconds, tuple(self._step)
 
         def read() -> RankRecord:
             return RankRecord(
@@ -121,6 +143,7 @@ class Recorder:
                 ),
                 arrivals=tuple((m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
                 collectives=tuple(Span(c, at(start), at(end)) for *_, begun, _ in steps for c, start, end in begun),
+                step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 
         return read
@@ -135,18 +158,35 @@ class Recorder:
         self._remember()
         return {stage: statistics.median(seconds) for stage, seconds in self._overheads.items()}
 
+    def median_around(self) -> tuple[float, float, float] | None:
+        """Median seconds of a step in front of its first action, between the last backward and the first update, and
+        behind its last action, waits, sums and norms left out; None where none was seen whole."""
+        is_whole = self._actions and self._is_kept and len(self._step) == 2
+        found = [*self._around, *([self._outside(*self._step)] if is_whole else [])]
+        if not found:
+            return None
+        front, middle, behind = (statistics.median(each) for each in zip(*found, strict=True))
+        return front, middle, behind
+
     def steps(self) -> list[tuple[Ran, ...]]:
         """Actions of each of the last steps, oldest first, with what came between it and the next action."""
         return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
 
+    def records(self) -> list[RankRecord]:
+        """The same steps with all their times, oldest first; none where batches overlap."""
+        newest = [self.snapshot()] if self._is_alone and self._actions and self._is_kept else []
+        return [read() for read in (*self._records, *newest)]
+
     def forget(self) -> None:
         """Drop the durations (the first steps are slower)."""
         self._steps.clear()
+        self._records.clear()
         self._is_kept = not self._actions
         self._remembered = len(self._actions)
         self._durations.clear()
         self._overheads.clear()
         self._norms.clear()
+        self._around.clear()
 
     def _remember(self) -> None:
         if not self._counts:
@@ -165,29 +205,62 @@ class Recorder:
         self._remembered = len(self._actions)
 
     def _remember_overheads(self) -> None:
+        launches = self._launches()
         for number, seconds in self._between(max(1, self._remembered)):
-            self._overheads[self._actions[number][0].stage].append(seconds)
+            if number not in launches:
+                self._overheads[self._actions[number][0].stage].append(seconds)
+
+    def _launches(self) -> set[int]:
+        """Numbers of the actions behind which sums or gathers were begun: a copy of what is to be summed is no overhead
+        of an action."""
+        between = self.clock.between
+        return {
+            bisect_right(self._actions, 0.0, key=lambda each: between(begun, each[2])) - 1
+            for _, begun, _ in self._collectives
+        }
 
     def _between(self, first: int) -> Iterator[tuple[int, float]]:
-        """For each action of the step, from `first` on: the number of the one before, and the seconds between, without
-        waits."""
+        """For each action of the step, from `first` on, but updates: the number of the one before, and the seconds
+        between, without waits."""
         between = self.clock.between
         waited: dict[int, float] = defaultdict(float)
         for behind, start, end in self._waited:
             waited[behind] += between(start, end)
         for number in range(first, len(self._actions)):
-            (action, _, end), (_, start, _) = self._actions[number - 1 : number + 1]
-            if action.op is not Op.U and action not in self._fused:
+            (action, _, end), (following, start, _) = self._actions[number - 1 : number + 1]
+            if Op.U not in (action.op, following.op) and action not in self._fused:
                 yield number - 1, max(0.0, between(end, start) - waited[number])
+
+    def _outside(self, entered: Stamp, left: Stamp) -> tuple[float, float, float]:
+        """Seconds of this step in front of its first action, between its last backward and the first update where all
+        updates are behind it, and behind the last action, without waits, sums and norms; with those in the middle in
+        which sums were begun between two actions."""
+        between, actions = self.clock.between, self._actions
+        first = next((n for n, (action, *_) in enumerate(actions) if action.op is Op.U), len(actions))
+        middle = 0.0
+        if 0 < first < len(actions) and all(action.op is Op.U for action, *_ in actions[first:]):
+            middle = self._since(actions[first - 1][2], actions[first][1]) - self._step_norms
+        front = between(entered, actions[0][1]) - sum(between(s, e) for n, s, e in self._waited if n == 0)
+        waited = sum(between(s, e) for n, s, e in self._waited if n == first)
+        launches = self._launches()
+        launching = sum(seconds for n, seconds in self._between(1) if n in launches)
+        return max(0.0, front), max(0.0, middle - waited) + launching, max(0.0, self._since(actions[-1][2], left))
+
+    def _since(self, ended: Stamp, now: Stamp) -> float:
+        """Seconds from an action's end to this moment, those behind a collective that was through later."""
+        between = self.clock.between
+        ends = [end for _, _, end in self._collectives if between(end, now) >= 0]
+        return min([between(ended, now), *(between(end, now) for end in ends)])
 
     def _ran(self) -> tuple[Ran, ...]:
         """Actions of this step, with what came behind each action.
 
-        Behind the last one, and in front of an update, comes what is no overhead (sums, the norm, the end of the
-        batch): there it is what mostly comes between two.
+        Behind the last one, in front of an update, and where sums begin comes what is no overhead (sums, the norm, the
+        end of the batch): there it is what mostly comes between two.
         """
         behind = {} if self._takes_turns else dict(self._between(1))
-        inner = [n for n in behind if self._actions[n + 1][0].op is not Op.U]
+        launches = self._launches()
+        inner = [n for n in behind if n not in launches]
         usual = statistics.median(behind[n] for n in inner) if inner else 0.0
         ran: list[Ran] = []
         for number, (action, start, end) in enumerate(self._actions):
@@ -222,6 +295,7 @@ def costs_from_medians(
     num_stages: int,
     latency: float,
     norm: float | None,
+    around: float,
 ) -> Costs:
     """Costs for the simulator from measured medians; an op that no rank measured costs 0."""
 
@@ -248,6 +322,7 @@ def costs_from_medians(
         overhead=[overheads.get(stage, 0.0) for stage in range(num_stages)],
         latency=latency,
         norm=norm,
+        around=around,
         offload=column(Op.OFFLOAD),
         reload=column(Op.RELOAD),
     )

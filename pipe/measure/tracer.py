@@ -22,7 +22,7 @@ from typing import Literal
 
 from ...comm import Collectives, Guard, HostClocks
 from ...partition.plans.plan import Plan
-from ...schedules import Costs, Schedule, Spread, StageBytes, StepSamples, simulate, simulate_spread
+from ...schedules import Costs, Schedule, Spread, StageBytes, StepSamples, flushed, simulate, simulate_spread
 from ...schedules.timing.records import RankRecord
 from ...schedules.timing.run_file import RunFile
 from ...schedules.timing.trace_file import (
@@ -32,6 +32,7 @@ from ...schedules.timing.trace_file import (
     end_line,
     header_line,
     keeps_schedule,
+    short_digest,
     step_line,
     trace_path,
 )
@@ -76,6 +77,7 @@ class Traced:
         snapshots: records of the newest one, to be read now or later.
         plan: that is carried out, if there is one.
         flush_first: batches that end in a flush, of a schedule without one.
+        cut: what makes the stages the same as another run's, for people or not.
     """
 
     schedule: Schedule
@@ -88,6 +90,7 @@ class Traced:
     guard: Guard
     plan: Plan | None
     flush_first: int
+    cut: str
 
 
 class Tracer:
@@ -132,15 +135,18 @@ class Tracer:
     def write_prediction(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
         """Process 0 writes timeline.json, simulated from these costs; the others do nothing.
 
+        Predicted is the stream; where each batch so far had a flush behind it, such batches.
+
         Returns, in process 0, steps that it drew from the spread, if there is one.
         """
         if self._traced.collectives.rank != 0:
             return None
         schedule, plan = self._traced.schedule, self._traced.plan
-        sampled = None if spread is None else simulate_spread(schedule, costs, spread)
+        ran = flushed(schedule) if 0 < self._traced.num_steps() <= self._traced.flush_first else schedule
+        sampled = None if spread is None else simulate_spread(ran, costs, spread)
         file = RunFile(
             schedule=schedule,
-            predicted=simulate(schedule, costs),
+            predicted=simulate(ran, costs),
             costs=costs,
             memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
             memory_limit=None if plan is None else plan.by_group(plan.memory_limits),
@@ -202,6 +208,7 @@ class Tracer:
             digest=digest(schedule),
             schedule=schedule if keeps_schedule(schedule, is_first_on_host=is_first) else None,
             flush_first=traced.flush_first,
+            cut=short_digest(traced.cut),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )
         before = b"\n" if self._next else b""  # the last line of a file that goes on may have been cut off

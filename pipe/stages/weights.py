@@ -190,6 +190,11 @@ class WeightVersions:
         self.newest = version
         self.note()
 
+    def skip(self, group: int) -> None:
+        """The next version is the newest once more: the gradients of `group` are dropped."""
+        self._gradients[group] = [None] * len(self.own)
+        self.update(group, lambda: None)
+
     def _check_storage(self, leaves: Sequence[nn.Parameter]) -> None:
         for name, own, leaf in zip(self.names, self.own, leaves, strict=True):
             if own.data_ptr() != leaf.data_ptr():

@@ -121,7 +121,7 @@ class StageParts:
             for rank in self._ranks
         ]
         wait = self._collectives.exchange(
-            [flatten([own for own, _ in pairs])] * len(self._ranks),
+            [[own for own, _ in pairs]] * len(self._ranks),
             [sum(view.numel() for view in there) for there in views],
             what=what,
             ranks=self._ranks,
@@ -178,7 +178,7 @@ class DividedSum:
         own = [part.of(grad).clone() for part, grad in zip(parts, grads, strict=True)]  # the rest of `grads` goes
         wait = self._collectives.exchange(
             [
-                flatten([there[i].view(grad, rank) for i, grad in zip(bucket, grads, strict=True)])
+                [there[i].view(grad, rank) for i, grad in zip(bucket, grads, strict=True)]
                 for rank, there in zip(self.ranks, self._divisions, strict=True)
             ],
             [sum(part.numel() for part in own)] * len(self.ranks),
@@ -199,11 +199,11 @@ class DividedSum:
         return finish
 
 
-def together(waits: Sequence[Callable[[], None]]) -> Callable[[], None]:
+def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
     """Wait for all of them."""
 
     def wait() -> None:
-        for each in waits:
-            each()
+        while waits:
+            waits.pop(0)()  # with what it holds
 
     return wait

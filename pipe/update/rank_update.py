@@ -11,7 +11,16 @@ from ...comm import TensorSpec
 from ...partition.graph.forms import Tensors
 from ...schedules import Collective, Message, Schedule
 from ...schedules.program import GroupStep
-from ..batch.batches import SUMMARY_SIZE, Batch, GroupLoss, combine_summaries, read_loss_summary, summarize_losses
+from ..batch.batches import (
+    LOWER_OR_CLIP,
+    NO_UPDATE,
+    SUMMARY_SIZE,
+    Batch,
+    GroupLoss,
+    combine_summaries,
+    read_loss_summary,
+    summarize_losses,
+)
 from ..batch.checksum import UNKNOWN
 from ..stages.stage import LossValue
 from .loss_scale import LossScale
@@ -123,8 +132,15 @@ class RankUpdate:
         batch = self.batches[number]
         summaries = self._summaries[group]
         combined = combine_summaries([summaries[rank] for rank in sorted(summaries)])
-        loss = read_loss_summary(combined, step=batch.step, must_be_finite=self.loss_scale is None)
+        outcome, advice = self._after_bad_loss(group)
+        loss = read_loss_summary(
+            combined, step=batch.step, must_be_finite=self.loss_scale is None, outcome=outcome, advice=advice
+        )
         return loss, loss.scale(batch.group_items(within // self._group_size))
+
+    def _after_bad_loss(self, group: int) -> tuple[str, str]:
+        """Updates that were made where the loss of this group is not finite, and what to do then, for people."""
+        return NO_UPDATE, LOWER_OR_CLIP
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
         """Compare the batch of a rank of the last stage with this rank's; data replicas have batches of their own."""

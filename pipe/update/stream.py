@@ -70,6 +70,7 @@ class StreamUpdate(Update):
         self._first, self._last = None if self._course.is_alone(batch.step) else first, batch.step
         for rank in self._ranks.values():
             rank.enter(batch, first_batch=first)
+            rank.has_updated = False
         return {r: self._course.call(r, batch.step, first_batch=first) for r in self._ranks}
 
     def step(self) -> Known | None:
@@ -82,10 +83,27 @@ class StreamUpdate(Update):
             rank.known.clear()
         return self._newest
 
-    def abandon(self, error: BaseException) -> None:
-        """The stages stand at different updates, and the batches under way are gone."""
-        self._lost = f"{type(error).__name__}: {error}"
+    def losses_known(self) -> None:
+        """Losses of a batch that was alone in the pipeline; in a stream each rank meets them as they come."""
         for rank in self._ranks.values():
+            if rank.failure is not None:
+                raise rank.failure
+
+    def abandon(self, error: BaseException) -> None:
+        """A batch alone in the pipeline leaves the stages at one update, unless the error came between updates.
+
+        Else they stand at different ones, and the batches under way are gone.
+        """
+        ranks = self._ranks.values()
+        failed = any(rank.failure is error for rank in ranks)
+        if self._course.is_alone(self._last) and (failed or not any(rank.has_updated for rank in ranks)):
+            begun_with = self._last * self.schedule.groups_per_batch
+            for weights in self._weights():
+                if weights.newest != begun_with:
+                    weights.restore(begun_with, {})
+        else:
+            self._lost = f"{type(error).__name__}: {error}"
+        for rank in ranks:
             rank.drop()
 
     def refuse_users_gradients(self, what: str, *, instead: str) -> None:

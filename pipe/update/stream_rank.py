@@ -20,7 +20,7 @@ from ...partition.graph.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
-from ..batch.batches import Batch, GroupLoss
+from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..parallel.group_shares import GroupShares
 from ..stages.weights import WeightVersions
 from .dividing import Divided
@@ -97,6 +97,8 @@ class StreamRank(RankUpdate):
         self.optimizers = optimizers
         self.known: deque[Known] = deque()  # of batches that nobody has asked for
         self.gate = UpdateGate()  # that of the process, once it has all its ranks
+        self.failure: Exception | None = None  # of a batch alone in the pipeline, which runs to its end without updates
+        self.has_updated = False  # whether an update of the newest batch has begun
         self._course = course
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
@@ -208,8 +210,15 @@ class StreamRank(RankUpdate):
         if step.op is Op.UNSHARD:
             self._take_parts(step.index)
             return
-        loss, scale = self.total(step.index)
+        try:
+            loss, scale = self.total(step.index)
+        except (NonFiniteLossError, ValueError) as error:  # on every rank alike
+            if not self._course.is_alone(step.index // self._per_batch):
+                raise
+            self.failure = self.failure or error
         self.forget(step.index)
+        if self.failure is not None:
+            return
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         gradients = self._gradients(step.index)
         scale_gradients(gradients, scale)
@@ -221,6 +230,10 @@ class StreamRank(RankUpdate):
 
     def step(self, stage: int, index: int) -> None:
         """The optimizer step of a stage: it makes the stage's next weight version."""
+        if self.failure is not None:
+            self.weights[stage].skip(index)
+            return
+        self.has_updated = True
         group = self._group(index)
         self._add_shared(index)
         if self._max_grad_norm is not None and not group.clipped:
@@ -251,6 +264,7 @@ class StreamRank(RankUpdate):
     def drop(self) -> None:
         """Forget all batches and groups under way (after an error)."""
         super().drop()
+        self.failure = None
         self._groups.clear()
         self._known_losses.clear()
         self._same_options.drop()
@@ -258,6 +272,24 @@ class StreamRank(RankUpdate):
         self._made.clear()
         for weights in self.weights.values():
             weights.drop_gradients()
+
+    def _after_bad_loss(self, group: int) -> tuple[str, str]:
+        """See RankUpdate: batches alone in the pipeline make the updates before the bad one's, on every stage."""
+        batch, within = divmod(group, self._per_batch)
+        first = within * self._group_size
+        lower = "lower the learning rate" if self._course.schedule.rule.why_no_norm else LOWER_OR_CLIP
+        if self._course.is_alone(batch):
+            made = f"{NO_UPDATE} from microbatch {first} on; those before it were made on every stage, and stay"
+            return (made if within else NO_UPDATE), lower
+        last = first + self._group_size - 1
+        of = "this step" if self._per_batch == 1 else f"microbatch {last}"
+        if first < last and self._per_batch > 1:
+            of = f"microbatches {first} to {last}"
+        outcome = (
+            f"the update of {of} was not made; each stage stands at the last one that it had come to, and the batches "
+            f"in the pipeline are lost"
+        )
+        return outcome, f"{lower}; to go on, load(folder) of a checkpoint, in a new PipelineModule over processes"
 
     def _find_norm(self, index: int) -> None:
         group = self._group(index)
@@ -280,7 +312,10 @@ class StreamRank(RankUpdate):
     def _take_parts(self, index: int) -> None:
         """The weights that an update has made become whole, where they are still kept."""
         versions = {stage: self._made.pop((stage, index), 0) for stage in self.weights}
-        for peer, message in self._updated.pop(index, {}).items():
+        updated = self._updated.pop(index, {})
+        if self.failure is not None:  # nobody has
+            return
+        for peer, message in updated.items():
             parts = self._parts[peer]
             for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
                 stage = self._stage_of[part.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def make_model() -> nn.Module:
 def make_pipe(**options: Any) -> PipelineModule:
     settings: dict[str, Any] = {
         "schedule": "auto",
+        "trials": 0,
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "timeout": 60.0,
@@ -94,6 +96,7 @@ def test_in_one_process_for_two_ranks() -> None:
 def test_every_rank_has_the_same_plan(gloo: Pool, options: dict[str, Any]) -> None:
     answers = gloo.run(run_auto, ranks=2, args=(options,))
     assert answers[0][0] == answers[1][0]
+    assert ((Plan.from_json(answers[0][0]).norm_seconds or 0.0) > 0) == ("max_grad_norm" in options)
     for _, state in answers:
         assert_same(state, trained_alone(2))
 
@@ -177,3 +180,64 @@ def test_the_median_of_several_ranks() -> None:
     merged = median_profile([profile(1.0), profile(5.0), profile(2.0)])
     assert merged.nodes[0] == replace(profile(2.0).nodes[0])
     assert (merged.step_seconds, merged.action_seconds) == (2.0, 0.5)
+
+
+def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
+    """A plan where the host of rank 1 is a third as fast as that of rank 0, and the state after a step under it."""
+    rank = torch.distributed.get_rank()
+
+    def profiled(*_: Any, **__: Any) -> Profile:
+        seconds = 0.01 * (1 + 2 * rank)
+        own = 8 * WIDTH * (WIDTH + 1)  # bytes of a layer
+        nodes = [
+            Node(name=str(n), forward_seconds=seconds, backward_seconds=2 * seconds, parameter_bytes=own)
+            for n in range(5)
+        ]
+        return Profile(nodes=nodes, step_seconds=15 * seconds)
+
+    with (
+        mock.patch("socket.gethostname", return_value="ab"[rank]),
+        mock.patch("stagewright.pipe.auto.profile_model", profiled),
+        mock.patch("stagewright.pipe.auto.measure_runtime_seconds", return_value=(0.0, 0.0)),
+    ):
+        plan = _restricted()
+    pipe = PipelineModule(
+        make_model(),
+        plan=plan,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        timeout=60.0,
+    )
+    pipe.train_step(X, Y)
+    state = pipe.full_state_dict()
+    pipe.close()
+    return plan.to_json(), state
+
+
+@pytest.mark.gloo
+def test_hosts_that_are_not_equally_fast(gloo: Pool) -> None:
+    """The median of two profiles fitted neither host; the cut was in the middle."""
+    answers = gloo.run(_on_two_hosts, ranks=2)
+    assert answers[0][0] == answers[1][0]
+    plan = Plan.from_json(answers[0][0])
+    assert {stage.ranks[0]: len(stage.nodes) for stage in plan.stages} == {0: 4, 1: 1}
+    seconds = {stage.ranks[0]: stage.forward_seconds for stage in plan.stages}
+    assert [seconds[rank] for rank in range(2)] == pytest.approx([0.04, 0.03], rel=1e-3)
+    for _, state in answers:
+        assert_same(state, trained_alone(1))
+
+
+def test_a_plan_is_of_the_hosts_that_are_as_fast_as_the_first() -> None:
+    """Ranks of one host are medians together; a third host is as fast as the first."""
+
+    def profile(seconds: float) -> Profile:
+        return Profile(nodes=[Node(name="a", forward_seconds=seconds, backward_seconds=seconds)])
+
+    pipe = make_pipe()
+    auto = pipe._building._auto
+    assert isinstance(auto, AutoLayout)
+    ranks = [("a", 1.0), ("a", 1.04), ("b", 3.0), ("b", 3.2), ("c", 1.02), ("c", 1.03)]
+    found = auto._typical([(host, profile(seconds)) for host, seconds in ranks])
+    assert found.parts_seconds == pytest.approx(2 * 1.025)
+    assert [each.parts_seconds for each in auto._hosts] == pytest.approx([2.04, 6.2, 2.05])
+    pipe.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import eager_models as models
+from support import eager_objects as objects
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -44,9 +45,9 @@ BETWEEN = {
     "twice": models.Twice,
     "u": models.UShaped,
     "encoder and decoder": models.EncoderDecoder,
-    "cache": models.WithACache,
-    "objects in a cache": models.WithNestedObjects,
-    "counts in an object": models.CountsInAnObject,
+    "cache": objects.WithACache,
+    "objects in a cache": objects.WithNestedObjects,
+    "counts in an object": objects.CountsInAnObject,
     "makes a tensor once": models.MakesOnce,
     "in place": models.InPlaceBetween,
     "buffers": models.Averaging,
@@ -363,7 +364,7 @@ def test_two_processes(gloo: Pool, name: str) -> None:
     assert one[:STEPS] == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("make", [models.CountsBetween, models.SetsBetween])
+@pytest.mark.parametrize("make", [objects.CountsBetween, objects.SetsBetween])
 def test_attributes_set_between_modules_are_read_as_they_were_set(make: Callable[[], nn.Module]) -> None:
     model, twin = made(make), made(make)
     with pytest.warns(TracedModelWarning, match="attribute '(number|depth)' of a"):

@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.failing import LONG, Told, pipeline, raise_key_error, step, told
-from support.grids import nightly
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
@@ -364,8 +363,32 @@ with report_to_launcher():
 """
 
 
-@pytest.mark.parametrize("loop", [nightly("if True:"), "with pipe:"])
-def test_an_error_between_the_calls_is_the_cause_on_the_others(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
+def read_badly() -> None:
+    """A loop as below, in which the samples of rank 1 end in an error."""
+
+    def samples() -> Iterator[Tensor]:
+        yield X
+        if os.environ["RANK"] == "1":
+            raise OSError("sample 7 is unreadable")
+        yield X
+
+    with pipeline(timeout=LONG) as pipe:
+        for x in samples():
+            pipe.train_step(x, Y)
+
+
+def test_an_error_between_the_calls_is_the_cause_on_the_others(fragile: Pool) -> None:
+    started = time.monotonic()
+    other, failed = fragile.replies(read_badly, ranks=2, timeout=50.0)
+    assert (other.kind, failed.kind) == ("error", "error")
+    assert failed.text.splitlines()[-1] == "OSError: sample 7 is unreadable"
+    assert "cause: rank 1 failed: OSError: sample 7 is unreadable" in other.text
+    assert time.monotonic() - started < LONG
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", ["if True:", "with pipe:"])
+def test_an_error_that_ends_the_process_is_told_to_the_launcher(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     result = launch([sys.executable, "-c", BETWEEN.replace("LOOP", loop)], num_ranks=2, timeout=40.0)
     assert result.status == 1

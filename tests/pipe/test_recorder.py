@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.partition.profiler.clock import HostClock
 from stagewright.pipe.measure.recorder import Recorder
-from stagewright.schedules import Action, Message, MessageKind, Op
+from stagewright.schedules import Action, Collective, Message, MessageKind, Op
 from stagewright.schedules.timing.estimate_spread import Ran
 
 ACT = Message(MessageKind.ACT, 0, 1, 0)
@@ -33,6 +33,75 @@ def test_time_between_actions_counts_for_the_one_before_and_waits_do_not() -> No
     assert recorder.median_overheads() == {}
     recorder.action(Action(2, Op.B, 1), 106.0, 107.0)  # behind 0B0, which ended at 105
     assert recorder.median_overheads() == {0: 1.0}
+
+
+class HandClock(HostClock):
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def stamp(self) -> float:
+        return self.at
+
+
+def _whole_step(recorder: Recorder, begin: float, *, norm: float) -> None:
+    """1 s in front of 0F0, and a wait; 2 s between the sum and 0U0, waits and the norm apart; 0.5 s behind it."""
+    clock = recorder.clock
+    assert isinstance(clock, HandClock)
+    clock.at = begin
+    recorder.enter()
+    recorder.begin()
+    recorder.wait((ACT,), begin + 0.5, begin + 10.5)
+    recorder.action(Action(0, Op.F, 0), begin + 11.0, begin + 12.0)
+    recorder.action(Action(0, Op.B, 0), begin + 12.0, begin + 14.0)
+    recorder.collective(Collective((0,), Op.REDUCE_GRAD, 0), begin + 14.0, begin + 17.0)
+    recorder.wait((ACT,), begin + 17.0, begin + 18.0)
+    if norm:
+        recorder.norm(begin + 19.0, begin + 19.0 + norm)
+    recorder.action(Action(0, Op.U, 0), begin + 20.0 + norm, begin + 21.0 + norm)
+    clock.at = begin + 21.5 + norm
+    recorder.leave()
+
+
+@pytest.mark.parametrize("norm", [0.0, 4.0])
+def test_what_is_around_a_step_is_found_without_waits_sums_and_norms(norm: float) -> None:
+    recorder = Recorder(HandClock())
+    assert recorder.median_around() is None
+    _whole_step(recorder, 0.0, norm=norm)
+    assert recorder.median_around() == pytest.approx((1.0, 2.0, 0.5))
+    assert recorder.snapshot()().step == (0.0, 21.5 + norm)
+    _whole_step(recorder, 100.0, norm=norm)  # the 78 s between two steps are nobody's
+    assert recorder.median_around() == pytest.approx((1.0, 2.0, 0.5))
+    recorder.begin(counts=False)
+    assert recorder.snapshot()().step is None
+    recorder.leave()
+    assert recorder.median_around() == pytest.approx((1.0, 2.0, 0.5))
+    recorder.forget()
+    assert recorder.median_around() is None
+
+
+def test_what_begins_sums_is_around_the_step_and_nothing_around_an_action() -> None:
+    """Two chunks: gradients of the last one are copied and sent off before the backward of the first."""
+    recorder = Recorder(HandClock())
+    clock = recorder.clock
+    assert isinstance(clock, HandClock)
+    clock.at = 0.0
+    recorder.enter()
+    recorder.begin()
+    recorder.action(Action(0, Op.F, 0), 1.0, 2.0)
+    recorder.action(Action(1, Op.F, 0), 2.25, 3.0)
+    recorder.action(Action(1, Op.B, 0), 3.25, 5.0)
+    recorder.action(Action(0, Op.B, 0), 9.0, 11.0)
+    recorder.collective(Collective((1,), Op.REDUCE_GRAD, 0), 5.0, 12.0)
+    recorder.collective(Collective((0,), Op.REDUCE_GRAD, 0), 11.0, 15.0)
+    recorder.action(Action(0, Op.U, 0), 16.0, 17.0)
+    clock.at = 17.5
+    recorder.leave()
+    assert recorder.median_overheads() == {0: 0.25, 1: 0.25}
+    assert recorder.median_around() == (1.0, 1.0 + 4.0, 0.5)
+    (only,) = recorder.steps()
+    assert [each.seconds for each in only] == [1.25, 1.0, 2.0, 2.25, 1.0]
 
 
 def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of_it() -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from support.grids import one_in
 from support.pool import Pool
+from support.sharded import X, Y, even, halved, sgd
 from torch import Tensor, nn
 
 from stagewright import named
 from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
-from stagewright.pipe.update.separable import separable
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
 
@@ -77,10 +77,6 @@ def adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def two(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer | None]:
     """An optimizer for whole matrices and one for the rest."""
     matrices, others = [[p for p in parameters if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
@@ -91,10 +87,6 @@ def two(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer | None]:
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "two": two}
-
-
-def halved(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 def state_bytes(pipe: PipelineModule) -> int:
@@ -263,13 +255,7 @@ def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options
         assert_same(found["state"], wanted["state"], tolerance=1e-10)
 
 
-def even() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
-
-
 EVEN_BYTES = 8 * 4 * (64 + 8)
-X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2))
 
 
 def kept(kind: str) -> dict[str, Any]:
@@ -360,42 +346,6 @@ def test_what_a_rank_keeps(gloo: Pool) -> None:
                 assert [read, pickled, edited] == ["", "", ""]
 
 
-def refused(options: dict[str, Any]) -> str:
-    settings: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
-    try:
-        PipelineModule(even(), loss_fn=F.mse_loss, timeout=30.0, num_microbatches=2, **(settings | options))
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-class Together(torch.optim.SGD):
-    """An optimizer that looks at all of its parameters at once."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
-        return super().step(closure)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"data_parallel": "zero1", "optimizer": Together},
-            "optimizer Together updates a parameter by what it knows of others",
-        ),
-        ({"data_parallel": "fsdp", "schedule": "2bw"}, "data_parallel='fsdp' under the asynchronous schedule '2bw'"),
-        ({"data_parallel": "fsdp", "optimizer": None}, "data_parallel='fsdp' without an optimizer"),
-    ],
-    ids=["together", "fsdp-2bw", "fsdp-alone"],
-)
-def test_refused(gloo: Pool, options: dict[str, Any], message: str) -> None:
-    for answer in gloo.run(refused, ranks=2, args=(options,)):
-        assert answer.startswith(message)
-
-
 def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
     with pytest.raises(ValueError, match=r"data_parallel='zero3': expected one of 'replicate', 'zero1', 'fsdp'"):
         PipelineModule(even(), data_parallel="zero3")
@@ -410,45 +360,6 @@ def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
         )
         pipe.train_step(X, Y)
         assert state_bytes(pipe) == 2 * EVEN_BYTES
-
-
-OWN = torch.optim.AdamW
-
-
-class OwnAdam(OWN):
-    """A user's own, which is not known by name."""
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda ps: torch.optim.SGD(ps, lr=0.0), "elements"),
-        (lambda ps: OwnAdam(ps, lr=0.0), "elements"),
-        (lambda ps: OwnAdam(ps, fused=True), "elements"),
-        (torch.optim.Adafactor, "parameters"),
-        (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]), "parameters"),
-    ],
-)
-def test_what_an_optimizer_may_be_given(make: Any, kind: str) -> None:
-    model = even()
-    optimizer = make(list(model.parameters()))
-    halved(optimizer)  # puts a step of its own in the optimizer's place
-    assert separable(optimizer) == kind
-    assert not optimizer.state
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), even().parameters(), strict=True))
-
-
-def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, base: torch.optim.Optimizer) -> None:
-            super().__init__(base.param_groups, {})
-            self.base = base
-
-        def step(self, closure: Any = None) -> Any:
-            return self.base.step(closure)
-
-    with pytest.raises(ValueError, match=r"optimizer Wrapper could not be tried on parts of its parameters"):
-        separable(Wrapper(sgd(list(even().parameters()))))
 
 
 def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:

@@ -191,7 +191,11 @@ def test_an_error_loses_what_was_under_way(tmp_path: Path) -> None:
     pipe = stream()
     pipe.save(tmp_path / "c")
     pipe.train_step(X, Y)
-    with pytest.raises(NonFiniteLossError, match="step 1, microbatch 0 is nan"):
+    said = (
+        r"step 1, microbatch 0 is nan: the update of this step was not made; each stage stands at the last one that "
+        r"it had come to, and the batches in the pipeline are lost\..*clip \(max_grad_norm=1\.0\); to go on, load\("
+    )
+    with pytest.raises(NonFiniteLossError, match=said):
         pipe.train_step(X, Y * float("nan"))
     for call in (lambda: pipe.train_step(X, Y), pipe.flush):
         with pytest.raises(ValueError, match=r"were lost with NonFiniteLossError: .* Expected load\(folder\)"):
@@ -340,6 +344,24 @@ def test_pipedream_with_what_each_stage_cannot_do_alone() -> None:
         ValueError, match=r"parameter '0.weight' is tied over the ranks \(0, 1\) .* Expected schedule='2bw'"
     ):
         stream("pipedream", stages=[Tied(weight), Tied(weight)])
+
+
+@pytest.mark.parametrize(
+    ("name", "update_every", "said"),
+    [
+        ("pipedream", 1, r"microbatch 2 is nan: the update of microbatch 2 was not made; each stage stands at"),
+        ("paci", 2, r"microbatch 2 is nan: the update of microbatches 2 to 3 was not made; .* learning rate; to go on"),
+    ],
+)
+def test_updates_within_a_batch_were_made_when_its_loss_is_not_finite(name: str, update_every: int, said: str) -> None:
+    model = layers()
+    pipe = stream(build(name, num_ranks=2, num_microbatches=4, update_every=update_every), model=model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    target = Y.clone()
+    target[5] = float("nan")
+    with pytest.raises(NonFiniteLossError, match=said):
+        pipe.train_step(X, target)
+    assert not any(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_schedule_of_too_few_batches() -> None:

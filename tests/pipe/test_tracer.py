@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -195,3 +197,22 @@ def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
         assert timeline.clock_error[0] == 0 < min(timeline.clock_error[1:]) < 1
         assert all(each.seconds <= each.allowed for each in early_messages(timeline))
     assert read_traces(find_traces([tmp_path / "b"])).steps[0].timeline.missing == (0,)
+
+
+def test_headers_tell_the_same_stages_from_others(tmp_path: Path) -> None:
+    """The split, and what is recomputed, a policy or not; nothing that differs from start to start."""
+
+    def cut(name: str, **options: Any) -> str:
+        with make(**options) as pipe:
+            pipe.tracer(tmp_path / name)
+        return json.loads((tmp_path / name / "trace.rank0.jsonl").read_text().splitlines()[0])["cut"]
+
+    found = [
+        cut("a"),
+        cut("b", split_points=["2"]),
+        cut("c", recompute="full"),
+        cut("d", recompute={"1": lambda *_: None}),
+    ]
+    assert len(set(found)) == 4
+    assert found[0] == cut("e", split_points=["3"])
+    assert found[3] == cut("f", recompute={"1": lambda *_: None})

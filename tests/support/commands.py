@@ -1,4 +1,4 @@
-"""`stagewright` commands whose ranks are forked from a process that has loaded torch.
+"""Commands whose ranks are forked from a process that has loaded torch.
 
 All of it is the command's own code, `python -m MODULE WORDS` of each rank included. Only the launcher is left out: it
 starts an interpreter a rank that loads torch, seconds of a core each. What it does itself is shown in
@@ -12,6 +12,7 @@ import io
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -67,19 +68,26 @@ def launch_forked(
 
 
 def start_forked(
-    words: Sequence[str], *, num_ranks: int, environment: Mapping[str, str] | None = None
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
 ) -> list[ForkedRank]:
-    """`python -m WORDS` once a rank, in the current folder."""
+    """`python -m WORDS` once a rank, in the current folder; `python WORDS` where the first is a file.
+
+    Arguments:
+        num_ranks: that a launcher starts; None: one process that none has started.
+    """
     from torch.distributed import TCPStore
 
     context = forking()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as launch does: it outlives every rank
     ranks = []
-    for rank in range(num_ranks):
+    for rank in range(num_ranks or 1):
         ours, theirs = context.Pipe(duplex=False)
-        variables = torchrun_environment(rank=rank, num_ranks=num_ranks, port=store.port)
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} | dict(environment or {})
-        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables), daemon=True)
+        variables = dict(environment or {})
+        if num_ranks is not None:
+            variables |= torchrun_environment(rank=rank, num_ranks=num_ranks, port=store.port)
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        # no daemon: such a one may have no children, which load data
+        process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables))
         process.start()
         theirs.close()
         ranks.append(ForkedRank(process, ours, store))
@@ -103,7 +111,7 @@ def answer(rank: ForkedRank) -> Done:
 
 
 def _be_rank(connection: Connection, words: list[str], folder: str, variables: dict[str, str]) -> None:
-    """`python -m WORDS` in `folder`; sends what came of it."""
+    """`python -m WORDS`, or `python WORDS`, in `folder`; sends what came of it."""
     os.environ |= variables
     out, err = io.StringIO(), io.StringIO()
     status = 0
@@ -114,7 +122,13 @@ def _be_rank(connection: Connection, words: list[str], folder: str, variables: d
         contextlib.redirect_stderr(err),
     ):
         try:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            if words[0].endswith(".py"):
+                runpy.run_path(words[0], run_name="__main__")
+            else:
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         except SystemExit as stop:
             status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
     connection.send(Done(status=status, stdout=out.getvalue(), stderr=err.getvalue()))

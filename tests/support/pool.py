@@ -25,7 +25,8 @@ from typing import Any
 
 from .pool_worker import Order, Reply, serve
 
-# What the workers' common parent loads, tracing included, so that each of them need not: five seconds of a core.
+# What the workers' common parent loads, tracing and what test files import included, so that each of them need not:
+# five seconds of a core.
 # None of it starts a thread, which a fork would lose.
 _PRELOADED = [
     "torch.distributed",
@@ -33,6 +34,7 @@ _PRELOADED = [
     "torch.export._trace",
     "stagewright.pipe",
     "stagewright.experiments.training.loop",
+    "pytest",
 ]
 _START_LIMIT = 120.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from stagewright.schedules import Op, Timeline
+from stagewright.schedules import Action, Op, Timeline
+from stagewright.schedules.as_one import run_as_one
 from stagewright.schedules.needs import Needs
 from stagewright.schedules.timing.records import RankRecord, assemble_timeline
 
 
 def records_of(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> list[RankRecord]:
-    """Actions without what is around them, by stage, and waits."""
+    """Actions without what is around them, by stage, and waits; half of what is around the step on either side."""
     schedule, needs, records = truth.schedule, Needs(truth.schedule), []
     around = [overhead] * schedule.num_stages if isinstance(overhead, float) else overhead
+    joined = run_as_one(schedule)
     for trace in truth.ranks:
         came, free, arrivals = {span.what: span.end for span in trace.comm}, 0.0, []
         for span in trace.compute:
@@ -21,9 +23,18 @@ def records_of(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> list
                 if message in came:
                     arrivals.append((message, free, max(free, came[message])))
             free = span.end
-        compute = tuple(s if s.what.op is Op.U else s._replace(end=s.end - around[s.what.stage]) for s in trace.compute)
-        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), collectives=trace.collectives))
+        compute = tuple(
+            s if s.what.op is Op.U or _is_joined(s.what, joined) else s._replace(end=s.end - around[s.what.stage])
+            for s in trace.compute
+        )
+        step = truth.start - truth.around / 2, truth.end + truth.around / 2
+        records.append(RankRecord(compute=compute, arrivals=tuple(arrivals), collectives=trace.collectives, step=step))
     return records
+
+
+def _is_joined(action: Action, joined: Mapping[int, Collection[int]]) -> bool:
+    """Whether it is an I that runs with its W as one: there is nothing in between."""
+    return action.op is Op.I and action.index in joined.get(action.stage, ())
 
 
 def recorded(truth: Timeline, overhead: float | Sequence[float] = 0.0) -> Timeline:

@@ -43,6 +43,8 @@ class Case:
             reduce_grad=[r / by["bandwidth"] for r in table.reduce_grad],
             tied=tuple((stages, seconds / by["bandwidth"]) for stages, seconds in table.tied.items()),
             norm=None if table.norm is None else table.norm * by["U"],
+            sum_busy=table.sum_busy,
+            around=table.around,
         )
         costs = replace(costs, offload=self.costs.offload, reload=self.costs.reload)  # no link between ranks
         if self.links is None:
@@ -171,9 +173,11 @@ def _costs(random: Random, schedule: Schedule) -> Costs:
         reduce_grad=random.choice([0.0, _seconds(random, S, most=2.0)]),
         tied=tied,
         norm=random.choice([None, 0.0, random.uniform(0.0, 1.0)]),
+        around=0.375,
         index_factors=_seconds(random, M) if random.random() < 0.2 else None,
         offload=random.choice([0.0, _seconds(random, S, most=2.0)]),
         reload=random.choice([0.0, _seconds(random, S, most=2.0)]),
+        sum_busy=random.choice([0.0, 1.0, *([random.random() for _ in range(S)] for _ in range(3))]),
     )
 
 
@@ -199,7 +203,7 @@ def _links(random: Random, schedule: Schedule) -> Links:
             # In any order a rank may wait for one that gathers later: only schedules of families are sharded so.
             may_unshard = gather > 0 and schedule.has_epilogue and schedule.name != "random"
             unshards = may_unshard and random.random() < 0.5
-            seconds = random.uniform(0.0, 2.0)
+            seconds = random.uniform(0.0, random.choice([2.0, 10.0]))
             sums.append(Sum(stage=stage, seconds=seconds, ways=around, gather=gather, unshards=unshards))
     return Links(
         network=ways,

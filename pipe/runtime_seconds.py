@@ -1,7 +1,8 @@
-"""Seconds that the runtime takes of a rank around each action, whatever the stage computes.
+"""Seconds that the runtime takes of a rank around each action and around each step, whatever the stages compute.
 
     per microbatch    two stages under the engine, in this process - the same modules in a plain loop
     per action        a fourth of that: F and B of either stage
+    per step          one stage under the engine: what a step takes however many microbatches there are
 
 The modules push the core's caches out, as a stage's compute does: the runtime's code and data come from memory then.
 Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,14 @@ from torch import nn
 from ..comm import Guard, World
 from ..comm.ping_pong import CACHE_BYTES
 from ..partition.graph.forms import Arguments
+from ..partition.profiler.optimizers import OptimizerFactory
 from .assembly import Pipeline, assemble
 from .batch.given import Given
 from .layout import choose_layout
 from .settings import Settings
 
 _SHORT, _LONG = 4, 16  # microbatches
+_SHORT_STEP, _LONG_STEP = 2, 8  # likewise, for what a step takes
 _ROUNDS = 15
 _ACTIONS = 4  # a microbatch
 _WIDTH = 8
@@ -76,53 +79,95 @@ class _Tiny(nn.Module):
         return found
 
 
-def measure_action_seconds(device: torch.device) -> float:
-    """Seconds of the runtime around each F, B, I and W, messages through a network apart [s]; about half a second.
+class RuntimeSeconds(NamedTuple):
+    """Seconds of the runtime, messages through a network apart.
+
+    action: around each F, B, I and W.
+    around: of a step beside its actions and the optimizer's step.
+    """
+
+    action: float
+    around: float
+
+
+class _Still(torch.optim.SGD):
+    """An optimizer whose steps take no time."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def measure_runtime_seconds(device: torch.device) -> RuntimeSeconds:
+    """Seconds of the runtime around actions and steps; about half a second.
 
     0 where stages run on another device than the host's processor: there the host works ahead of it.
     """
     if device.type != "cpu":
-        return 0.0
+        return RuntimeSeconds(0.0, 0.0)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         return _measured()
 
 
-def _measured() -> float:
+def _measured() -> RuntimeSeconds:
     caches = _Caches()
     modules = [_Tiny(caches) for _ in range(2)]
-    runs: list[Callable[[], object]] = [
-        _batch(_SHORT, caches),
-        _batch(_LONG, caches),
-        partial(_plain, modules, _LONG - _SHORT),
-    ]
+    short, long, plain, short_step, long_step = _medians(
+        [
+            _batch(_SHORT, caches),
+            _batch(_LONG, caches),
+            partial(_plain, modules, _LONG - _SHORT),
+            _step(_SHORT_STEP, caches),
+            _step(_LONG_STEP, caches),
+        ],
+        caches,
+    )
+    microbatch = (long_step - short_step) / (_LONG_STEP - _SHORT_STEP)
+    return RuntimeSeconds(
+        action=max(0.0, (long - short - plain) / (_LONG - _SHORT) / _ACTIONS),
+        around=max(0.0, short_step - _SHORT_STEP * microbatch),
+    )
+
+
+def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[float]:
+    """Median seconds of the processor of each run, caches that were pushed apart [s]."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, seconds in zip(runs, times, strict=True):
             begun, pushed = time.thread_time(), caches.seconds
             run()
             seconds.append(time.thread_time() - begun - (caches.seconds - pushed))
-    short, long, plain = map(statistics.median, times)
-    return max(0.0, (long - short - plain) / (_LONG - _SHORT) / _ACTIONS)
+    return list(map(statistics.median, times))
 
 
 def _batch(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
-    """Runs one batch of so many microbatches."""
+    """Runs one batch of so many microbatches on two stages, without an update."""
+    return partial(_pipeline(2, num_microbatches, caches).training.accumulate, _given(num_microbatches))
+
+
+def _step(num_microbatches: int, caches: _Caches) -> Callable[[], object]:
+    """Runs one step of so many microbatches on one stage."""
+    pipeline = _pipeline(1, num_microbatches, caches, optimizer=lambda parameters: _Still(parameters, lr=1.0))
+    return partial(pipeline.training.step, _given(num_microbatches))
+
+
+def _given(num_microbatches: int) -> Given:
     x = _samples(num_microbatches)
-    given = Given(arguments=Arguments.of((x,)), target=x)
-    return partial(_pipeline(num_microbatches, caches).training.accumulate, given)
+    return Given(arguments=Arguments.of((x,)), target=x)
 
 
 def _samples(number: int) -> torch.Tensor:
     return torch.ones(number, _WIDTH)
 
 
-def _pipeline(num_microbatches: int, caches: _Caches) -> Pipeline:
-    """Two ranks of this process, whatever other processes there are."""
-    stages = [_Tiny(caches) for _ in range(2)]
+def _pipeline(
+    num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
+) -> Pipeline:
+    """Ranks of this process, whatever other processes there are."""
+    stages = [_Tiny(caches) for _ in range(num_ranks)]
     make_layout = choose_layout(
         schedule="1f1b",
         plan=None,
-        mesh={"pipe": 2},
+        mesh={"pipe": num_ranks},
         num_microbatches=num_microbatches,
         num_chunks=None,
         num_slices=None,
@@ -134,7 +179,7 @@ def _pipeline(num_microbatches: int, caches: _Caches) -> Pipeline:
     assert make_layout is not None
     settings = Settings(
         loss_fn=F.mse_loss,
-        optimizer=None,
+        optimizer=optimizer,
         lr_scheduler=None,
         max_grad_norm=None,
         grad_scaler=None,

@@ -1,0 +1,368 @@
+"""Trials: the best plans carried out for a few steps before one of them is trained with.
+
+plans, the least predicted first
+  the first --copy of the model, real steps on the first batch--> its step, and the seconds of its parts
+  by how much these are off, what is predicted of the others is corrected
+  the next one is tried as long as that is less than the best step measured
+the best measured -> the plan, with what was measured in place of what was predicted
+
+A trial is a pipeline like any other, over a copy of the model and of the loss, with links, processes' groups and
+optimizers of its own; these get a learning rate of 0, so that each step computes the same and a rate that a schedule
+would have warmed up does no harm. Afterwards nothing of it is left: what user code reaches through the model, the loss
+and `optimizer=` (closures, lists, random generators) is put back, and gradients are as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..comm import Collectives, Guard, PipelineError, World, make_guard
+from ..partition.graph.untouched import Kept
+from ..partition.plans.as_text import CHOSEN, describe
+from ..partition.plans.plan import Plan
+from ..partition.plans.tried import corrected_seconds, ratios, with_measured
+from ..partition.profiler.optimizers import NamedFactory, NamedParameters, make_optimizers, named
+from ..schedules import Costs, Timeline
+from ..schedules.registry import family
+from ..schedules.wording import count, duration, size
+from .assembly import Pipeline, assemble
+from .batch.given import Given
+from .batch.model_loss import ModelLoss
+from .layout import layout_of_plan
+from .settings import Settings
+
+TRIAL_SECONDS = 16.0  # for the steps of all of them together, building apart; the first one has half of them
+WITHIN = 0.1  # of the best predicted step: others that may be tried
+_CLOSE = 0.03  # by which a corrected prediction may be wrong
+_WARM_UP = 2  # steps that do not count; one where there is little time
+_MOST = 12  # steps that do, at least one
+_log = logging.getLogger("stagewright")
+
+
+def to_try(best: Plan, others: Sequence[Plan], *, trials: int) -> list[Plan]:
+    """The best plan, and others that are predicted to take up to 10% longer, of other layouts, at most `trials`.
+
+    Layouts differ in replicas, microbatches, or in whether ranks have several chunks.
+    """
+    found, layouts = [best], {_layout(best)}
+    least = best.simulated_step_time or 0.0
+    for plan in sorted(others, key=lambda plan: plan.simulated_step_time or 0.0):
+        is_near = (plan.simulated_step_time or 0.0) <= least * (1 + WITHIN)
+        if len(found) < trials and is_near and _layout(plan) not in layouts:
+            layouts.add(_layout(plan))
+            found.append(plan)
+    return found
+
+
+def _layout(plan: Plan) -> object:
+    width = len(plan.stages) // plan.num_chunks
+    return plan.replicas[:width], plan.microbatch_size, plan.num_chunks > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A plan that was carried out.
+
+    Arguments:
+        seconds: a batch, median of the steps that counted.
+        measured: the plan, with what was measured.
+    """
+
+    plan: Plan
+    seconds: float
+    measured: Plan
+
+
+class _Ran(NamedTuple):
+    steps: list[Timeline]
+    costs: Costs
+
+
+class Trials:
+    """Tries plans on the ranks that will train.
+
+    Arguments:
+        model: of the run, which nothing is left in.
+        collectives: over all processes, apart from those of the trials.
+    """
+
+    def __init__(self, model: nn.Module, world: World, settings: Settings, collectives: Collectives) -> None:
+        self._model = model
+        self._world = world
+        self._settings = settings
+        self._collectives = collectives
+
+    def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
+        """The plan that took least, corrected, and the same as it was predicted. Collective over the processes.
+
+        Where nothing can be tried, the first plan with a note of the reason, twice.
+
+        Arguments:
+            plans: the same on every rank, the least predicted step first.
+
+        Raises, on every rank, what the run itself would raise in these steps, apart from memory: a plan that takes more
+        than there is loses.
+        """
+        why = self._refusal(given)
+        notes: list[str] = []
+        tried: list[_Tried] = []
+        for number, plan in enumerate(plans if why is None else ()):
+            label = _label(plan)
+            share = 1.0 if len(plans) == 1 else 0.5 if number == 0 else 0.5 / (len(plans) - 1)
+            reason = self._refusal_of(plan, seconds=TRIAL_SECONDS * share)
+            if reason is None and tried:
+                reason = self._is_slower(plan, tried)
+            if reason is None:
+                if self._world.rank == 0:
+                    step = duration(plan.simulated_step_time or 0.0)
+                    _log.info("trial %d of at most %d: %s, predicted %s a batch", number + 1, len(plans), label, step)
+                found = self._try(plan, given, seconds=TRIAL_SECONDS * share)
+                if isinstance(found, _Ran):
+                    tried.append(self._tried(plan, found))
+                    if self._world.rank == 0:
+                        _log.info("took %s a batch in %d steps", duration(tried[-1].seconds), len(found.steps))
+                    continue
+                reason = found
+            notes.append(f"not tried: {label}: {reason}")
+        if not tried:
+            plan = _noted(plans[0], *([f"not tried: {why}"] if why is not None else notes))
+            return plan, plan
+        best = min(tried, key=lambda each: each.seconds)
+        others = [
+            f"tried, too: {_label(each.plan)}: {duration(each.seconds)} a batch" for each in tried if each is not best
+        ]
+        return _noted(best.measured, *others, *notes), best.plan
+
+    # What cannot be tried
+
+    def _refusal(self, given: Given) -> str | None:
+        """Why no plan is tried; None where they are."""
+        if self._settings.compile is not None:
+            return "compile= would compile the model for each trial"
+        sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
+        if len(sizes) > 1:
+            return "microbatches differ in size, and the next batch's in another way"
+        return None
+
+    def _refusal_of(self, plan: Plan, *, seconds: float) -> str | None:
+        """Why this plan is not tried in so many seconds; None where it is."""
+        if not self._world.distributed and plan.num_devices > 1:
+            return "all ranks are in one process, where they take turns"
+        if plan.tensor > 1:
+            return "its matrices are split over tensor ranks"
+        if family(plan.schedule or "1f1b").rule.is_asynchronous:
+            return "batches of a stream overlap: a few of them say little"
+        step = plan.simulated_step_time or 0.0
+        if 2 * step > seconds:
+            return f"2 steps of {duration(step)} take longer than {duration(seconds)}, the time of a trial"
+        own = sum(x.numel() * x.element_size() for x in (*self._model.parameters(), *self._model.buffers()))
+        limits, memory = plan.memory_limits, plan.memory_bytes
+        for rank in sorted(limits.keys() & memory.keys()):
+            if memory[rank] + own > limits[rank]:
+                return (
+                    f"on rank {rank} a copy of the model beside the run takes {size(memory[rank] + own)} of "
+                    f"{size(limits[rank])}"
+                )
+        return None
+
+    def _is_slower(self, plan: Plan, tried: Sequence[_Tried]) -> str | None:
+        """Why a plan cannot win, by what the first trial corrects; None where it may."""
+        first, least = tried[0], min(each.seconds for each in tried)
+        by = ratios(first.plan, first.measured, step=first.seconds)
+        (seconds, *_) = self._collectives.gather(corrected_seconds(plan, by), what="comparing plans")  # all take one's
+        if seconds < least * (1 + _CLOSE):
+            return None
+        return f"corrected by the first trial {duration(seconds)} a batch, where {duration(least)} were measured"
+
+    # One trial
+
+    def _tried(self, plan: Plan, ran: _Ran) -> _Tried:
+        """The outcome of a trial, on every rank as rank 0 sees it."""
+        seconds = median(step.batch_seconds for step in ran.steps)
+        mine = (with_measured(plan, ran.steps, ran.costs).to_json(), seconds) if self._world.rank == 0 else ("", 0.0)
+        text, seconds = self._collectives.gather(mine, what="comparing plans")[0]
+        return _Tried(plan=plan, seconds=seconds, measured=Plan.from_json(text))
+
+    def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
+        """Carry a plan out for a while, and let go of it; or why that was not possible."""
+        found: _Ran | None = None
+        failed: Exception | None = None
+        with self._as_found():
+            copied, why = self._copied()
+            whys = self._collectives.gather(why, what="copying the model for a trial")
+            for rank, each in enumerate(whys):
+                if each is not None:
+                    return f"on rank {rank} {each}"
+            assert copied is not None
+            guard = make_guard(self._world)
+            try:
+                found = self._carry_out(plan, given, copied, guard, seconds=seconds)
+            except Exception as error:
+                guard.fail(error)
+                failed = error
+            except BaseException as error:
+                guard.fail(error)
+                raise
+            del copied
+        reason = self._agree(failed)
+        if failed is not None:
+            failed.__traceback__ = None  # it holds the copy
+        failed = None
+        gc.collect()  # a pipeline's parts know each other
+        if reason is not None:
+            return reason
+        assert found is not None
+        return found
+
+    def _agree(self, failed: Exception | None) -> str | None:
+        """None where the trial went well on all ranks, a reason where memory did not do; else what failed is raised."""
+        kind = "" if failed is None else _kind(failed)
+        story = "" if failed is None else str(failed) or type(failed).__name__
+        try:
+            answers = self._collectives.gather((kind, story), what="ending a trial")
+        except PipelineError:
+            if failed is None:
+                raise
+            raise failed from None  # a rank that does not answer is what it says, too
+        kinds = {kind for kind, _ in answers} - {""}
+        if not kinds:
+            return None
+        rank = next(
+            (rank for wanted in ("own", "memory", "lost") for rank, (kind, _) in enumerate(answers) if kind == wanted),
+            0,
+        )
+        if "own" in kinds or "memory" not in kinds:
+            if failed is None:
+                raise PipelineError(f"a trial of a plan failed on rank {rank}: {answers[rank][1]}", peers=(rank,))
+            failed.add_note("in a trial of a plan: trials=0 leaves them out")
+            raise failed
+        return f"out of memory on rank {rank}: {answers[rank][1]}"
+
+    @contextmanager
+    def _as_found(self) -> Iterator[None]:
+        """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
+        settings, hook = self._settings, sys.excepthook
+        loss, optimizer = settings.loss_fn, settings.optimizer
+        roots = [
+            self._model,
+            vars(loss) if isinstance(loss, ModelLoss) else loss,
+            optimizer.make if isinstance(optimizer, NamedFactory) else optimizer,
+        ]
+        kept = Kept([each for each in roots if each is not None], device=settings.device)
+        gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None  # a loss may compute with the user's own parameters
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            kept.restore()
+            sys.excepthook = hook
+
+    def _copied(self) -> tuple[tuple[nn.Module, Settings] | None, str | None]:
+        """A copy of the model, and the options of a trial; or why there is none."""
+        settings = self._settings
+        try:
+            model, loss, scaler = copy.deepcopy((self._model, settings.loss_fn, settings.grad_scaler))
+        except Exception as error:
+            return None, f"the model cannot be copied: {type(error).__name__}: {error}"
+        if Kept((model, loss), device=settings.device).reaches(list(self._model.parameters())):
+            return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
+        for parameter in model.parameters():
+            parameter.grad = None
+        optimizer = None if settings.optimizer is None else named(self._optimizers)
+        return (
+            model,
+            replace(settings, loss_fn=loss, optimizer=optimizer, lr_scheduler=None, grad_scaler=scaler, on_step=None),
+        ), None
+
+    def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        """The user's, that take their time and change nothing."""
+        assert self._settings.optimizer is not None
+        optimizers = make_optimizers(self._settings.optimizer, parameters, where="a stage")
+        for group in (group for each in optimizers for group in each.param_groups):
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
+        return optimizers
+
+    def _carry_out(
+        self, plan: Plan, given: Given, copied: tuple[nn.Module, Settings], guard: Guard, *, seconds: float
+    ) -> _Ran:
+        """Steps of a plan, recorded as any run is. Collective over the processes."""
+        model, settings = copied
+        layout = layout_of_plan(plan, self._world, num_microbatches=None)
+        guard.stands_at(layout.place)
+        first = given.on(settings.device).cut(layout.schedule.num_microbatches)[0]
+        with guard.together():
+            pipeline = assemble(
+                first.arguments,
+                model=model,
+                stages=None,
+                layout=layout,
+                settings=settings,
+                guard=guard,
+                verify=False,
+            )
+        try:
+            step = self._step_of(pipeline, given)
+            once = step()().batch_seconds  # the same on every rank, and so is the number of steps
+            left = seconds - once
+            for _ in range(_WARM_UP - 1 if left > 2 * _WARM_UP * once else 0):
+                once = step()().batch_seconds
+                left -= once
+            number = max(1, min(_MOST, int(left / max(once, 1e-9))))
+            pipeline.measurement.forget()
+            timelines = [step() for _ in range(number)]
+            return _Ran([timeline() for timeline in timelines], pipeline.measurement.costs())
+        finally:
+            pipeline.training.close(settings.timeout)
+
+    def _step_of(self, pipeline: Pipeline, given: Given) -> Callable[[], Callable[[], Timeline]]:
+        """A step of a pipeline; it answers with what gives its timeline."""
+        training = pipeline.training
+        if self._settings.optimizer is not None:
+            return lambda: training.step(given, is_reported=False).timeline
+
+        def accumulated() -> Callable[[], Timeline]:
+            result = training.accumulate(given)
+            for _, parameter in pipeline.state.ownership.named_parameters():
+                parameter.grad = None
+            return result.timeline
+
+        return accumulated
+
+
+def _kind(error: BaseException) -> str:
+    """ "memory", "lost" for an echo of what happened on another rank, or "own"."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in text:
+            return "memory"
+        seen = seen.__cause__
+    return "lost" if isinstance(error, PipelineError) else "own"
+
+
+def _label(plan: Plan) -> str:
+    note = next((note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN)), None)
+    return (
+        f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"
+        if note is None
+        else note
+    )
+
+
+def _noted(plan: Plan, *notes: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, *notes))

@@ -1,0 +1,97 @@
+"""Seconds of the runtime around actions and steps: what counts to them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stagewright.pipe import PipelineModule, runtime_seconds
+from stagewright.pipe.measure.recorder import Recorder
+from stagewright.pipe.runtime_seconds import RuntimeSeconds, measure_runtime_seconds
+from stagewright.pipe.training import Training
+from stagewright.schedules import Op, Timeline, simulate
+
+CPU = torch.device("cpu")
+
+
+class FakeTime:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def thread_time(self) -> float:
+        return self.seconds
+
+
+def test_what_an_action_and_a_step_take_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each action takes 3 s of the runtime, each step 40 s more, and a microbatch's own compute 2 s here and there."""
+    clock = FakeTime()
+    monkeypatch.setattr(runtime_seconds, "time", clock)
+    monkeypatch.setattr(runtime_seconds, "_ROUNDS", 2)
+    took, batch, step = Recorder.action, Training.accumulate, Training.step
+    plain = runtime_seconds._plain
+
+    def action(self, what, *about):
+        clock.seconds += 0.0 if what.op is Op.U else 3.0 + 0.5
+        return took(self, what, *about)
+
+    def accumulate(self, given):
+        clock.seconds += 50.0
+        return batch(self, given)
+
+    def whole_step(self, given):
+        clock.seconds += 40.0
+        return step(self, given)
+
+    def loop(modules, num_microbatches):
+        clock.seconds += 2.0 * num_microbatches
+        plain(modules, num_microbatches)
+
+    monkeypatch.setattr(Recorder, "action", action)
+    monkeypatch.setattr(Training, "accumulate", accumulate)
+    monkeypatch.setattr(Training, "step", whole_step)
+    monkeypatch.setattr(runtime_seconds, "_plain", loop)
+    assert measure_runtime_seconds(CPU) == RuntimeSeconds(action=3.0, around=40.0)
+
+
+def test_nothing_is_left_of_it() -> None:
+    """Random numbers go on as if it had not been; where another device computes, the host works ahead: none."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        assert min(measure_runtime_seconds(CPU)) > 0
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.rand(3), expected)
+    assert measure_runtime_seconds(torch.device("cuda")) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_timeline_has_what_a_step_takes(max_grad_norm: float | None) -> None:
+    """From where train_step begins to where its result is made; where gradients alone are made nobody says so."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipe = PipelineModule(
+        layers,
+        schedule="1f1b",
+        mesh={"pipe": 2},
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_grad_norm=max_grad_norm,
+    )
+    x = torch.ones(4, 3)
+    for _ in range(3):
+        begun = time.perf_counter()
+        timeline = pipe.train_step(x, x).timeline()
+        assert timeline.makespan < timeline.batch_seconds < time.perf_counter() - begun
+        assert timeline.batch_seconds == timeline.makespan + timeline.around
+        assert Timeline.from_json(timeline.to_json()) == timeline
+    costs = pipe.measured_costs()
+    assert 0 < costs.around < timeline.batch_seconds
+    assert simulate(pipe.schedule, costs).around == costs.around
+    assert pipe.forward_backward(x, x).timeline().around == 0.0

@@ -1,0 +1,89 @@
+"""Which optimizers may be divided over data replicas, and what data_parallel="zero1" and "fsdp" refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from support.sharded import X, even, halved, sgd
+
+from stagewright.pipe import PipelineModule
+from stagewright.pipe.update.separable import separable
+
+
+def refused(options: dict[str, Any]) -> str:
+    settings: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
+    try:
+        PipelineModule(even(), loss_fn=F.mse_loss, timeout=30.0, num_microbatches=2, **(settings | options))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+class Together(torch.optim.SGD):
+    """An optimizer that looks at all of its parameters at once."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
+        return super().step(closure)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data_parallel": "zero1", "optimizer": Together},
+            "optimizer Together updates a parameter by what it knows of others",
+        ),
+        ({"data_parallel": "fsdp", "schedule": "2bw"}, "data_parallel='fsdp' under the asynchronous schedule '2bw'"),
+        ({"data_parallel": "fsdp", "optimizer": None}, "data_parallel='fsdp' without an optimizer"),
+    ],
+    ids=["together", "fsdp-2bw", "fsdp-alone"],
+)
+def test_refused(gloo: Pool, options: dict[str, Any], message: str) -> None:
+    for answer in gloo.run(refused, ranks=2, args=(options,)):
+        assert answer.startswith(message)
+
+
+OWN = torch.optim.AdamW
+
+
+class OwnAdam(OWN):
+    """A user's own, which is not known by name."""
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.0), "elements"),
+        (lambda ps: OwnAdam(ps, lr=0.0), "elements"),
+        (lambda ps: OwnAdam(ps, fused=True), "elements"),
+        (torch.optim.Adafactor, "parameters"),
+        (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]), "parameters"),
+    ],
+)
+def test_what_an_optimizer_may_be_given(make: Any, kind: str) -> None:
+    model = even()
+    optimizer = make(list(model.parameters()))
+    halved(optimizer)  # puts a step of its own in the optimizer's place
+    assert separable(optimizer) == kind
+    assert not optimizer.state
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), even().parameters(), strict=True))
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure: Any = None) -> Any:
+            return self.base.step(closure)
+
+    with pytest.raises(ValueError, match=r"optimizer Wrapper could not be tried on parts of its parameters"):
+        separable(Wrapper(sgd(list(even().parameters()))))

@@ -1,0 +1,127 @@
+"""mesh={"tensor": T}, tensor_parallel=: what is refused, and what every rank is told of the failure of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
+from torch import nn
+
+from stagewright.comm import PipelineError
+
+
+def say_no() -> list[str]:
+    """Refusals, alike in both processes; the process group lives on."""
+    told = []
+    cases: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ValueError, {"tensor_parallel": None}),
+        (ValueError, {"tensor_parallel": {"blocks.*.mlp.upp": "column"}}),
+        (ValueError, {"mesh": {"tensor": 3}}),
+        (ValueError, {"mesh": {"pipe": 2, "tensor": 2}}),
+        (ValueError, {"max_grad_norm": None, "tensor_parallel": {"blocks.*.mlp.up": "column"}}),
+    ]
+    for kind, options in cases:
+        with pytest.raises(kind) as error:
+            make_pipe(make_model(), **{"mesh": {"tensor": 2}, "tensor_parallel": WORDS_ALONE} | options).build(
+                *make_batch(0)
+            )
+        told.append(str(error.value))
+    model = make_model()
+    pipe = make_pipe(model, mesh={"tensor": 2}, tensor_parallel=WORDS_ALONE)
+    pipe.build(*make_batch(0))
+    with pytest.raises(ValueError, match="whose weights a tensor group divides"):
+        model.state_dict()
+    pipe.close()
+    return told
+
+
+@pytest.mark.gloo
+def test_what_is_refused(gloo: Pool) -> None:
+    for told in gloo.run(say_no, ranks=2):
+        assert "a tensor group of 2 processes without tensor_parallel=" in told[0]
+        assert "matches no module" in told[1]
+        assert "'blocks.*.mlp.up'" in told[1]
+        assert 'mesh={"tensor": 3} on 2 processes: expected a size that divides 2' in told[2]
+        assert "asks for 4 processes and the process group has 2" in told[3]
+        assert "no module beside it by 'row'" in told[4]
+
+
+def partial_gradients() -> list[str]:
+    """Told: a whole weight between a column and its row; a model divided before; an optimizer of whole weights."""
+    told = []
+    chain = [nn.Linear(WIDTH, 12), nn.PReLU(), nn.Linear(12, WIDTH, bias=False)]
+    x = torch.ones(8, WIDTH, dtype=torch.float64)
+    for schedule in ("1f1b", "2bw"):
+        torch.manual_seed(5)
+        model = nn.Sequential(*(type(each)(*args) for each, args in zip(chain, CHAIN, strict=True))).double()
+        options: dict[str, Any] = {"tensor_parallel": {"0": "column", "2": "row"}, "loss_fn": F.mse_loss}
+        pipe = make_pipe(model, mesh={"tensor": 2}, schedule=schedule, **options)
+        with pytest.raises(ValueError, match="the members of a tensor group hold whole") as error:
+            [pipe.train_step(x, x) for _ in range(3)]
+        told.append(str(error.value))
+        with pytest.raises(ValueError, match="divided over a tensor group already") as error:
+            make_pipe(model, mesh={"tensor": 2}, schedule=schedule, **options).build(x, x)
+        told.append(str(error.value))
+    model = nn.Sequential(nn.Linear(WIDTH, 12, bias=False), nn.Linear(12, WIDTH, bias=False)).double()
+    options = {"mesh": {"tensor": 2}, "tensor_parallel": {"0": "column", "1": "row"}, "loss_fn": F.mse_loss}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="begin 2 stages, the schedule has 1"):
+        make_pipe(model, split_points=["1"], **options).build(x, x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"optimizer Muon holds '0.weight', which is divided") as error:
+        make_pipe(model, optimizer=lambda p: torch.optim.Muon(p, lr=0.1), **options).build(x, x)
+    told.append(str(error.value))
+    return told
+
+
+CHAIN: list[tuple[Any, ...]] = [(WIDTH, 12), (), (12, WIDTH)]
+
+
+@pytest.mark.gloo
+def test_what_would_drift_apart_is_told(gloo: Pool) -> None:
+    for told in gloo.run(partial_gradients, ranks=2):
+        assert "the gradient of '1.weight'" in told[0]
+        assert "the gradient of '1.weight'" in told[2]
+
+
+def lose_a_member() -> tuple[str, tuple[int, ...]]:
+    """The second member of the second rank's group fails in its forward."""
+    model = make_model()
+    options: dict[str, Any] = {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": WORDS_ALONE}
+    pipe = make_pipe(model, **options, timeout=8.0)
+    pipe.build(*make_batch(0))
+    if dist.get_rank() == 3:
+        model.blocks[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises((PipelineError, ZeroDivisionError)) as told:
+        pipe.train_step(*make_batch(0))
+    return str(told.value), getattr(told.value, "peers", ())
+
+
+@pytest.mark.gloo
+def test_a_lost_member_is_named(gloo: Pool) -> None:
+    """By the other member, which waits for it in a module, and by those who wait for that one."""
+    told = gloo.run(lose_a_member, ranks=4)
+    assert told[3][0] == "division by zero"
+    assert told[2][1] == (3,)
+    assert "in a divided module, together with process 3 (rank 1, tensor 1)" in told[2][0]
+    for text, _ in told[:3]:
+        assert "cause: process 3 (rank 1, tensor 1) failed: ZeroDivisionError: division by zero" in text
+
+
+def differ() -> str:
+    """The second rank's group divides the MLPs alone."""
+    mlps = {name: style for name, style in WORDS_ALONE.items() if "mlp" in name}
+    divided = WORDS_ALONE if dist.get_rank() < 2 else mlps
+    with pytest.raises(ValueError, match="divided modules") as told:
+        make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, tensor_parallel=divided).build(*make_batch(0))
+    return str(told.value)
+
+
+@pytest.mark.gloo
+def test_all_ranks_divide_alike(gloo: Pool) -> None:
+    assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))

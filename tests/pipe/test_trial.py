@@ -1,0 +1,457 @@
+"""Trials of plans: what they leave behind (nothing), which plan wins, what cannot be tried, and what fails in one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright.comm import Collectives, MeshPlace, join_world
+from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition.graph.forms import Arguments
+from stagewright.partition.plans.simulated import simulated
+from stagewright.partition.profiler.optimizers import named
+from stagewright.pipe import PipelineModule, auto, trial
+from stagewright.pipe.auto import AutoLayout
+from stagewright.pipe.batch.given import Given
+from stagewright.pipe.settings import Settings
+from stagewright.pipe.trial import Trials, to_try
+from stagewright.schedules import Costs
+
+WIDTH, BATCH = 6, 8
+CPU = torch.device("cpu")
+seen: list[str] = []  # by a hook of the model
+
+
+class Draws(nn.Module):
+    """A layer with a generator, a counter and a buffer, that draws from all generators there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.own = torch.Generator().manual_seed(3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.rand(x.shape, generator=self.own) + torch.rand(x.shape) + random.random() + np.random.rand()
+        out: Tensor = F.dropout(self.norm(self.linear(x)), 0.1) + 1e-3 * noise.to(x.dtype)
+        return out
+
+
+def make_model(num_layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(2)
+    model = nn.Sequential(*[Draws() for _ in range(num_layers)]).double()
+    model[0].register_forward_hook(lambda module, args, out: seen.append("hook"))
+    return model
+
+
+def make_loss() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that changes from call to call."""
+    calls = [0]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls[0] += 1
+        return F.mse_loss(output, target) * (1 + 0.01 * calls[0])
+
+    loss_fn.calls = calls  # type: ignore[attr-defined]
+    return loss_fn
+
+
+def make_settings(**options: Any) -> Settings:
+    given: dict[str, Any] = {
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        "lr_scheduler": None,
+        "max_grad_norm": 1.0,
+        "grad_scaler": None,
+        "seed": 0,
+        "device": CPU,
+        "timeout": 20.0,
+    }
+    return Settings(**(given | options))
+
+
+def make_batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, y
+
+
+def given() -> Given:
+    x, y = make_batch()
+    return Given(arguments=Arguments.of((x,)), target=y)
+
+
+def plans(ranks: int = 1, num_layers: int = 4, **options: Any) -> list[Plan]:
+    """Plans of microbatches of 4, 2 and 1, by a profile that nobody measured."""
+    nodes = [
+        Node(name=str(i), forward_seconds=1e-4, backward_seconds=2e-4, stash_bytes=1e3, parameter_bytes=432.0)
+        for i in range(num_layers)
+    ]
+    profiles = {size: Profile(nodes=nodes, microbatch_size=size, action_seconds=1e-5) for size in (4, 2, 1)}
+    others: list[Plan] = []
+    cluster = Cluster.from_levels([(ranks, 1e9)])
+    best = plan(profiles, cluster, global_batch=BATCH, runnable=True, on_runners_up=others.extend, **options)
+    return [best, *others]
+
+
+def try_them(model: nn.Module, found: list[Plan], batch: Given | None = None, **options: Any) -> tuple[Plan, Plan]:
+    world = join_world(device=CPU, timeout=20.0)
+    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=20.0)
+    try:
+        return Trials(model, world, make_settings(**options), collectives).best(found, batch or given())
+    finally:
+        collectives.close()
+
+
+def states(model: nn.Module) -> list[Any]:
+    """All that a trial could change."""
+    tensors = [x.clone() for x in (*model.parameters(), *model.buffers())]
+    numbers = [module.calls for module in model.modules() if isinstance(module, Draws)]
+    own = [module.own.get_state() for module in model.modules() if isinstance(module, Draws)]
+    return [*tensors, *own, torch.get_rng_state(), numbers, random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def assert_equal(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_nothing_is_left_of_a_trial() -> None:
+    model, loss_fn, made = make_model(), make_loss(), []
+    gradient = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+    model[0].linear.weight.grad = gradient
+
+    @named
+    def optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(parameters, lr=1e30))  # that would blow up
+        return made[-1]
+
+    copies: list[weakref.ref[Tensor]] = []
+
+    def deepcopy(what: Any) -> Any:
+        found = copy.deepcopy(what)
+        copies.extend(weakref.ref(x) for x in found[0].parameters())
+        return found
+
+    before, threads, hooks = states(model), threading.active_count(), len(seen)
+    with mock.patch.object(trial, "copy", mock.Mock(deepcopy=deepcopy)):
+        best, predicted = try_them(model, plans()[:1], loss_fn=loss_fn, optimizer=optimizer)
+    assert_equal(states(model), before)
+    assert copies
+    assert not [each for each in copies if each() is not None]
+    assert model[0].linear.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert (made, loss_fn.calls, len(seen)) == ([], [0], hooks)  # type: ignore[attr-defined]
+    assert threading.active_count() == threads
+    # The run's own seconds stand in the plan.
+    assert best.simulated_step_time == simulated(best).timeline.batch_seconds != predicted.simulated_step_time
+    assert "tried for 12 steps: " in best.notes[-1]
+    assert Plan.from_json(best.to_json()) == best
+
+
+def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]]:
+    """What trials choose where plans of so many microbatches take so many times the predicted seconds; and the M of
+    those that are carried out."""
+    ran = []
+
+    def carried_out(self: Trials, one: Plan, given: Given, *, seconds: float) -> Any:
+        del self, given, seconds
+        assert one.num_microbatches is not None
+        ran.append(one.num_microbatches)
+        if not slower[one.num_microbatches]:
+            return "out of memory on rank 0: all of it"
+        ratio = slower[one.num_microbatches]
+        stages = [
+            replace(s, forward_seconds=s.forward_seconds * ratio, backward_seconds=s.backward_seconds * ratio)
+            for s in one.stages
+        ]
+        timeline = simulated(replace(one, stages=tuple(stages))).timeline
+        return trial._Ran([timeline] * 3, Costs(overhead=one.overheads))
+
+    with mock.patch.object(Trials, "_try", carried_out):
+        return try_them(make_model(), found)[0], ran
+
+
+def test_the_best_measured_wins() -> None:
+    whole = plans()  # M = 2 takes 2.4 ms, M = 4 twice that, M = 8 four times
+    scaled = [
+        replace(
+            one,
+            stages=tuple(
+                replace(s, forward_seconds=s.forward_seconds * k, backward_seconds=s.backward_seconds * k)
+                for s in one.stages
+            ),
+        )
+        for one, k in zip(whole, (1.0, 0.51, 0.2575), strict=False)
+    ]
+    near = [replace(one, simulated_step_time=simulated(one).timeline.batch_seconds) for one in scaled]
+    assert [one.num_microbatches for one in near] == [2, 4, 8]
+    assert to_try(near[0], near[1:], trials=3) == near
+    assert to_try(near[0], near[1:], trials=2) == near[:2]
+    assert to_try(whole[0], whole[1:], trials=3) == whole[:1]  # others take too long
+    # The first is twice as slow as predicted, and so, presumably, are the others: within 3% they may be faster.
+    best, ran = choose(near, {2: 2.0, 4: 1.5, 8: 3.0})
+    assert (best.num_microbatches, ran) == (4, [2, 4])
+    assert any(note.startswith("tried, too: ") for note in best.notes)
+    assert any(note.startswith("not tried: ") and "corrected by the first trial" in note for note in best.notes)
+    best, ran = choose(near, {2: 2.0, 4: 3.0, 8: 1.0})
+    assert (best.num_microbatches, ran) == (2, [2, 4])
+    # One that takes too much memory loses; where all do, the first stays as it was predicted.
+    best, ran = choose(near, {2: 0.0, 4: 1.0, 8: 1.0})
+    assert (best.num_microbatches, ran[:2]) == (4, [2, 4])
+    best, ran = choose(near, {2: 0.0, 4: 0.0, 8: 0.0})
+    assert best.num_microbatches == 2
+    assert best.simulated_step_time == near[0].simulated_step_time
+    assert sum("out of memory on rank 0" in note for note in best.notes) == 3
+
+
+MODEL = make_model()
+
+
+def with_a_global(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) + MODEL[0].linear.weight.square().sum()
+
+
+class Locked(nn.Linear):
+    """A layer that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.lock = threading.Lock()
+
+
+def test_what_is_not_tried_says_why() -> None:
+    one = plans()[0]
+    x, y = make_batch()
+    parts = tuple(Given(arguments=Arguments.of((x[:n],)), target=y[:n]) for n in (2, 6))
+    model = make_model()
+    itself = {"loss_fn": lambda output, target: F.mse_loss(output, target) + model[0].linear.weight.square().sum()}
+    cases: list[tuple[str, nn.Module, Plan, dict[str, Any]]] = [
+        ("on rank 0 the model cannot be copied: TypeError: cannot pickle", nn.Sequential(Locked()), one, {}),
+        ("loss_fn, or a hook, computes with parameters of the model itself", model, one, itself),
+        ("loss_fn, or a hook, computes with parameters of the", MODEL, one, {"loss_fn": with_a_global}),
+        ("compile= would compile", make_model(), one, {"compile": {}}),
+        ("microbatches differ in size", make_model(), one, {"batch": replace(parts[0], microbatches=parts)}),
+        ("all ranks are in one process", make_model(), plans(2, pipeline_sizes=(2,), data_sizes=(1,))[0], {}),
+        ("batches of a stream overlap", make_model(), plans(schedules=("2bw",))[0], {}),
+        (
+            "2 steps of 9.00 s take longer than 16.0 s, the time of a trial",
+            make_model(),
+            replace(one, simulated_step_time=9.0),
+            {},
+        ),
+        ("a copy of the model beside the run takes", make_model(), limited(one), {}),
+    ]
+    for reason, model, found, options in cases:
+        with mock.patch.object(Trials, "_carry_out", side_effect=AssertionError):
+            best, predicted = try_them(model, [found], **options)
+        assert best is predicted
+        assert best.notes[-1].startswith("not tried: ")
+        assert reason in best.notes[-1]
+        assert replace(best, notes=found.notes) == found
+
+
+def limited(found: Plan) -> Plan:
+    """With memory for itself alone."""
+    return replace(found, stages=tuple(replace(s, memory_limit=s.memory_bytes) for s in found.stages))
+
+
+def fails(error: BaseException, *, on: int = 0) -> Any:
+    """An optimizer whose step raises on a rank."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if not dist.is_initialized() or dist.get_rank() == on:
+                raise error
+
+    return lambda parameters: Failing(parameters, lr=0.1)
+
+
+def test_errors_are_those_of_the_run() -> None:
+    model = make_model()
+    with pytest.raises(KeyError, match="of the user"):
+        try_them(model, plans()[:1], optimizer=fails(KeyError("of the user")))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    best, _ = try_them(model, plans()[:1], optimizer=fails(torch.OutOfMemoryError("CUDA out of memory. Tried")))
+    assert best.notes[-1].endswith("out of memory on rank 0: CUDA out of memory. Tried")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trials": -1}, "trials=-1: expected a number of plans, 0 to try none"),
+        ({"trials": True}, "trials=True: expected a number of plans"),
+        ({"trials": 2, "schedule": "1f1b"}, 'trials=2: expected schedule="auto" beside it'),
+    ],
+)
+def test_the_option_is_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineModule(make_model(), loss_fn=F.mse_loss, **({"schedule": "auto"} | options))
+
+
+def test_a_batch_that_microbatches_do_not_divide() -> None:
+    x, y = (torch.cat([each, each])[:10] for each in make_batch())
+    with profiled():
+        pipe = make_pipe(1, num_microbatches=4, trials=1, optimizer=None, max_grad_norm=None, lr_scheduler=None)
+        pipe.forward_backward(x, y)
+    assert pipe.plan is not None
+    assert pipe.plan.microbatch_size == 3
+    assert any(note.startswith("tried for ") for note in pipe.plan.notes)
+    pipe.close()
+
+
+# Over processes
+
+
+def make_pipe(num_layers: int = 4, **options: Any) -> PipelineModule:
+    def warmed_up(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+
+    settings: dict[str, Any] = {
+        "schedule": "auto",
+        "loss_fn": make_loss(),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "lr_scheduler": warmed_up,
+        "max_grad_norm": 0.5,
+        "timeout": 20.0,
+    }
+    return PipelineModule(make_model(num_layers), **(settings | options))
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    """A profile and links by formula, so that every run has the same plan."""
+
+    def profile(auto: AutoLayout, first: Given, seconds: float) -> Profile:
+        del seconds
+        samples = first.arguments.num_samples
+        nodes = [
+            Node(
+                name=str(i),
+                forward_seconds=1e-4 * samples,
+                backward_seconds=2e-4 * samples,
+                parameter_bytes=float(sum(p.numel() * p.element_size() for p in child.parameters())),
+            )
+            for i, child in enumerate(auto._model.children())
+        ]
+        return Profile(nodes=nodes, microbatch_size=samples)
+
+    def cluster(auto: AutoLayout) -> Cluster:
+        return Cluster.from_levels([(auto._world.size, 1e9)])
+
+    with mock.patch.object(AutoLayout, "_profile", profile), mock.patch.object(AutoLayout, "_cluster", cluster):
+        yield
+
+
+Trained = tuple[list[float], dict[str, Tensor], list[Any], str]
+
+
+def train_with_and_without() -> tuple[Trained, Trained]:
+    return train(1), train(0)
+
+
+def train(trials: int) -> Trained:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    with profiled():
+        pipe = make_pipe(trials=trials, num_microbatches=4)
+        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
+    drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
+    state, found = pipe.full_state_dict(), pipe.plan
+    drawn.append(len(dist.distributed_c10d._world.pg_map) - groups)
+    assert found is not None
+    pipe.close()
+    return [loss for loss in losses if loss is not None], state, drawn, found.to_json()
+
+
+@pytest.mark.gloo
+def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
+    with_trial, without = zip(*gloo.run(train_with_and_without, ranks=2), strict=True)
+    for one, other in zip(with_trial, without, strict=True):
+        assert one[0] == other[0]
+        assert len(one[0]) == 3
+        assert one[1].keys() == other[1].keys()
+        assert all(torch.equal(one[1][name], value) for name, value in other[1].items())
+        assert one[2] == other[2]
+        assert one[3] == with_trial[0][3]  # the same plan on every rank
+        tried, untried = (Plan.from_json(each[3]) for each in (one, other))
+        assert [stage.nodes for stage in tried.stages] == [stage.nodes for stage in untried.stages]
+        assert any(note.startswith("tried for ") for note in tried.notes)
+        assert not any("tried for " in note for note in untried.notes)
+
+
+def train_with_failures() -> tuple[str, str]:
+    """What becomes of a trial whose rank 1 has no memory left, and of one in which the user's code fails there."""
+    lost = torch.OutOfMemoryError("CUDA out of memory")
+    return _with_a_failure(lost), _with_a_failure(KeyError("of the user"))
+
+
+def _with_a_failure(error: Exception) -> str:
+    with profiled():
+        pipe = make_pipe(optimizer=fails(error, on=1), num_microbatches=4, trials=1)
+        try:
+            pipe.build(*make_batch())
+        except Exception as failed:
+            return f"{type(failed).__name__}: {failed}"
+        assert pipe.plan is not None
+        return "; ".join(pipe.plan.notes)
+
+
+@pytest.mark.gloo
+def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
+    of_memory, own = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
+    assert own[1] == "KeyError: 'of the user'"
+    assert "of the user" in own[0]
+    for each in of_memory:
+        assert "out of memory on rank 1: CUDA out of memory" in each
+
+
+def in_float16(trials: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    pipe = PipelineModule(
+        model,
+        schedule="auto",
+        trials=trials,
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)),
+        max_grad_norm=1.0,
+        grad_scaler=scaler,
+        post_validation=True,
+    )
+    x, y = (each.float() for each in make_batch())
+    with torch.autocast("cpu", dtype=torch.float16), mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
+        losses = [pipe.train_step(x, y).loss for _ in range(3)]
+    pipe.flush()
+    state = [value.clone() for value in pipe.state_dict().values()]
+    assert pipe.plan is not None
+    assert any("tried for" in note for note in pipe.plan.notes) == bool(trials)
+    pipe.close()
+    return [*state, losses, scaler.get_scale()]
+
+
+def test_the_scale_of_losses_is_as_without() -> None:
+    with_trial = in_float16(1)  # profiled under autocast, too
+    with profiled():
+        assert_equal(with_trial, in_float16(0))

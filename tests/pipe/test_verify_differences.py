@@ -1,0 +1,163 @@
+"""`verify` where the pipeline does not compute what the plain module does: the difference is named with its cause."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from support.verified import TRACED, Net, Reverse, chain
+from torch import Tensor, nn
+
+from stagewright.comm import PipelineError
+from stagewright.partition.graph.model_units import TracedModelWarning
+from stagewright.pipe import PipelineModule, VerificationError
+
+
+def with_backward_hook() -> Net:
+    net = Net()
+    net.odd.register_full_backward_hook(lambda module, grad_in, grad_out: (3 * grad_in[0],))
+    return net
+
+
+def with_custom_function() -> Net:
+    net = Net()
+    net.middle = Reverse.apply  # type: ignore[assignment]
+    return net
+
+
+def with_reassigned_buffer() -> Net:
+    net = Net()
+
+    def middle(x: Tensor) -> Tensor:
+        net_of_copy = middle.owner  # type: ignore[attr-defined]
+        net_of_copy.seen = net_of_copy.seen + x.detach().mean(0)
+        return x
+
+    middle.owner = net  # type: ignore[attr-defined]
+    net.middle = middle
+    return net
+
+
+def refused(net: nn.Module, **options: Any) -> str:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"schedule": "1f1b", "mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
+    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 30.0}
+    pipe = PipelineModule(net, **(settings | options))
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    pipe.build(x, x)
+    before = {name: p.clone() for name, p in pipe.named_parameters()}
+    try:
+        pipe.train_step(x, x.flip(0))
+    except VerificationError as error:
+        assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())  # nothing was trained
+        return str(error)
+    except PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+@TRACED
+def test_a_lost_backward_hook_is_named() -> None:
+    told = refused(with_backward_hook())
+    assert "verify: the gradient of 'front.bias' (stage 0" in told
+    assert "Likely cause: module 'odd' has a backward hook" in told
+
+
+@TRACED
+def test_a_lost_custom_backward_is_named() -> None:
+    told = refused(with_custom_function())
+    assert "the gradient of 'odd.bias'" in told
+    assert "the model uses the autograd.Function Reverse" in told
+
+
+@TRACED
+def test_a_dropped_python_random_number_is_named() -> None:
+    random.seed(0)  # two draws that are far enough apart
+    net = Net()
+    net.middle = lambda x: x * random.random()
+    told = refused(net)
+    assert "the loss is" in told
+    assert "draws from Python's random module" in told
+
+
+@TRACED
+def test_without_it_the_difference_trains_in_silence() -> None:
+    assert refused(with_backward_hook(), verify=False) == "nothing"
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    class Uncopied(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise RuntimeError("only one of me")
+
+    with pytest.raises(ValueError, match=r"copy.deepcopy\(model\) fails: only one of me"):
+        refused(nn.Sequential(Uncopied(4, 4), nn.Linear(4, 4)))
+
+
+def refused_when_traced(net: nn.Module) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracedModelWarning)
+        return refused(net, mesh={"pipe": 2})
+
+
+def refused_over_processes() -> str:
+    return refused_when_traced(with_backward_hook())
+
+
+@pytest.mark.gloo
+def test_every_process_is_told(gloo: Pool) -> None:
+    for told in gloo.run(refused_over_processes, ranks=2):
+        assert "verify: the gradient of 'front.bias' (stage 0" in told
+        assert "module 'odd' has a backward hook" in told
+
+
+class Sum(nn.Module):
+    """Moves a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.sum.add_(x.detach().mean(0))
+        return x + self.sum
+
+
+def buffers_over_processes() -> str:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss, "verify": True}
+    pipe = PipelineModule(chain(Sum()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        pipe.train_step(x, x)
+    pipe.verify(x, x)
+    pipe.verify(x, x)
+    pipe.close()
+    return refused_when_traced(with_reassigned_buffer())  # what it assigns is lost on the way
+
+
+@pytest.mark.gloo
+def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
+    for told in gloo.run(buffers_over_processes, ranks=2):
+        assert "after the batch, buffer 'seen'" in told
+
+
+def test_buffers_that_an_evaluation_moves_are_no_difference() -> None:
+    """verify evaluates, then trains; what the evaluation counts is gone before."""
+
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count.clone()
+
+    assert refused(nn.Sequential(Counts(), Counts())) == "nothing"

@@ -1,0 +1,140 @@
+"""Models like those of `eager_models`, whose units read and write objects that the code between them hands on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .eager_models import Block, Stack
+
+
+class CacheOfALayer:
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+
+class Cache:
+    """A cache of values, as transformers has one: every layer fills its own place, and reads all that stands there."""
+
+    def __init__(self, count: int) -> None:
+        self.layers = [CacheOfALayer() for _ in range(count)]
+        self.count = count
+
+    def update(self, index: int, value: Tensor) -> Tensor:
+        assert len(self.layers) == self.count
+        self.layers[index].values.append(value)
+        return torch.stack(self.layers[index].values).sum(0)
+
+
+class CachedBlock(Block):
+    def forward(self, x: Tensor, cache: Cache, index: int) -> Tensor:  # type: ignore[override]
+        return super().forward(cache.update(index, x))
+
+
+class WithACache(Stack):
+    """An object that the forward makes and hands to every block."""
+
+    def __init__(self) -> None:
+        super().__init__(CachedBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache(len(self.blocks))
+        for index, block in enumerate(self.blocks):
+            x = block(x, cache, index)
+        return self.head(x)
+
+
+class Layers:
+    """A cache whose places are objects, one of them with a tensor that the forward has made."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.layers = [Layer(), Layer(), Layer(), Layer()]
+        self.layers[2].scale = scale
+
+
+class Layer:
+    """Values that one block has seen so far."""
+
+    def __init__(self) -> None:
+        self.seen: Tensor | None = None
+        self.scale: Tensor | None = None
+
+
+class LayeredBlock(Block):
+    def forward(self, x: Tensor, cache: Layers, index: int) -> Tensor:  # type: ignore[override]
+        place = cache.layers[index]
+        place.seen = x if place.seen is None else place.seen + x
+        return super().forward(place.seen if place.scale is None else place.seen * place.scale)
+
+
+class WithNestedObjects(Stack):
+    """As transformers passes on its caches: objects within an object."""
+
+    def __init__(self) -> None:
+        super().__init__(LayeredBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Layers(x.mean() + 1)
+        for index, block in enumerate(self.blocks):
+            x = block(x, cache, index)
+        return self.head(x)
+
+
+class Steps:
+    """An object in which blocks count themselves."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class CountedBlock(Block):
+    def forward(self, x: Tensor, steps: Steps) -> Tensor:  # type: ignore[override]
+        steps.number += 1
+        return super().forward(x) * steps.number
+
+
+class CountsInAnObject(Stack):
+    """A block reads in an object what the one before it has written there."""
+
+    def __init__(self) -> None:
+        super().__init__(CountedBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = Steps()
+        for block in self.blocks:
+            x = block(x, steps)
+        return self.head(x) * steps.number
+
+
+class CountsBetween(Stack):
+    """The same written by the code between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadingBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = Steps()
+        for block in self.blocks:
+            x = block(x, steps)
+            steps.number += 1
+        return self.head(x)
+
+
+class ReadingBlock(Block):
+    depth = 1
+
+    def forward(self, x: Tensor, steps: Steps | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (self.depth + (steps.number if steps else 0))
+
+
+class SetsBetween(Stack):
+    """Attributes of blocks, set by the code between them."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadingBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            block.depth = index  # type: ignore[assignment]
+            x = block(x)
+        return self.head(x)
