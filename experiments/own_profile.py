@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..partition import Profile
-from ..pipe.action_seconds import measure_action_seconds
 from ..pipe.parallel.measured import profile_cut
+from ..pipe.runtime_seconds import measure_runtime_seconds
 from ..schedules.wording import count
 from . import own_task as own
 from .own_batches import OwnBatches
@@ -59,7 +59,7 @@ def profile_own(
         over = f" over {tensor} tensor ranks" if tensor > 1 else ""
         print(f"microbatch of {count(size, 'sample')}{over}: {text}", file=sys.stderr, flush=True)
 
-    action_seconds = measure_action_seconds(torch.device(device))
+    action, around = measure_runtime_seconds(torch.device(device))
     profiles = []
     for tensor, size in product(tensor_sizes, sizes):
         inputs, target = batch.head(size).map(moved).parted(loss)
@@ -76,5 +76,5 @@ def profile_own(
             split_backward=split_backward,
             progress=partial(tell, size, tensor),
         )
-        profiles.append(replace(found, microbatch_size=size, action_seconds=action_seconds))
+        profiles.append(replace(found, microbatch_size=size, action_seconds=action, around_seconds=around))
     return profiles

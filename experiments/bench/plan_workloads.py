@@ -191,6 +191,7 @@ SCALE = "planning-scale"
 SCALES = (  # cluster, layers, sequences of a batch, seconds of CPU that are asked for
     ("128x8", 96, 1_536, 60.0),
     ("128x8", 200, 1_536, 60.0),
+    ("10007x1", 96, 6_000, 60.0),
     ("1249x8", 96, 6_000, 60.0),
     ("1250x8", 96, 6_000, 60.0),
     ("1250x8", 200, 6_000, 60.0),

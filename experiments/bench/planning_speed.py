@@ -33,7 +33,7 @@ class PlanningOptions:
     case: str
     """partitioner, planner or planning-scale."""
     number: int = 0
-    """Of SCALES, which one."""
+    """Key of one of SCALES."""
     out: Path
     """Records go here."""
 

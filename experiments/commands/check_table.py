@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .checked_run import CheckedRun
 
 _MOST_ROWS = 24  # of a table: of more inputs those with the most seconds, of more ranks the first and last ones
-_OF_LINKS = ("message", "sum", "gather")
+_OF_LINKS = ("message", "sum", "held", "gather")
+_FAR = 1_000  # times as long as predicted: more says nothing
 _GPT = ("layers", "width", "heads", "length")
 _OWN = ("model", "data", "loss", "optimizer")
 
@@ -82,21 +83,25 @@ def _why(each: InputCheck, check: PredictionCheck) -> str:
         words = f"{what} {'take' if plural else 'takes'} {duration(each.measured)}, and the plan knows nothing of that"
     else:
         words = (
-            f"{what} {'take' if plural else 'takes'} {each.ratio:.2f} times as long as predicted "
+            f"{what} {'take' if plural else 'takes'} {_times(each.ratio)} times as long as predicted "
             f"({duration(each.measured)}, {duration(each.predicted)} predicted)"
         )
     return words + own
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < _FAR else f"over {_FAR:,}"  # of links that a plan took to be free
+
+
 def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
     if what.kind == "norm" or (what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"):
-        return None  # no input of a plan: the clipping of gradients, and sums of tied weights
+        return None  # clipping beside the latencies of the norm, and sums of tied weights: no one input
     if what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
-        if found.num_hosts > 1:
+        if len(found.ranks_by_host) > 1:
             return "torchrun ... -m stagewright profile --links --out cluster.json"
         return f"stagewright profile --links --ranks {plan.num_devices} --out cluster.json"
-    return profile_command(found.config, plan, num_hosts=found.num_hosts)
+    return profile_command(found.config, plan, ranks=max(found.ranks_by_host, default=plan.num_devices))
 
 
 def _is_of_messages(each: InputCheck, plan: Plan) -> bool:
@@ -104,8 +109,8 @@ def _is_of_messages(each: InputCheck, plan: Plan) -> bool:
     return each.predicted > 2 * plan.stages[each.what.at[0]].action_seconds
 
 
-def profile_command(config: Mapping[str, Any], plan: Plan, *, num_hosts: int) -> str:
-    """Words that profile the model of a run again in the plan's microbatches, on as many ranks of a host at once."""
+def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str:
+    """Words that profile the model of a run again in the plan's microbatches, on so many ranks of a host at once."""
     words, microbatch, tensor = ["stagewright", "profile"], plan.microbatch_size, plan.tensor
     names = _OWN if config.get("model") else _GPT
     for name in names:
@@ -113,7 +118,6 @@ def profile_command(config: Mapping[str, Any], plan: Plan, *, num_hosts: int) ->
             words += [f"--{name}", str(config[name])]
     words += [] if microbatch is None else ["--microbatch", str(microbatch)]
     words += ["--tensor", str(tensor)] if tensor > 1 else []
-    ranks = -(-plan.num_devices // num_hosts)
     words += ["--ranks", str(ranks)] if ranks > 1 else []
     return shlex.join([*words, "--out", "profile.json"])
 
@@ -129,7 +133,9 @@ def _told(found: CheckedRun) -> Iterable[str]:
         yield from (f"  {why}" for why in each.why)
         if found.plan.tensor > 1 and each.command is not None and "--tensor" in each.command:
             yield "    (F and B have the sums over tensor ranks in them, which --links measures, too)"
-        yield f"    {each.command}" if each.command else "    (no command: it is no input of a plan)"
+        yield f"    {each.command}" if each.command else "    (no command measures it alone)"
+        if each.command is not None and "--links" not in each.command and len(found.ranks_by_host) > 1:
+            yield "    (on each host; --links --profiles takes the files of hosts that are not equally fast)"
     spread = check.cause(Cause.SPREAD).seconds
     if spread > 0.01 * check.predicted:
         yield (
@@ -154,7 +160,7 @@ def _causes(predicted: float, causes: Sequence[Change]) -> Table:
         share = f"{each.seconds / predicted:+.1%}" if predicted > 0 else ""
         rows.add_row(f"  {each.name}", _signed(each.seconds), share, duration(each.after))
         if each.name == Cause.UNEXPLAINED:
-            rows.add_row("measured, first action to last", "", "", duration(each.after))
+            rows.add_row("actions as measured", "", "", duration(each.after))
     if causes[-1].name == Cause.OUTSIDE:
         rows.add_row("measured, as the training loop has it", "", "", duration(causes[-1].after))
     return rows
@@ -175,7 +181,7 @@ def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
             str(each.what),
             duration(each.predicted),
             duration(each.measured),
-            "" if each.ratio is None else f"{each.ratio:.2f}",
+            "" if each.ratio is None else _times(each.ratio),
             f"x{each.times:g}",
             _signed(each.seconds),
             "" if each.alone is None else f"{_signed(each.alone)} ({each.alone / predicted:+.1%})",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...partition import Plan
 from ...partition.plans.simulated import SimulatedPlan, simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
 from ...schedules.timing.sampling import StepSamples
-from ...schedules.timing.trace_reader import find_traces, hosts_in
+from ...schedules.timing.trace_reader import find_traces, newest_cut_since, processes_by_host
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..training.run_folder import find_run
@@ -34,7 +36,8 @@ class CheckedRun:
         resident_bytes: by process, (least, most, measured) bytes with what the allocator keeps beside tensors, above
             what stood at the start, as the run left them; empty where its plan did not say.
         sampled: steps drawn from how the run's own durations varied; None where too few were measured.
-        num_hosts: that took part, by the names in their trace files.
+        ranks_by_host: how many processes each host had that took part, by the trace files; those whose files are not
+            there count as one more host.
         config: options that the run was started with; empty where it left none.
         notes: what could not be read or compared.
     """
@@ -45,7 +48,7 @@ class CheckedRun:
     tensor_bytes: tuple[tuple[float, float], ...]
     resident_bytes: tuple[tuple[float, float, float], ...]
     sampled: StepSamples | None
-    num_hosts: int
+    ranks_by_host: tuple[int, ...]
     config: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -67,9 +70,10 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
     if not exhibit.measured:
         raise ValueError(f"{exhibit.name} has no traced step: {'; '.join(exhibit.notes)}")
     promised = _simulated(plan, exhibit)
-    steps, notes = _steps(exhibit, promised.timeline.schedule)
+    since = newest_cut_since(find_traces(folders))
+    steps, notes = _steps(exhibit, promised.timeline.schedule, since)
     summary = next((found for folder in folders if (found := read_summary(folder))), {})
-    step_seconds = summary.get("step_seconds")
+    step_seconds = _step_seconds(folders, since) if since else summary.get("step_seconds")
     check = check_prediction(
         promised.timeline,
         steps,
@@ -85,7 +89,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         tensor_bytes=_tensor_bytes(plan, summary),
         resident_bytes=_resident_bytes(summary),
         sampled=exhibit.sampled,
-        num_hosts=max(1, len(hosts_in(find_traces(folders)))),
+        ranks_by_host=tuple(map(len, processes_by_host(find_traces(folders)).values())),
         config=_config(folders),
         notes=(*exhibit.notes, *notes, *check.notes),
     )
@@ -96,6 +100,7 @@ def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
     kept = next((folder / "plan.json" for folder in folders if (folder / "plan.json").exists()), None)
     if not files:
         if kept is None:
+            _refuse_other_hosts(folders)
             raise ValueError(
                 f"{folders[0]} has no plan.json: it ran without a plan, or was ended before its end; expected the "
                 f"plan's file behind it, as in `stagewright plan --check {folders[0]} plan.json`"
@@ -112,8 +117,21 @@ def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
     return plan
 
 
+def _refuse_other_hosts(folders: Sequence[Path]) -> None:
+    """ValueError where process 0, which writes everything but traces, ran on a host whose folder is not given."""
+    by_host = processes_by_host(find_traces(folders))
+    there = set().union(*(each for host, each in by_host.items() if host))
+    if there and 0 not in there:
+        hosts = ", ".join(host for host in by_host if host)
+        shown = " ".join(map(str, folders))
+        raise ValueError(
+            f"{shown}: what {count(len(there), 'process')} left on {hosts}; plan and figures are where process 0 ran: "
+            f"expected that host's folder, too, as in `stagewright plan --check PROCESS_0/{folders[0]} {shown}`"
+        )
+
+
 def _difference(plan: Plan, kept: Plan) -> str | None:
-    """What would run otherwise."""
+    """The first difference in what would run; None without one."""
     for name in _SAME:
         if getattr(plan, name) != getattr(kept, name):
             return f"{name.replace('_', ' ')} {getattr(plan, name)}, not {getattr(kept, name)}"
@@ -131,17 +149,33 @@ def _simulated(plan: Plan, exhibit: Exhibit) -> SimulatedPlan:
     return simulated(plan, num_microbatches=ran.num_microbatches if plan.num_microbatches is None else None)
 
 
-def _steps(exhibit: Exhibit, schedule: Schedule) -> tuple[list[Timeline], list[str]]:
-    """The traced steps that ran under this schedule, and notes on the others."""
-    steps = [each for each in exhibit.measured if _fits(each.timeline.schedule, schedule)]
+def _step_seconds(folders: Sequence[Path], since: int) -> float | None:
+    """Median seconds of the run's steps from one on, as its loop logged them."""
+    taken = []
+    for path in (folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").exists()):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a line that was cut off
+                logged = json.loads(line)
+                if logged["step"] >= since:
+                    taken.append(float(logged["step_seconds"]))
+    return median(taken) if taken else None
+
+
+def _steps(exhibit: Exhibit, schedule: Schedule, since: int) -> tuple[list[Timeline], list[str]]:
+    """The traced steps from one on that ran under this schedule, and notes on the others."""
+    newest = [each for each in exhibit.measured if each.number >= since]
+    steps = [each for each in newest if _fits(each.timeline.schedule, schedule)]
     if not steps:
         raise ValueError(
             f"{exhibit.name} ran {exhibit.measured[-1].timeline.schedule!r}, the plan is for {schedule!r}: expected "
             f"the plan that the run carried out, or a run of this one"
         )
     notes = []
-    if len(steps) < len(exhibit.measured):
-        notes.append(f"{count(len(exhibit.measured) - len(steps), 'step')} ran under another schedule: left out")
+    if len(newest) < len(exhibit.measured):
+        before = count(len(exhibit.measured) - len(newest), "traced step")
+        notes.append(f"{before} of before step {since}, where the run went on with other stages: left out")
+    if len(steps) < len(newest):
+        notes.append(f"{count(len(newest) - len(steps), 'step')} ran under another schedule: left out")
     if not schedule.is_asynchronous and any(
         each.timeline.schedule.compute_programs != schedule.compute_programs for each in steps
     ):

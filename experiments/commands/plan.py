@@ -26,12 +26,16 @@ from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from ...partition.plans.reorder import reorder
+from ...schedules.wording import size
 from ..help_text import plain_help
 from ..own_options import OwnOptions
 from ..tensor_options import read_tensor_parallel
 from .files import check_out, read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
+_NO_LINKS = (
+    "links: messages and sums take no time (--cluster says what they take; `stagewright profile --links` writes it)"
+)
 _EVERY = 1.0  # seconds between two lines of progress
 _OPTIONS = {  # as `plan` calls them
     "global_batch": "--batch",
@@ -43,6 +47,7 @@ _OPTIONS = {  # as `plan` calls them
     "chunk_sizes": "--chunks",
     "recompute": "--recompute",
     "optimizer_sharding": "--optimizer-sharding",
+    "max_grad_norm": "--clip",
     "runnable=True": "--runnable",
     "seconds": "--seconds",
 }
@@ -90,6 +95,8 @@ class PlanOptions(OwnOptions):
     all but matrix products (default: all that the profiles have figures for)."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
     """Sharding of the optimizer's state to choose from."""
+    clip: float = 0.0
+    """Largest norm of all gradients, as the run's --clip: ranks wait for it. 0: none."""
     runnable: bool = False
     """Only what `stagewright train --plan` executes."""
     seconds: float | None = None
@@ -133,8 +140,30 @@ def run(argv: Sequence[str]) -> int:
     taken = f"planned in {time.perf_counter() - started:.2f} s"
     if options.out is not None:
         write_out(options.out, found.to_json())
-    _print(found, taken, as_json=options.json)
+    _print(found, f"{_origin(options, source, cluster, limit)}\n{taken}", as_json=options.json)
     return 0
+
+
+def _origin(options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None) -> str:
+    """Where seconds, bytes and the memory of a device are from, and how to give others."""
+    if isinstance(source, TransformerSource):
+        others = "a name, such as v100, or the JSON file of a DeviceModel"
+        seconds = f"formulas on the device {source.device.name} (--device gives another: {others})"
+    elif options.pipedream is not None:
+        seconds = f"PipeDream's profile {options.pipedream}"
+    elif options.profile:
+        files = ", ".join(map(str, options.profile))
+        seconds = f"{files}, as measured (`stagewright profile` measures anew)"
+    else:
+        seconds = "the model, profiled here just now"
+    sizes = {limit} if limit is not None else {kind.memory_bytes for kind in cluster.used_kinds}
+    known = sorted(each for each in sizes if each is not None)
+    if not known:
+        memory = "no limit is known (--memory 80GB gives one)"
+    else:
+        memory = f"{' to '.join(map(size, dict.fromkeys((known[0], known[-1]))))} (--memory gives another)"
+    links = "" if options.cluster is not None else f"\n{_NO_LINKS}"
+    return f"seconds and bytes: {seconds}{links}\nmemory of a device: {memory}"
 
 
 def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
@@ -165,6 +194,7 @@ def _planned(
         optimizer_sharding=options.optimizer_sharding,
         runnable=options.runnable,
         seconds=options.seconds,
+        max_grad_norm=options.clip or None,
         progress=_Reporter(),
     )
 
@@ -215,7 +245,8 @@ def _cluster(options: PlanOptions) -> Cluster:
     if text is None:
         if options.ranks is None:
             raise ValueError(
-                "a plan needs devices: expected --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB, or --ranks 4"
+                "a plan needs devices: expected --cluster FILE.json (`stagewright profile --links` writes one), "
+                "--cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB, or --ranks 4 with links that take no time"
             )
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: expected at least 1")

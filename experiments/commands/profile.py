@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
+from ...partition.host_speeds import with_host_speeds
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..tensor_options import read_tensor_parallel
 from .files import read_file, write_out
-from .profile_ranks import launched, measured_links, profile_at_once, with_kinds
+from .profile_ranks import launched, measured_links, profile_at_once
 from .tables import console, table
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
-    from ...pipe.action_seconds import measure_action_seconds
     from ...pipe.parallel.measured import profile_cut
+    from ...pipe.runtime_seconds import measure_runtime_seconds
     from ..training.corpus import loss_fn
     from ..training.gpt import GPT, GPTConfig
     from ..training.recipe import make_optimizer
@@ -210,7 +211,8 @@ def measure(options: ProfileOptions) -> Profile:
         seconds=options.seconds,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    return replace(profile, action_seconds=measure_action_seconds(torch.device(options.device)))
+    action, around = measure_runtime_seconds(torch.device(options.device))
+    return replace(profile, action_seconds=action, around_seconds=around)
 
 
 # --- what is printed ---
@@ -266,8 +268,9 @@ def summary(profile: Profile) -> list[str]:
         "",
         f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch",
     ]
-    if profile.action_seconds:
+    if profile.action_seconds or profile.around_seconds:
         around = f"{profile.action_seconds * 1e6:.0f} us around each F, B, I and W, messages apart"
+        around += f", {profile.around_seconds * 1e6:.0f} us around each step"
         lines.append(f"runtime      {around}")
     if profile.parts_over_step is not None and profile.step_seconds is not None:
         lines.append(
@@ -324,13 +327,17 @@ def _memory_table(memory: Sequence[PlanStage], options: ProfileOptions) -> Table
 
 
 def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
-    profiles = [read_file(path, Profile.load) for path in options.profiles]
+    def profiles() -> list[Profile]:
+        return [read_file(path, Profile.load) for path in options.profiles]
+
+    if "WORLD_SIZE" not in os.environ:
+        profiles()  # a mistake is told before ranks start
     status = launched(argv, options.ranks)
     if status is not None:
         return status
-    measured = measured_links(options.device, options.timeout)
+    measured = measured_links(options.device, options.timeout, check=profiles)
     if measured is not None:
-        _show_links(measured, profiles, options)
+        _show_links(*measured, options)
     return 0
 
 
@@ -339,7 +346,7 @@ def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: P
 
     cluster = cluster_of(measured)
     if profiles:
-        cluster = with_kinds(cluster, profiles, names=list(map(str, options.profiles)))
+        cluster = with_host_speeds(cluster, measured.hosts, profiles, names=list(map(str, options.profiles)))
     if options.out is not None:
         write_out(options.out, cluster.to_json())
     if options.json:
@@ -356,11 +363,11 @@ def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: P
             "line off by",
             "pairs",
             "range of bandwidths",
-            "sums",
             "1 KiB",
             "largest",
         ),
     )
+    sums = table("sums over all members of a level", ("level",), ("bandwidth", "a step", "of their time busy"))
     for level in measured.levels:
         speeds = [fit.bandwidth / 1e9 for fit in level.fits]
         rows.add_row(
@@ -372,17 +379,26 @@ def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: P
             f"{level.residual:.0%}",
             ", ".join(f"{a}-{b}" for a, b in level.pairs),
             f"{min(speeds):.3f} .. {max(speeds):.3f} GB/s",
-            f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
             f"{level.seconds[0][1] * 1e6:.1f} us",
             f"{level.seconds[-1][0] / 2**20:g} MiB in {level.seconds[-1][1] * 1e3:.2f} ms",
         )
+        sums.add_row(
+            level.name,
+            f"{level.reduce_bandwidth / 1e9:.3f} GB/s",
+            f"{level.reduce_latency * 1e6:.1f} us",
+            f"{level.sum_busy:.0%}",
+        )
     out = console()
     out.print(rows)
+    out.print(sums)
     if profiles:
         kinds = {kind.name: kind.speed for kind in cluster.kinds}
         told = ", ".join(f"{kinds[node]:g}" for node in cluster.nodes or ())
-        out.print(f"speeds of the hosts, of the first: {told}", markup=False)
+        of = "hosts" if len(cluster.nodes or ()) == len(measured.hosts) else "ranks"
+        out.print(f"speeds of the {of}, of the first: {told}", markup=False)
     else:
         out.print("speeds of devices are not measured: all count as equally fast (--profiles says otherwise)")
+    if len(measured.levels) > 1 and measured.rings == "flat":
+        out.print("sums go in one ring of all members, each step as slow as the slowest link that it spans (gloo)")
     for note in measured.notes:
-        out.print(note, markup=False)
+        out.print(note, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What several processes measure together: the links between them, or a model's profile while all of them compute."""
+"""Measurements by several processes at once: the links between them, or a model's profile while all compute."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from ...partition import Cluster, Profile
-from ...partition.cluster import DeviceKind, Level
+from ...partition import Profile
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from ...comm.links import MeasuredLinks
 
 DEFAULT_RANKS = 2
-_ALIKE = 0.05  # hosts whose speeds differ by less are of one kind
+T = TypeVar("T")
 
 
 def launched(argv: Sequence[str], ranks: int | None) -> int | None:
@@ -39,16 +37,33 @@ def launched(argv: Sequence[str], ranks: int | None) -> int | None:
     return None
 
 
-def measured_links(device: str, timeout: float) -> MeasuredLinks | None:
-    """Links between the ranks of this job; None on all ranks but the first. Collective over them."""
+def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tuple[MeasuredLinks, T] | None:
+    """Links between the ranks of this job; None on all ranks but the first. Collective over them.
+
+    Arguments:
+        check: called on the first rank before anything is measured, and its answer comes beside the links; what it
+            reads may lie on that rank's host alone. A ValueError of it is raised on all ranks.
+    """
+    from ...comm import Collectives, MeshPlace
     from ...comm.links import measure_links
 
+    found: T | None = None
+    wrong = ""
     with _world(device, timeout) as (world, on):
+        try:
+            found = check() if world.rank == 0 else None
+        except ValueError as error:
+            wrong = str(error)
+        together = Collectives(MeshPlace.line(world), device=on, timeout=timeout)
+        wrong = together.gather(wrong, what="reading what the links are measured for")[0]
+        together.close()
+        if wrong:
+            raise ValueError(wrong)
         _tell(world, f"measuring the links of {world.size} ranks")
         started = time.perf_counter()
-        found = measure_links(world, device=on, timeout=timeout, progress=lambda text: _tell(world, text))
+        links = measure_links(world, device=on, timeout=timeout, progress=lambda text: _tell(world, text))
         _tell(world, f"done in {time.perf_counter() - started:.1f} s")
-    return found if world.rank == 0 else None
+    return (links, cast(T, found)) if world.rank == 0 else None
 
 
 def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float) -> Profile | None:
@@ -72,40 +87,6 @@ def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float)
         texts = together.gather(measure().to_json(), what="profiling the model on all ranks")
         together.close()
     return median_profile([Profile.from_json(text) for text in texts]).typical() if world.rank == 0 else None
-
-
-def with_kinds(cluster: Cluster, profiles: Sequence[Profile], *, names: Sequence[str]) -> Cluster:
-    """The same with hosts that are as fast as profiles of one model on each of them say.
-
-    Speeds are relative to the first, whose profile a plan is then made of; hosts within 5% of one are of its kind.
-
-    Arguments:
-        profiles: one a host, in the order of ranks.
-        names: of the files, for messages.
-
-    Raises ValueError for another number of hosts, and for profiles of models or microbatches that differ.
-    """
-    levels = cluster.levels
-    if levels[0].name == "network":  # a rank a host
-        levels = (Level(name="host", size=1, bandwidth=levels[0].bandwidth), *levels)
-    hosts = cluster.num_devices // levels[0].size
-    if len(profiles) != hosts:
-        raise ValueError(f"--profiles {' '.join(names)}: {len(profiles)} for {hosts} hosts: expected one a host")
-    first = profiles[0]
-    for name, each in zip(names, profiles, strict=True):
-        same = [node.name for node in each.nodes] == [node.name for node in first.nodes]
-        if not same or (each.microbatch_size, each.tensor) != (first.microbatch_size, first.tensor):
-            raise ValueError(f"{name}: another model or microbatch than {names[0]}: expected profiles of one model")
-    kinds: list[DeviceKind] = []
-    nodes = []
-    for each in profiles:
-        speed = first.parts_seconds / each.parts_seconds
-        kind = next((kind for kind in kinds if abs(speed / kind.speed - 1) < _ALIKE), None)
-        if kind is None:
-            kind = replace(cluster.kinds[0], name=f"device {len(kinds)}", speed=round(speed, 4))
-            kinds.append(kind)
-        nodes.append(kind.name)
-    return Cluster(levels=levels, kinds=tuple(kinds), nodes=tuple(nodes))
 
 
 @contextmanager

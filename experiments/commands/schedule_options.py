@@ -113,7 +113,8 @@ class CostOptions(BuildOptions):
     """Seconds of a message between ranks."""
     reduce_grad: tuple[float, ...] = (0.0,)
     """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
-
+    sum_busy: tuple[float, ...] = (0.0,)
+    """Share of those seconds for which the ranks can't compute, 0 to 1."""
     index_factors: tuple[float, ...] | None = None
     """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
 
@@ -126,6 +127,7 @@ class CostOptions(BuildOptions):
             weight_grad=None if self.weight_grad is None else one_or_several(self.weight_grad),
             latency=self.latency,
             reduce_grad=one_or_several(self.reduce_grad),
+            sum_busy=one_or_several(self.sum_busy),
             index_factors=self.index_factors,
         )
 

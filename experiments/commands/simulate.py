@@ -117,7 +117,7 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulatio
 
 
 def read_spread(text: str, schedule: Schedule) -> Spread:
-    """What --spread names; ValueError says what was expected."""
+    """The spread that --spread names; ValueError says what was expected."""
     try:
         number = float(text)
     except ValueError:

@@ -72,6 +72,7 @@ class SynthesisOptions(LimitedOptions):
         ]
         surplus += ["--slices"] if self.slices is not None else []
         surplus += ["--reduce-grad"] if any(self.reduce_grad) else []
+        surplus += ["--sum-busy"] if any(self.sum_busy) else []
         if surplus:
             raise ValueError(f"{', '.join(surplus)} beside auto: expected sizes, costs, --memory and --placement")
         if self.ranks is None or self.microbatches is None:

@@ -101,6 +101,8 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
             axis.set_major_formatter(lambda value, _: f"{value:g}")
     if plot.x_scale in ("linear", LIST) and whole:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there are no two and a half nodes
+    if plot.x_scale == LIST:
+        axes.set_xlim(left=0.5)  # rows count from 1
     axes.set_xlabel(plot.x)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

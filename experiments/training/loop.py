@@ -119,8 +119,10 @@ class _Training:
         self.pipe = make_pipe(options, what, task, model, self.first, on_step=self.told.append)
         if what is None:
             if self.pipe.rank == 0 and not options.json:
-                print("profiling the model and the links, and planning ...", file=sys.stderr, flush=True)
+                text = "planning" if options.trials == 0 else "planning, trying (--trials 0: not)"
+                print(f"profiling the model and the links, {text}: a minute or two ...", file=sys.stderr, flush=True)
             self.pipe.build(*self.first.args, **self.first.kwargs)
+            self.meter.forget_peak()  # a trial has a copy of the model
         self.checkpoints = Checkpoints(options, self.pipe, self.batches, folder)
         self.source: Iterator[Batch] = chain([self.first], self.batches)
 
@@ -351,7 +353,7 @@ def report(summary: Summary) -> str:
     """The summary for people."""
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
     lines += [
-        f"step         {duration(summary.step_seconds)} measured, {_predicted(summary)} predicted without clipping",
+        f"step         {duration(summary.step_seconds)} measured, {_predicted(summary)} predicted",
         f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
         f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above what stood at its start",
     ]

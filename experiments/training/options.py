@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ class TrainOptions(OwnOptions):
     ] = None
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
+    trials: int | None = None
+    """Plans that --plan auto carries out for a few steps before it takes one, at most; 0: none (default: 3)."""
     ranks: int | None = None
     """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over T)."""
     tensor: int = 1
@@ -152,6 +155,8 @@ class TrainOptions(OwnOptions):
             raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.schedule == AUTO:
             raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
+        if self.trials is not None and (self.trials < 0 or self.plan != AUTO):
+            raise ValueError(f"--trials {self.trials}: expected a number of plans, 0 or more, beside --plan {AUTO}")
         if self.plan is None:
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
@@ -329,7 +334,10 @@ def plan_before(options: TrainOptions) -> Plan | None:
 def _load(name: str) -> Plan:
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"--plan {name}: no such file: expected one that `stagewright plan --out FILE` wrote, or auto")
+        where = f" on {platform.node()}, where each host needs a copy" if "WORLD_SIZE" in os.environ else ""
+        raise ValueError(
+            f"--plan {name}: no such file{where}: expected one that `stagewright plan --out FILE` wrote, or auto"
+        )
     try:
         return Plan.load(path)
     except OSError as error:

@@ -36,6 +36,17 @@ def make_pipe(
             f"{task.source} gives batches of {samples} for {count(parts, 'microbatch')}: one would be empty; expected "
             f"{parts} samples or more, or --microbatches {samples}"
         )
+    if (
+        isinstance(what, Plan)
+        and parts is not None
+        and what.microbatch_size
+        and samples != parts * what.microbatch_size
+    ):
+        raise ValueError(
+            f"{task.source} gives batches of {samples}, and the plan is for {count(parts, 'microbatch')} of "
+            f"{what.microbatch_size} samples: expected batches of {parts * what.microbatch_size} (--batch where --data "
+            f"gives samples), or a plan for {samples}"
+        )
     loss_fn = task.loss_for(batch)
     schedule = schedule_of(what)
     updates = options.steps * (1 if schedule is None else schedule.groups_per_batch)
@@ -44,7 +55,7 @@ def make_pipe(
         choice = {"plan": what, "num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
         mesh = {"pipe": options.ranks} if options.ranks else None
-        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches}
+        choice = {"schedule": "auto", "mesh": mesh, "num_microbatches": options.microbatches, "trials": options.trials}
     else:
         mesh = {"pipe": what.num_ranks, "tensor": options.tensor}
         choice = {"schedule": what, "mesh": mesh, "recompute": options.recompute}

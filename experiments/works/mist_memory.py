@@ -122,8 +122,7 @@ def predicted(plan: MeasuredPlan, number: int) -> MemoryUse:
     made_again = [sum(bytes_of.kept[each] for place in places for each in _RUN_AGAIN[place]) for places in again]
     sent = 0.0 if last else _on_a_rank(crossing(plan, stage.last), stage)
     received = _on_a_rank(crossing(plan, stage.first - 1), stage) if number else 0.0
-    # Of the gradients in front of and behind the scores one takes the place of what the product behind them let go of.
-    working = max(made_again, default=0.0) + layer.workspace_bytes / 2
+    working = max(made_again, default=0.0) + layer.workspace_bytes
     # What goes round the attention or the MLP belongs to no operation between; a stage that begins there holds it.
     passing = 0.0 if (stage.first - 2) % OPERATIONS in (_ADD, _ADD_2) or not number else bytes_of.kept[_NORM]
     use = MemoryUse(

@@ -1,10 +1,12 @@
 """How near plans that are made by measuring come to what their runs take.
 
-A run is one of `stagewright train --plan auto` in processes of its own: profile, links, plan, order, then steps of what
-was planned. Cases say which (`run`), so that each is a job.
+A run is one of `stagewright train --plan auto` in processes of its own: profile, links, plan, order, trials, then steps
+of what was planned. Cases say which (`run`), so that each is a job.
 
     step, planned / measured    the plan's step (the middle of its range) over the median step of rank 0, the first ones
                                 apart
+    step, tried / measured      likewise what a batch took in the trial of the plan
+    step, untried / measured    likewise of the same plan as the profile alone predicted it, before it was tried
     work, planned / measured    likewise F + B of a microbatch over all stages, by the clock of the run's own actions
     step, simulated / measured  simulated from the costs that the run measured, and as they varied: the rest is not the
                                 plan's
@@ -17,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ...pipe.batch.results import StepResult
 
 STEP = "step, planned / measured"
+TRIED = "step, tried / measured"
+UNTRIED = "step, untried / measured"
 _WARM_UP = 4  # steps
 _STEPS = 20
 _SLEEPING_STEPS = 12
@@ -53,7 +56,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     (inputs, target), loss_fn = first.parted(task.loss_for(first)), task.loss_for(first)
     assert isinstance(inputs, tuple)
     restrictions = {} if case.get("replicas") == "any" else {"data_sizes": (case.count("replicas"),)}
-    plan = _planned(
+    plan, untried = _planned(
         task.make_model(),
         inputs,
         target,
@@ -64,7 +67,11 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
         **restrictions,
     )
     pipe = make_pipe(options, plan, task, task.make_model(), first)
-    yield from _ran(case, plan, pipe, lambda: pipe.train_step(*next(batches).args), steps=_STEPS, how=How.MEASURED)
+
+    def step() -> StepResult:
+        return pipe.train_step(*next(batches).args)
+
+    yield from _ran(case, plan, pipe, step, untried=untried, steps=_STEPS, how=How.MEASURED)
     del repetitions
 
 
@@ -77,7 +84,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     del repetitions
     run = PLANNED_RUNS[f"planned-sleep-{case.count('ranks')}"]
     problem = planned_problem(run)
-    plan = _planned(
+    plan, untried = _planned(
         problem.make_model(),
         (problem.inputs,),
         problem.target,
@@ -95,7 +102,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
             parameter.grad = None
         return result
 
-    yield from _ran(case, plan, pipe, step, steps=_SLEEPING_STEPS, how=How.EMULATED)
+    yield from _ran(case, plan, pipe, step, untried=untried, steps=_SLEEPING_STEPS, how=How.EMULATED)
 
 
 def _planned(
@@ -108,14 +115,16 @@ def _planned(
     max_grad_norm: float | None,
     num_microbatches: int | None,
     **restrictions: Any,
-) -> Plan:
-    """The plan of schedule="auto", within `restrictions` of the planner's search. Collective over the processes."""
+) -> tuple[Plan, Plan]:
+    """The plan of schedule="auto", within `restrictions` of the planner's search, and the same as the profile alone
+    predicted it. Collective over the processes."""
     import torch
 
     from ...comm import join_world
     from ...partition.graph.forms import Arguments
     from ...pipe.auto import AutoLayout
     from ...pipe.batch.given import Given
+    from ...pipe.layout import TRIALS
     from ...pipe.settings import Settings
     from ..bench.sides import TIMEOUT
 
@@ -131,19 +140,30 @@ def _planned(
         device=device,
         timeout=TIMEOUT,
     )
-    layout = AutoLayout(model, world, settings, num_ranks=world.size, num_microbatches=num_microbatches)
-    return layout.plan(Given(arguments=Arguments.of(inputs), target=target), **restrictions)
+    layout = AutoLayout(model, world, settings, num_ranks=world.size, num_microbatches=num_microbatches, trials=TRIALS)
+    plan = layout.plan(Given(arguments=Arguments.of(inputs), target=target), **restrictions)
+    assert layout.predicted is not None
+    return plan, layout.predicted
 
 
 def _ran(
-    case: Case, plan: Plan, pipe: PipelineModule, step: Callable[[], StepResult], *, steps: int, how: How
+    case: Case,
+    plan: Plan,
+    pipe: PipelineModule,
+    step: Callable[[], StepResult],
+    *,
+    untried: Plan,
+    steps: int,
+    how: How,
 ) -> Iterator[Figure]:
-    """Figures of a plan and of the pipeline that carries it out."""
+    """Figures of a plan and of the pipeline that carries it out.
+
+    Arguments:
+        untried: the plan as its profile alone predicted it.
+    """
     from ...partition.plans.as_text import CHOSEN
-    from ...partition.plans.simulated import sampled
     from ...schedules import simulate, simulate_spread
 
-    assert plan.simulated_step_time is not None
     for _ in range(_WARM_UP):
         step()
     pipe.measured_costs()  # the link's latency: measured while little is under way
@@ -158,7 +178,7 @@ def _ran(
         if number % max(1, steps // _GATHERED) == 0:
             bubbles.append(timeline.bubble)
     costs, spread, took = pipe.measured_costs(), pipe.measured_spread(), median(seconds)
-    table = replace(costs, overhead=0.0).table(num_stages=pipe.schedule.num_stages)
+    table = costs.free_of_overhead.table(num_stages=pipe.schedule.num_stages)
     work = sum(table.forward) + sum(table.backward)
     planned = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     note = next((each.removeprefix(CHOSEN) for each in plan.notes if each.startswith(CHOSEN)), "")
@@ -167,11 +187,13 @@ def _ran(
     def figure(name: str, value: float, unit: str = "ratio", how: How = how) -> Figure:
         return Figure(case=case, name=name, value=value, unit=unit, how=how, note=note)
 
-    drawn = sampled(plan)
-    step_planned = plan.simulated_step_time if drawn is None else drawn.median
+    step_planned = _middle(plan)
     taken = None if spread is None else simulate_spread(pipe.schedule, costs, spread)
     simulated = simulate(pipe.schedule, costs).batch_seconds if taken is None else taken.median
     yield figure(STEP, step_planned / took)
+    yield figure(UNTRIED, _middle(untried) / took)
+    if plan.tried_seconds is not None:
+        yield figure(TRIED, plan.tried_seconds / took)
     yield figure("work, planned / measured", planned / work)
     yield figure("step, simulated / measured", simulated / took)
     if taken is not None:
@@ -182,18 +204,31 @@ def _ran(
     yield figure("bubble", plan.bubble, "fraction", How.SIMULATED)
 
 
+def _middle(plan: Plan) -> float:
+    """The middle of the plan's range [s]; its step without one."""
+    from ...partition.plans.simulated import sampled
+
+    assert plan.simulated_step_time is not None
+    drawn = sampled(plan)
+    return plan.simulated_step_time if drawn is None else drawn.median
+
+
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """By kind of run how far planned steps are off: the median and the worst of the runs, and the plans."""
-    by_kind: dict[Case, list[Figure]] = defaultdict(list)
+    """By kind of run how far planned steps are off, those of trials, and those planned before: the median and the worst
+    of the runs; and the plans."""
+    by_kind: dict[Case, dict[str, list[Figure]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
-        if figure.name == STEP:
-            by_kind[figure.case.only(key for key in figure.case if key != "run")].append(figure)
+        if figure.name in (STEP, TRIED, UNTRIED):
+            by_kind[figure.case.only(key for key in figure.case if key != "run")][figure.name].append(figure)
     said = []
     for kind, own in by_kind.items():
-        off = [figure.value - 1 for figure in own]
-        plans = "; ".join(dict.fromkeys(figure.note for figure in own))
-        said.append(
-            f"{kind}: planned steps are {median(map(abs, off)):.1%} off (median of {len(off)} runs), "
-            f"{max(off, key=abs):+.1%} at worst. Plans: {plans}."
-        )
+        plans = "; ".join(dict.fromkeys(figure.note for figure in own[STEP]))
+        tried = f"; steps of their trials {_off(own[TRIED])}" if own[TRIED] else ""
+        alone = f"; by the profile alone {_off(own[UNTRIED])}" if own[UNTRIED] else ""
+        said.append(f"{kind}: planned steps are {_off(own[STEP])}{tried}{alone}. Plans: {plans}.")
     return said
+
+
+def _off(figures: Sequence[Figure]) -> str:
+    off = [figure.value - 1 for figure in figures]
+    return f"{median(map(abs, off)):.1%} off (median of {len(off)} runs), {max(off, key=abs):+.1%} at worst"

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -78,7 +77,7 @@ def agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple
 
 def of_chunks(costs: Costs, num_chunks: int) -> Costs:
     """Seconds of one of the chunks that share a rank's work evenly; what an action and a message take stays."""
-    table = replace(costs, overhead=0.0).table(num_stages=1)
+    table = costs.free_of_overhead.table(num_stages=1)
     return Costs(
         forward=table.of(Op.F, 0, 0) / num_chunks,
         input_grad=table.of(Op.I, 0, 0) / num_chunks,
@@ -246,7 +245,7 @@ def _measured(schedule: Schedule, problem: StagesProblem) -> Costs:
         side.step()
     S, costs = schedule.num_stages, side.pipe.measured_costs()
     side.pipe.close()
-    table, whole = replace(costs, overhead=0.0).table(num_stages=S), costs.table(num_stages=S)
+    table, whole = costs.free_of_overhead.table(num_stages=S), costs.table(num_stages=S)
 
     def mean(op: Op, table: CostTable = table) -> float:
         return fmean(table.of(op, stage, 0) for stage in range(S))

@@ -183,7 +183,7 @@ def test_behind_the_batch_gradients_are_in_float32() -> None:
 
 
 def test_sends_of_the_warm_up_follow_from_forwards_and_messages() -> None:
-    """Of all stages, although one of them alone says the bandwidth: the others' sends are mostly waits."""
+    """All stages count, although one of them alone says the bandwidth: the others' sends are mostly waits."""
     ratios = []
     for plan in PLANS:
         forward = [sum(rank.forward for rank in stage.ranks) / len(stage.ranks) for stage in plan.stages]

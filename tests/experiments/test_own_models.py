@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from stagewright.experiments.own_options import OwnOptions
 from stagewright.experiments.own_task import Batch, default_loss, make_loss
 from stagewright.experiments.training import pipeline
 from stagewright.experiments.training.recipe import learning_rate_curve
+from stagewright.partition import Plan, PlanStage
 from stagewright.schedules.user_code import UserCodeError, load
 
 MINE = """
@@ -319,6 +321,29 @@ def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
     assert error.startswith("stagewright: error: ")
     assert "Traceback" not in error
     assert re.search(message, error), error
+
+
+def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = PlanStage(nodes=("0", "1", "2"), ranks=(0,), forward_seconds=0.1, backward_seconds=0.2, step_seconds=0.3)
+    plan = Plan(
+        stages=(part,),
+        num_devices=1,
+        cost_model="default",
+        schedule="1f1b",
+        num_microbatches=4,
+        microbatch_size=4,
+        predicted_step_time=0.3,
+        bound=0.3,
+        simulated_step_time=1.2,
+        simulated_bubble=0.0,
+    )
+    (mine / "of_16.json").write_text(plan.to_json())
+    (mine / "of_8.json").write_text(replace(plan, microbatch_size=2).to_json())
+    assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "of_16.json"]) == 2
+    error = capsys.readouterr().err
+    assert "own_mine:few gives batches of 8, and the plan is for 4 microbatches of 4 samples: expected batches" in error
+    assert "batches of 16 (--batch where" in error
+    assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "of_8.json"]) == 0
 
 
 @pytest.mark.parametrize("option", ["model", "data"])

@@ -13,7 +13,7 @@ from support.commands import Done
 from support.recorded import records_of
 
 from stagewright.experiments.cli import main
-from stagewright.experiments.commands.checked_run import _fits
+from stagewright.experiments.commands.checked_run import _fits, check_run
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.plans.simulated import simulated
 from stagewright.schedules import Costs, build, flushed, simulate
@@ -52,11 +52,14 @@ def write_run(
     *,
     costs: Mapping[str, Any] | None = None,
     processes: Mapping[int, Path] | None = None,
+    start: str = "a",
+    first_step: int = 0,
 ) -> None:
-    """What a run leaves whose steps took what the plan says, but for some costs.
+    """Files of a run whose steps took what the plan says, but for some costs.
 
     Arguments:
         processes: folders of their own, by rank.
+        start, first_step: of a run that went on, one that has stages of its own.
     """
     promised = simulated(carried_out)
     given = costs or {}
@@ -67,22 +70,24 @@ def write_run(
         place.mkdir(parents=True, exist_ok=True)
     RunFile(schedule=schedule, predicted=truth, costs=true).write(folder)
     for rank, record in enumerate(records):
+        place = (processes or {}).get(rank, folder)
         header = TraceHeader(
-            run="a",
-            started="2026",
+            run=start,
+            started=start,
             process=rank,
             num_processes=len(records),
             ranks=(rank,),
             machine="a",
             origin="a",
-            host="a",
-            first_step=0,
+            host=place.parts[0],
+            first_step=first_step,
             digest=digest(schedule),
+            cut=start,
             schedule=schedule,
         )
-        place = (processes or {}).get(rank, folder)
-        lines = [step_line("a", step, {rank: record}) for step in (3, 23)]
-        trace_path(place, rank).write_bytes(header_line(header) + b"".join(lines))
+        lines = [step_line(start, step, {rank: record}) for step in (first_step + 3, first_step + 23)]
+        with trace_path(place, rank).open("ab") as file:
+            file.write(header_line(header) + b"".join(lines))
     (folder / "plan.json").write_text(carried_out.to_json())
     config = {"model": None, "layers": 4, "width": 64, "heads": None, "length": 32}
     (folder / "manifest.json").write_text(json.dumps({"name": folder.name, "config": config}))
@@ -139,7 +144,7 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(
     assert main(["plan", "--check", "runs/one", "-o", "check.svg"]) == 0
     printed = capsys.readouterr().out
     assert "one: 1f1b, 4 stages on 4 ranks, medians of 2 traced steps" in printed
-    assert "measured, first action to last" in printed
+    assert "actions as measured" in printed
     assert "    stagewright profile --layers 4" in printed
     assert "10.0 MB .. 30.0 MB   20.0 MB" in printed
     assert printed.rstrip().endswith("check.svg")
@@ -159,6 +164,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
     "overhead": ({"schedule": "interleaved", "chunk_sizes": (3,), **TWO_BY_TWO}, {"overhead": lambda _: 0.002}),
     "update": ({"pipeline_sizes": (1,), "data_sizes": (4,)}, times(3.0, "update")),
     "norm": (TWO_BY_TWO, {"norm": lambda _: 0.05}),
+    "held": (
+        {"schedule": "interleaved", "batch": 12, "chunk_sizes": (3,), "pipeline_sizes": (1,), "data_sizes": (4,)},
+        {"sum_busy": lambda _: 0.9},
+    ),
     "message": (TWO_BY_TWO, {"latency": lambda _: 0.02}),
 }
 
@@ -178,7 +187,7 @@ def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> N
     why = [line for each in found["measure_again"] for line in each["why"]]
     assert any(why[0].startswith(name) for name in named), why
     command = found["measure_again"][0]["command"]
-    assert command is None if kind == "norm" else ("--links" in command) == (kind == "message")
+    assert command is None if kind == "norm" else ("--links" in command) == (kind in ("message", "held"))
 
 
 @pytest.mark.usefixtures("_here")
@@ -190,6 +199,41 @@ def test_hosts_whose_folders_are_apart(
     alone = answer(capsys, "a/one")
     assert any("nothing was recorded of forward of stage 2" in note for note in alone["notes"])
     assert alone["ranks"][2] == []
+    with pytest.raises(
+        ValueError, match=r"b/one: what 2 processes left on b; plan and figures are where process 0 ran"
+    ):
+        check_run(["b/one"])
+
+
+@pytest.mark.usefixtures("_here")
+def test_commands_are_for_the_hosts_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts of three ranks and one, whether the other host's folder is there or not."""
+    wrong = {"backward": slower_backward, "latency": lambda _: 0.02}
+    write_run(Path("a/one"), planned(), costs=wrong, processes={3: Path("b/one")})
+    for folders in (["a/one", "b/one"], ["a/one"]):
+        commands = [each["command"] for each in answer(capsys, *folders)["measure_again"]]
+        assert "torchrun ... -m stagewright profile --links --out cluster.json" in commands
+        (profile,) = (command for command in commands if "--links" not in command)
+        assert "--ranks 3 " in profile
+        assert main(["plan", "--check", *folders]) == 0
+        assert "(on each host; --links --profiles takes the files" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_here")
+def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Schedule and ranks may be the same: the header of each start tells its stages."""
+    own = planned()
+    write_run(Path("one"), own, costs=times(3.0, "forward"))
+    logged = [{"step": step, "step_seconds": 1.0 if step < 30 else 0.5 + step / 1000} for step in range(60)]
+    Path("one/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+    write_run(Path("one"), own, costs={"backward": slower_backward}, start="b", first_step=30)
+    found = answer(capsys, "one")
+    assert "2 traced steps of before step 30, where the run went on with other stages: left out" in found["notes"]
+    wrong = {each["name"] for each in found["inputs"] if each["ratio"] not in (None, pytest.approx(1.0))}
+    assert wrong == {"backward of stage 1"}
+    assert found["step_seconds"] == pytest.approx(0.5 + 0.0445)
+    assert main(["plan", "--check", "one"]) == 0
+    assert "medians of 2 traced steps" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_here")

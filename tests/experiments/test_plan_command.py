@@ -32,7 +32,17 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     assert "configurations: " in printed
     assert "by their bounds none of the rest is faster" in printed
     assert "planned in " in printed
+    assert f"seconds and bytes: {profile}, as measured (`stagewright profile`" in printed
+    assert "memory of a device: no limit is known (--memory 80GB gives one)" in printed
+    assert "links: messages and sums take no time (--cluster says what they take" in printed
     assert Plan.load(out).replicas == (4,)
+    assert main(["plan", "--transformer", SHAPE, "--device", "v100", "--ranks", "4", "--batch", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "seconds and bytes: formulas on the device V100-32GB (--device gives another: a name, such as v100, or"
+        in printed
+    )
+    assert "memory of a device: 32.0 GB (--memory gives another)" in printed
 
 
 def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

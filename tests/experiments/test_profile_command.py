@@ -15,7 +15,7 @@ from stagewright.experiments.commands.profile import (
     folded,
     summary,
 )
-from stagewright.experiments.commands.profile_ranks import with_kinds
+from stagewright.experiments.commands.profile_ranks import measured_links
 from stagewright.partition import Cluster, Node, Profile
 
 SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
@@ -149,28 +149,6 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
     assert profile.action_seconds > 0
 
 
-def test_hosts_of_other_speeds_are_kinds() -> None:
-    """Of two ranks on each of three hosts, and of one on each; what profiles cannot say is refused."""
-
-    def profile(factor: float) -> Profile:
-        nodes = tuple(replace(node, forward_seconds=node.forward_seconds * factor) for node in CHAIN.nodes)
-        return replace(CHAIN, nodes=tuple(replace(n, backward_seconds=2 * n.forward_seconds) for n in nodes))
-
-    cluster = Cluster.parse("3x2:host=10GB/s,network=1GB/s")
-    found = with_kinds(cluster, [profile(1), profile(2), profile(1.02)], names=("a", "b", "c"))
-    assert found.nodes == ("device 0", "device 1", "device 0")
-    assert [kind.speed for kind in found.kinds] == [1.0, 0.5]
-    assert found.levels == cluster.levels
-    alone = with_kinds(Cluster.parse("2:network=1GB/s"), [profile(1), profile(0.5)], names=("a", "b"))
-    assert (alone.num_devices, [level.size for level in alone.levels]) == (2, [1, 2])
-    assert [kind.speed for kind in alone.kinds] == [1.0, 2.0]
-    with pytest.raises(ValueError, match="--profiles a: 1 for 3 hosts: expected one a host"):
-        with_kinds(cluster, [profile(1)], names=("a",))
-    other = replace(CHAIN, microbatch_size=4)
-    with pytest.raises(ValueError, match="b: another model or microbatch than a"):
-        with_kinds(Cluster.parse("2:network=1GB/s"), [CHAIN, other], names=("a", "b"))
-
-
 def test_levels_become_a_cluster() -> None:
     from stagewright.comm.links import LinkLevel, MeasuredLinks
     from stagewright.pipe.auto import cluster_of
@@ -183,16 +161,20 @@ def test_levels_become_a_cluster() -> None:
             latency=1e-6,
             residual=0,
             reduce_bandwidth=bandwidth / 2,
+            reduce_latency=2e-6,
             pairs=(),
             fits=(),
             seconds=(),
             message_seconds=3e-5,
         )
 
-    cluster = cluster_of(MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9))))
+    measured = MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9)))
+    cluster = cluster_of(measured)
+    assert (cluster.rings, cluster_of(replace(measured, rings="flat")).rings) == ("levels", "flat")
     assert cluster.num_devices == 8
     assert cluster.path_bandwidths == (1e10, 1e9)
     assert cluster.ring_bandwidths == (5e9, 5e8)
+    assert cluster.ring_latencies == (2e-6, 2e-6)
     assert [level.message_seconds for level in cluster.levels] == [3e-5, 3e-5]
 
 
@@ -229,6 +211,34 @@ def test_a_malformed_profile_names_file_and_field(capsys: pytest.CaptureFixture[
     path.write_text(json.dumps(record))
     assert main(["profile", "--from-json", str(path)]) == 2
     assert "bad.json: nodes[2]: backward_seconds: -1: expected a finite number of at least 0" in capsys.readouterr().err
+
+
+def test_profiles_of_hosts_are_read_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need not lie on the disks of other hosts; there a missing file ended the ranks, and the first one waited."""
+    from stagewright.comm import World
+
+    def no_file() -> None:
+        raise ValueError("hosts.json: No such file")
+
+    heard: list[str] = []
+
+    class Together:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def gather(self, mine: str, *, what: str) -> list[str]:
+            heard.append(mine)
+            return ["hosts.json: No such file", ""]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("stagewright.comm.Collectives", Together)
+    for rank, said in ((0, "hosts.json: No such file"), (1, "")):
+        monkeypatch.setattr("stagewright.comm.join_world", lambda rank=rank, **_: World(rank=rank, size=2))
+        with pytest.raises(ValueError, match=r"hosts\.json: No such file"):
+            measured_links("cpu", 1.0, check=no_file)
+        assert heard.pop() == said
 
 
 def test_more_ranks_than_the_job_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ COSTS = Costs(forward=0.5, latency=0.25)
 
 
 def leave(folder: Path, processes: tuple[int, ...] = (0, 1), *, run: str = "a") -> Path:
-    """What a run over two hosts leaves in one of its folders."""
+    """Files of a run over two hosts in one of its folders."""
     folder.mkdir(parents=True, exist_ok=True)
     timeline = simulate(SCHEDULE, COSTS)
     for process in processes:

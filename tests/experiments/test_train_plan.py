@@ -81,12 +81,13 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
-    done = command("train", *TINY, "--plan", "auto", "--text", text, "--name", "one")
+    done = command("train", *TINY, "--plan", "auto", "--trials", "1", "--text", text, "--name", "one")
     assert done.status == 0, done.stderr
     assert "plan         step" in done.stdout
     assert "predicted / measured" in done.stdout
     plan = Plan.load(tmp_path / "runs" / "one" / "plan.json")
     assert plan.num_devices == 2
+    assert any(note.startswith(("tried for ", "not tried: ")) for note in plan.notes)
     summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     assert summary["planned_step_seconds"] == plan.simulated_step_time
     assert [high - low for low, high in summary["planned_resident_bytes"]] == [each.high for each in plan.kept.values()]
@@ -124,6 +125,11 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
         (("--plan", "auto", "--schedule", "1f1b"), "--schedule 1f1b beside --plan auto: leave it away"),
         (("--schedule", "auto"), "--schedule auto: expected --plan auto"),
         (("--plan", "auto", "--dry-run"), "--dry-run measures nothing"),
+        (
+            ("--plan", "auto", "--trials", "-1"),
+            "--trials -1: expected a number of plans, 0 or more, beside --plan auto",
+        ),
+        (("--trials", "2"), "--trials 2: expected a number of plans, 0 or more, beside --plan auto"),
         (("--plan", "PLAN", "--microbatches", "4"), "--microbatches 4 beside --plan"),
         (("--plan", "PLAN", "--ranks", "3"), "is for 2 ranks: expected --ranks 2, not 3"),
         (("--plan", "PLAN", "--batch", "12"), "is for 4 microbatches of 2 samples: expected --batch 8, not 12"),
@@ -137,6 +143,14 @@ def test_bad_options(
     words = [path if word == "PLAN" else word for word in options]
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_lies_on_another_host(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "node1")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--plan", "nowhere.json"]) == 2
+    assert "nowhere.json: no such file on node1, where each host needs a copy: expected" in capsys.readouterr().err
 
 
 def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

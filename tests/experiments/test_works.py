@@ -75,12 +75,18 @@ def test_how_far_plans_are_off() -> None:
     def run(number: int, ratio: float, replicas: str | int) -> list[Figure]:
         case = Case.of({"model": "gpt", "ranks": 2, "replicas": replicas, "run": number})
         step = Figure(case=case, name=predictions.STEP, value=ratio, unit="ratio", how=How.MEASURED, note="P=2")
-        return [step, Figure(case=case, name="step", value=9.0, unit="s", how=How.MEASURED)]
+        untried = Figure(case=case, name=predictions.UNTRIED, value=ratio - 0.1, unit="ratio", how=How.MEASURED)
+        tried = Figure(case=case, name=predictions.TRIED, value=ratio - 0.05, unit="ratio", how=How.MEASURED)
+        other = Figure(case=case, name="step", value=9.0, unit="s", how=How.MEASURED)
+        return [step, *([tried] if replicas == "any" else []), untried, other]
 
     runs = [run(1, 0.99, "any"), run(2, 1.02, "any"), run(3, 0.90, "any"), run(1, 1.25, 2)]
     assert predictions.findings([figure for each in runs for figure in each]) == [
-        "model=gpt ranks=2 replicas=any: planned steps are 2.0% off (median of 3 runs), -10.0% at worst. Plans: P=2.",
-        "model=gpt ranks=2 replicas=2: planned steps are 25.0% off (median of 1 runs), +25.0% at worst. Plans: P=2.",
+        "model=gpt ranks=2 replicas=any: planned steps are 2.0% off (median of 3 runs), -10.0% at worst; steps "
+        "of their trials 6.0% off (median of 3 runs), -15.0% at worst; by the profile alone 11.0% off (median of 3 "
+        "runs), -20.0% at worst. Plans: P=2.",
+        "model=gpt ranks=2 replicas=2: planned steps are 25.0% off (median of 1 runs), +25.0% at worst; by the profile "
+        "alone 15.0% off (median of 1 runs), +15.0% at worst. Plans: P=2.",
     ]
 
 
@@ -116,7 +122,7 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
 
 
 def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
-    """That figures come out, of ranks in one process; how many steps lie within is a question of the machine."""
+    """Figures come out, of ranks in one process; how many steps lie within is a question of the machine."""
     pipe = make()
     case = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 12})
     figures = list(ranges.figures_of(case, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=2))

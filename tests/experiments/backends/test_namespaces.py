@@ -156,11 +156,13 @@ with network(Nodes(num_nodes=2, shape=Shape(latency=0.001)), has_netem=False) as
 """
 
 
-def test_nothing_is_left_when_the_owner_is_killed():
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+    """But for the names of its nodes, a file that is for the system to clear away: here in a folder of the test's."""
     foreign = f"other-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", foreign], check=True)
     try:
-        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+        elsewhere = {**os.environ, "TMPDIR": str(tmp_path)}
+        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=elsewhere)
         nodes = [int(word) for word in owner.stdout.readline().split()]
         networks = [os.stat(f"/proc/{node}/ns/net").st_ino for node in nodes]
         assert all(processes_of(inode) for inode in networks)

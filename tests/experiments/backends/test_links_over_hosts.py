@@ -1,0 +1,65 @@
+"""`stagewright profile --links` under torchrun on two hosts, in namespaces with a link of a known shape. Needs root."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stagewright.experiments.backends.namespaces.needs import what_is_missing, why_no_wire
+from stagewright.experiments.backends.namespaces.network import Network, network
+from stagewright.experiments.backends.records import Nodes, Shape
+from stagewright.partition import Cluster
+
+WHY_NOT = what_is_missing() or why_no_wire()
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+GIGABIT, LATENCY = 1e9 / 8, 2e-3
+TWO_HOSTS = Nodes(num_nodes=2, shape=Shape(bandwidth=GIGABIT, latency=LATENCY))
+
+
+def on_all(net: Network, ranks: Sequence[int], *words: str) -> list[tuple[int, str]]:
+    """By host exit status and what torchrun and so many ranks said that ran `stagewright profile --links`."""
+    started = []
+    for node, (host, count) in enumerate(zip(net.hosts, ranks, strict=True)):
+        torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(len(ranks)))
+        here = ("--nproc-per-node", str(count), "--node-rank", str(node), "--master-addr", net.addresses[0])
+        line = (*torchrun, *here, "-m", "stagewright", "profile", "--links", "--timeout", "30", *words)
+        started.append(host.start(line, output=subprocess.PIPE, environment={"OMP_NUM_THREADS": "1"}))
+    said = [each.communicate(timeout=150)[0].decode(errors="replace") for each in started]
+    return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
+
+
+def test_two_levels_are_found_as_they_were_made(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.json"
+    with network(TWO_HOSTS, has_netem=False) as net:
+        ends = on_all(net, (2, 2), "--out", str(out))
+    assert [status for status, _ in ends] == [0, 0], ends
+    found = Cluster.load(out)
+    host, wire = found.levels
+    assert found.rings == "flat"
+    # A rank's part leaves when it has heard that the next rank waits: there and back in each step.
+    assert 2 * LATENCY <= wire.reduce_latency <= 4 * LATENCY  # type: ignore[operator]
+    assert (host.name, host.size, wire.name, wire.size) == ("host", 2, "network", 2)
+    assert wire.bandwidth == pytest.approx(GIGABIT, rel=0.15)
+    assert LATENCY <= wire.latency + 2 * wire.message_seconds <= 2 * LATENCY
+    assert host.bandwidth > 2 * wire.bandwidth
+    assert host.latency < LATENCY / 2
+    assert GIGABIT / 4 < wire.reduce_bandwidth <= GIGABIT  # type: ignore[operator]
+
+
+def test_hosts_whose_names_mean_themselves(tmp_path: Path) -> None:
+    """As Debian writes them into /etc/hosts: gloo would listen where nobody else comes."""
+    with network(TWO_HOSTS, has_netem=False) as net:
+        for host in net.hosts:
+            own = tmp_path / host.name
+            own.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
+            host.start(("mount", "--bind", str(own), "/etc/hosts"), output=None).wait()
+        ends = on_all(net, (1, 1))
+    for rank, (status, said) in enumerate(ends):
+        assert status != 0
+        assert f"rank {rank} of 2 cannot be connected with all others: node0 does not reach node1 at 127.0.1.1" in said
+        assert "on node1 type GLOO_SOCKET_IFNAME=eth0" in said
