@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,13 +58,21 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
     return 0
 
 
+class _Bubble(NamedTuple):
+    """Share of a step for which its ranks waited."""
+
+    step: int
+    measured: float
+    predicted: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Record:
     """Measurements so far."""
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    bubbles: list[tuple[int, float, float]] = field(default_factory=list)  # step, measured, predicted
+    bubbles: dict[int, _Bubble] = field(default_factory=dict)  # by step
     predicted: Timeline | None = None
     measured: Timeline | None = None  # step
     sampled: StepSamples | None = None  # steps drawn from how durations varied, in process 0
@@ -82,19 +91,20 @@ class _Record:
         )
         for one in steps:
             if one.bubble is not None and one.predicted_bubble is not None:
-                found = (one.bubble, one.predicted_bubble)
-                if record.newest_bubbles() != found:
-                    record.bubbles.append((one.step, *found))
+                at = one.step if one.bubble_step is None else one.bubble_step
+                record.bubbles[at] = _Bubble(at, one.bubble, one.predicted_bubble)
         return record
 
-    def newest_bubbles(self) -> tuple[float, float] | None:
-        """Measured and predicted."""
-        return self.bubbles[-1][1:] if self.bubbles else None
+    @property
+    def newest_bubble(self) -> _Bubble | None:
+        """The bubble of the last step whose records were gathered."""
+        return next(reversed(self.bubbles.values()), None)
 
     def behind(self, step: int) -> tuple[list[float], list[float], list[float]]:
         """Seconds of the steps from this one on, and their bubbles, measured and predicted; where none is, of all."""
-        bubbles = [each for each in self.bubbles if each[0] >= step] or self.bubbles
-        return self.step_seconds[step:] or self.step_seconds, [b for _, b, _ in bubbles], [p for *_, p in bubbles]
+        bubbles = [each for each in self.bubbles.values() if each.step >= step] or self.bubbles.values()
+        seconds = self.step_seconds[step:] or self.step_seconds
+        return seconds, [each.measured for each in bubbles], [each.predicted for each in bubbles]
 
 
 class _Training:
@@ -186,7 +196,7 @@ class _Training:
 
     def _train(self, progress: Progress) -> None:
         started, first = time.perf_counter(), self.checkpoints.first_step
-        bubbles: dict[int, tuple[float, float] | None] = {}  # the newest when a step had run
+        bubbles: dict[int, _Bubble | None] = {}  # the newest when a step had run
         for step in range(first, self.options.steps):
             batch = next(self.source)
             if step == 1:
@@ -199,14 +209,14 @@ class _Training:
             self.tracer.step()
             if self._is_gathered(step):
                 self._gather(step, result)
-            bubbles[step] = self.record.newest_bubbles()
+            bubbles[step] = self.record.newest_bubble
             self._log(bubbles, progress)
             self.checkpoints.behind(step, partial(self._log, bubbles, progress))
         self.pipe.flush()
         self._log(bubbles, progress)
         self.record.seconds += time.perf_counter() - started
 
-    def _log(self, bubbles: dict[int, tuple[float, float] | None], progress: Progress) -> None:
+    def _log(self, bubbles: dict[int, _Bubble | None], progress: Progress) -> None:
         """Log the steps whose results became known."""
         for told in self.told:
             self.record.losses.append(told.loss)
@@ -241,7 +251,7 @@ class _Training:
         if self.record.predicted is None:
             self.tracer.write_prediction(costs)  # for a run that is ended before its end
         self.record.predicted, self.record.measured = predicted, measured
-        self.record.bubbles.append((step, measured.bubble, predicted.bubble))
+        self.record.bubbles[step] = _Bubble(step, measured.bubble, predicted.bubble)
 
     def _is_gathered(self, step: int) -> bool:
         """Now and then, and at the end, so that a run of any length has a bubble."""
@@ -397,9 +407,9 @@ def _speed_line(summary: Summary) -> str:
     return f"{rate} ({done} in {duration(summary.seconds)})"
 
 
-def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubbles: tuple[float, float] | None) -> Metrics:
+def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubble: _Bubble | None) -> Metrics:
     rate = told.num_samples / told.seconds
-    measured, predicted = (None, None) if bubbles is None else bubbles
+    at, measured, predicted = (None, None, None) if bubble is None else bubble
     return Metrics(
         step=told.step,
         samples=samples,
@@ -413,6 +423,7 @@ def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubbles: 
         tokens_per_s=None if sample_bytes is None else rate * sample_bytes,
         bubble=measured,
         predicted_bubble=predicted,
+        bubble_step=at,
     )
 
 

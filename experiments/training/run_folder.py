@@ -78,7 +78,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None where there is none."""
+    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None where there is none.
+
+    Arguments:
+        bubble, predicted_bubble: of the newest step whose records were gathered, `bubble_step`.
+    """
 
     step: int
     samples: int
@@ -92,6 +96,7 @@ class Metrics:
     tokens_per_s: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
+    bubble_step: int | None = None
     val_bits_per_byte: float | None = None
 
 

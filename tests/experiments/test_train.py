@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,8 @@ def test_the_dry_run_counts_what_muon_keeps() -> None:
 def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
     line = "loss 2.000 = 2.88 bits/byte  1,234 tokens/s  bubble 12.5% (predicted 10.0%)"
     assert describe(SOME) == line
+    assert describe(replace(SOME, bubble_step=1)) == line  # step 1 is the second one
+    assert describe(replace(SOME, step=9, bubble_step=3)) == line.replace("12.5%", "12.5% in step 4")
     for rank in (0, 1):
         with make_progress(rank=rank, steps=2, json=False) as progress:
             progress.step(SOME)
