@@ -308,16 +308,18 @@ class Profile:
         """The same with the seconds that a run on this machine will see.
 
         All nodes are scaled alike, so that F + B of all together are what the whole took on average (or `slowdown`
-        times as long, where the whole was not measured): each part had undisturbed moments, the whole fewer.
+        times as long, where the whole was not measured): each part had undisturbed moments, the whole fewer. A profile
+        that is typical already stays as it is.
         """
-        factor = self.slowdown
-        if self.step_seconds is not None and self.parts_seconds > 0:
-            factor *= self.step_seconds / self.parts_seconds
+        factor, whole = self.slowdown, None
+        if self.step_seconds is not None:
+            whole = self.step_seconds * self.slowdown
+            factor = whole / self.parts_seconds if self.parts_seconds > 0 else factor
         nodes = tuple(
             replace(node, **{name: known * factor for name in _SECONDS if (known := getattr(node, name)) is not None})
             for node in self.nodes
         )
-        return replace(self, nodes=nodes, slowdown=1.0)
+        return replace(self, nodes=nodes, step_seconds=whole, slowdown=1.0)
 
     def to_json(self) -> str:
         """One JSON object with a version; `from_json` reads it."""

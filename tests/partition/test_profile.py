@@ -177,7 +177,8 @@ def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
     assert whole.nodes[0].forward_seconds == pytest.approx(1.5)
     assert (whole.nodes[0].selective_bytes, whole.nodes[0].selective_seconds) == (7, pytest.approx(0.75))
     assert (whole.nodes[1].selective_bytes, whole.nodes[1].selective_seconds) == (None, None)
-    assert whole.slowdown == 1.0
+    assert (whole.slowdown, whole.step_seconds, whole.parts_over_step) == (1.0, 12.0, pytest.approx(0.0))
+    assert whole.typical().parts_seconds == pytest.approx(12.0)
     assert Profile(nodes=nodes, slowdown=1.5).typical().parts_seconds == pytest.approx(12.0)
     assert Profile.from_json(Profile(nodes=nodes, slowdown=1.5).to_json()).slowdown == 1.5
 
