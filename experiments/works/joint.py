@@ -1,4 +1,4 @@
-"""What a batch gains when cut, placement and schedule are chosen together, on layers of unequal kinds.
+"""Gains of a batch when cut, placement and schedule are chosen together, on layers of unequal kinds.
 
 Profiles are drawn from a seed, the same on every machine. A profile has 12 to 20 blocks, whose F, I and W vary by a few
 tenths. What is drawn further:

@@ -81,7 +81,7 @@ EMULATED: Mapping[int, Sequence[str]] = {  # by M; each takes seconds to connect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is to run: a schedule, and the work of each rank, 1 on average."""
+    """Case to run: a schedule, and the work of each rank, 1 on average."""
 
     schedule: Schedule
     work: tuple[float, ...]

@@ -170,7 +170,7 @@ def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
 
 
 def lend() -> list[str]:
-    """What rank 0 still holds of what it sent: activations, and activations that are lent, which nobody answers."""
+    """Messages sent that rank 0 still holds: activations, and activations that are lent, which nobody answers."""
     mine = transport()
     tensors = {act(0): [torch.ones(1000)], lent: [torch.ones(3000), torch.ones(0), torch.ones(5)]}
     layouts = {message: specs_of(own) for message, own in tensors.items()}

@@ -36,7 +36,7 @@ def slowed(timeline: Timeline, rank: int) -> Timeline:
 
 
 def write_run(name: str, predicted: Timeline, measured: Timeline, **config: object) -> None:
-    """What a run in one process leaves, with one traced step."""
+    """Folder that a run in one process leaves, with one traced step."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     schedule = predicted.schedule
@@ -134,7 +134,7 @@ def test_plans_say_their_cut_and_memory(runs: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_measured_run_beside_a_schedule(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What both have is compared: here the prediction."""
+    """Only what both have is compared: here the prediction."""
     found = answer(capsys, "fast", "zb-h1", "--ranks", "2", "--microbatches", "8")
     assert [found[side]["caption"] for side in ("before", "after")] == ["predicted", "predicted"]
     assert any("only fast was measured" in note for note in found["notes"])

@@ -32,7 +32,7 @@ from stagewright.experiments.jobs.figure import Figure, How
 HERE = Path(__file__).parent
 
 def work(case, repetitions):
-    """What the case says; each start leaves a line in a file."""
+    """Figures that the case names; each start leaves a line in a file."""
     what = case.text("what")
     with (HERE / "started").open("a") as file:
         print(what, file=file)
@@ -63,7 +63,7 @@ def declaration(folder: Path, *whats: str, timeout: float = 60.0) -> Path:
 
 
 def started(folder: Path) -> list[str]:
-    """What has been started so far, in alphabetical order."""
+    """Cases started so far, in alphabetical order."""
     path = folder / "started"
     return sorted(path.read_text().split()) if path.exists() else []
 

@@ -165,7 +165,7 @@ def test_holes_of_the_caching_allocator() -> None:
 
 
 def test_reserved_memory_of_measured_plans_is_within_the_range() -> None:
-    """Of 40 ranks on L4: what the formulas say of tensors, and what the allocator had reserved beside them."""
+    """40 ranks on L4: what the formulas say of tensors, and what the allocator had reserved beside them."""
     shares = []
     for each in measured().plans:
         for number, stage in enumerate(each.stages):
@@ -279,7 +279,7 @@ print(resident, watched.peak_bytes, weights)
 @pytest.mark.nightly
 @pytest.mark.parametrize("threshold", [None, "65536"])
 def test_resident_memory_of_a_run_is_within_the_range(threshold: str | None) -> None:
-    """Of a process of its own, with malloc as it is and with one that keeps no holes: 10 s each."""
+    """Figures of a process of its own, with malloc as it is and with one that keeps no holes: 10 s each."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment |= {} if threshold is None else {"MALLOC_MMAP_THRESHOLD_": threshold}
     out = subprocess.run([sys.executable, "-c", _RUN], env=environment, capture_output=True, text=True, check=True)

@@ -259,7 +259,7 @@ def test_never_worse_where_stages_go_back_and_forth_or_backwards_are_split(
 
 
 def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
-    """What the search knows of a configuration before it is cut."""
+    """Bound that the search knows of a configuration before it is cut."""
     configuration = Configuration(
         tensor=1,
         microbatch_size=1,

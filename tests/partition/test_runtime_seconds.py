@@ -176,7 +176,7 @@ def test_unequal_replicas() -> None:
 
 
 def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is gained is gained with them: in the search, and where the order found is simulated."""
+    """Gains hold with them: in the search, and where the order found is simulated."""
     searched: list[Costs] = []
 
     def search(*, costs: Costs, **options: Any) -> Synthesis:

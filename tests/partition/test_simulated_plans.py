@@ -41,7 +41,7 @@ def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
 
 
 def bubble_of(found: Plan, timeline: Timeline) -> float:
-    """Of the ranks that the plan uses."""
+    """Bubble of the ranks that the plan uses."""
     used = {rank for stage in found.stages for rank in stage.ranks}
     return 1 - sum(timeline.ranks[rank].busy for rank in used) / len(used) / timeline.batch_seconds
 

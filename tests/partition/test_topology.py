@@ -75,7 +75,7 @@ def test_which_levels_a_sum_uses(ranks: Sequence[int], seconds_a_byte: float) ->
 
 
 def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
-    """Of two hosts with two ranks each all of the vector crosses the network in six steps, not half of it in two."""
+    """Two hosts of two ranks each: all of the vector crosses the network in six steps, not half of it in two."""
     levels = (
         Level(name="host", size=2, bandwidth=1e9, latency=5e-5),
         Level(name="network", size=2, bandwidth=1.25e8, latency=2e-3, reduce_latency=4e-3, sum_busy=0.5),

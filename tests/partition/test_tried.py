@@ -1,4 +1,4 @@
-"""What measured steps put into a plan: steps that are simulated from other figures give those figures back."""
+"""Figures that measured steps put into a plan: steps that are simulated from other figures give those figures back."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_another_plan_is_corrected_by_what_was_off() -> None:
 
 
 def test_messages_are_corrected_by_messages_alone() -> None:
-    """What goes on around actions, found off by a plan that sends nothing, says nothing of seconds with a message."""
+    """Seconds around actions, found off by a plan that sends nothing, says nothing of seconds with a message."""
     data, pipeline = planned("data"), planned("pipeline")
     took = with_measured(data, [simulated(data).timeline], Costs(overhead=[50.0 * each for each in data.overheads]))
     by = ratios(data, took, step=took.simulated_step_time or 0.0)

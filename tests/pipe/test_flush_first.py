@@ -288,7 +288,7 @@ FAILING = {
 def _behind_a_bad_batch(
     name: str, mesh: dict[str, int] | None, folder: Path
 ) -> tuple[list[str], dict[int | None, float | None]]:
-    """What a bad batch says in the flushed part, and the losses by step behind it; checked against one process."""
+    """Error of a bad batch in the flushed part, and the losses by step behind it; checked against one process."""
     options = {} if name == "2bw" else {"update_every": 2}
     schedule = build(name, num_ranks=2, num_microbatches=4, **options)
     pipe = stream(schedule, mesh=mesh, flush_first=3, num_microbatches=4, timeout=20.0)

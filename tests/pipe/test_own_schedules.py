@@ -106,7 +106,7 @@ def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: boo
 
 
 def test_stages_without_backward_keep_nothing() -> None:
-    """What came in is gone with the forward: nothing waits for a backward."""
+    """Inputs are gone with the forward: nothing waits for a backward."""
     seen: list[weakref.ref[Tensor]] = []
 
     model = made(Recycled)
@@ -213,7 +213,7 @@ def test_rules_functions_and_filters_are_schedules(tmp_path: Path, monkeypatch: 
 
 
 def differences(name: str) -> list[str]:
-    """What departs from one plain process."""
+    """Differences from one plain process."""
     torch.set_num_threads(1)
     is_recycled = name == "3F1B"
     schedule = recycling(2, [[0, 3], [1, 2]]) if is_recycled else interlaced(2, stages=3)

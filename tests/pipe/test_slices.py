@@ -184,7 +184,7 @@ def test_attention_that_is_called_twice(recompute: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_block_and_frozen_attention(reentrant: bool) -> None:
-    """What runs again in the backward sees the slices before it; keys without gradients leave none."""
+    """Code that runs again in the backward sees the slices before it; keys without gradients leave none."""
     model = chain(layers=3)
     model[1] = Shared(model[1], reentrant=reentrant)
     model[2].requires_grad_(False)

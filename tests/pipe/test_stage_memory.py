@@ -118,7 +118,7 @@ def planned(sharding: str, layers: int = 0) -> tuple[float, float]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_sums_of_replicas_come_when_activations_are_gone(gloo: Pool, sharding: str) -> None:
-    """What they take was added to the peak of the activations: 8 to 25% too much."""
+    """Their bytes were added to the peak of the activations: 8 to 25% too much."""
     for predicted, measured in gloo.run(planned, ranks=2, args=(sharding,)):
         assert predicted == pytest.approx(measured, rel=0.05)
 

@@ -32,7 +32,7 @@ def read(*folders: Path) -> tuple[TracedStep, ...]:
 
 
 def spans(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
-    """What ranks did, to the rounding of files."""
+    """Actions of ranks, to the rounding of files."""
     start = timeline.start
     return [[(str(w), round(s - start, 6), round(e - start, 6)) for w, s, e in r.compute] for r in timeline.ranks]
 

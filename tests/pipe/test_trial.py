@@ -167,7 +167,7 @@ def test_nothing_is_left_of_a_trial() -> None:
 
 
 def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]]:
-    """What trials choose where plans of so many microbatches take so many times the predicted seconds; and the M of
+    """Choice of trials where plans of so many microbatches take so many times the predicted seconds; and the M of
     those that are carried out."""
     ran = []
 
@@ -400,7 +400,7 @@ def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
 
 
 def train_with_failures() -> tuple[str, str]:
-    """What becomes of a trial whose rank 1 has no memory left, and of one in which the user's code fails there."""
+    """Outcome of a trial whose rank 1 has no memory left, and of one in which the user's code fails there."""
     lost = torch.OutOfMemoryError("CUDA out of memory")
     return _with_a_failure(lost), _with_a_failure(KeyError("of the user"))
 

@@ -108,7 +108,7 @@ def test_both_ways_in_one_process(schedule: str, P: int, M: int) -> None:
 
 
 class Rank(NamedTuple):
-    """What one rank has behind STEPS steps.
+    """State of one rank behind STEPS steps.
 
     own: tensors that it holds; again: all weights behind a step, and behind the same step from a checkpoint;
     one_sample: the loss of an evaluation; schedule, sums: of the measured timeline.

@@ -1,4 +1,4 @@
-"""What changed between two timelines, and who straggles: exact sums, planted faults, and noise that trips nothing."""
+"""Changes between two timelines, and who straggles: exact sums, planted faults, and noise that trips nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def noisy(clean: Timeline, *, spread: float, seed: int, slow: dict[int, float] |
 @steady
 @given(schedules_with_costs(), schedules_with_costs())
 def test_changes_add_up_for_any_two(one: tuple[Schedule, Costs], other: tuple[Schedule, Costs]) -> None:
-    """Of other numbers of ranks, stages and microbatches as well; nothing is an error."""
+    """Timelines with other numbers of ranks, stages and microbatches compare as well; nothing is an error."""
     before, after = simulate(*one), simulate(*other)
     found = compare(before, after)
     for changes in (found.causes, found.path, *(rank for rank in found.ranks if rank)):

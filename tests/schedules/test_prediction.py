@@ -177,7 +177,7 @@ def test_what_the_loop_adds_and_what_goes_on_before_updates_are_around_the_step(
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 6, 9, 20])
 def test_steps_in_the_middle_stand_for_all(num_steps: int) -> None:
-    """Of many steps some are replayed; each of these took what its own actions say, so nothing is unexplained."""
+    """Some of many steps are replayed; each of these took what its own actions say, so nothing is unexplained."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     costs = Costs(forward=1.0, backward=2.0)
     steps = [

@@ -31,7 +31,7 @@ from stagewright.schedules.timing.records import RankRecord, assemble_stream, as
 
 
 def records_of(timeline: Timeline, *, ahead: Sequence[float] = ()) -> list[RankRecord]:
-    """What the ranks of a simulated run would have recorded, each by a clock so far ahead of rank 0's [s]."""
+    """Records that the ranks of a simulated run would have made, each by a clock so far ahead of rank 0's [s]."""
     needs = Needs(timeline.schedule)
     clocks = ahead or [0.0] * len(timeline.ranks)
     arrived = {span.what: span.end for trace in timeline.ranks for span in trace.comm}

@@ -200,7 +200,7 @@ def test_replicas_that_do_not_divide_the_microbatches(M: int) -> None:
 def test_behind_a_flush_replicas_wait_for_each_other_where_their_sum_takes_no_time(
     name: str, replicas: tuple[int, ...]
 ) -> None:
-    """Of a measured stream nobody knows the seconds of sums; the first batches still take those of 1F1B."""
+    """Nobody knows the seconds of sums in a measured stream; the first batches still take those of 1F1B."""
     sizes: dict[str, Any] = {"num_ranks": sum(replicas), "num_microbatches": 12, "replicas": replicas}
     costs = Costs(forward=1.0, backward=2.0)
     taken = simulate(flushed(build(name, **sizes)), costs).batch_seconds

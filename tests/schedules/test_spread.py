@@ -155,7 +155,7 @@ class Machine:
         self.random = Random(seed)
 
     def draw(self) -> tuple[Step, float]:
-        """What each rank ran in one step, and the seconds from batch to batch."""
+        """Actions that each rank ran in one step, and the seconds from batch to batch."""
         gauss = self.random.gauss
         common, ran = exp(gauss(0, self.step)), Step()
         rows = {op: [[0.0] * self.schedule.total_indices for _ in self.table.latency] for op in (Op.F, Op.B)}
@@ -170,7 +170,7 @@ class Machine:
         return ran, taken.batch_seconds
 
     def ranks(self, number: int) -> list[list[list[Ran]]]:
-        """What each rank ran in so many steps."""
+        """Actions that each rank ran in so many steps."""
         steps = [self.draw()[0] for _ in range(number)]
         return [[step[rank] for step in steps] for rank in range(self.schedule.num_ranks)]
 

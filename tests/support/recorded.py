@@ -1,4 +1,4 @@
-"""What the ranks of a run would have recorded of a simulated step."""
+"""Records that the ranks of a run would have made of a simulated step."""
 
 from __future__ import annotations
 

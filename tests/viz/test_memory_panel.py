@@ -62,7 +62,7 @@ def test_parts_are_stacked_to_the_curve() -> None:
 
 
 def test_the_steps_are_where_they_happen() -> None:
-    """Of a measured timeline, whose clock began long before, they begin at 0 and end with it."""
+    """Curves of a measured timeline, whose clock began long before, begin at 0 and end with it."""
     shifted = replace(simulate(build("gpipe", num_ranks=1, num_microbatches=1), Costs()), measured=True).shifted(1e3)
     shown = Exhibit(name="x", measured=(MeasuredStep(0, shifted),), memory=(StageBytes(activations=10.0),))
     axes = comparison_figure(shown, style=STYLE).axes

@@ -67,7 +67,7 @@ def panel(case: Case, *, varied: bool = False) -> dict[str, Any]:
 
 
 def expected(timeline: Timeline) -> dict[str, Any]:
-    """What the page gives, of a timeline."""
+    """Figures of a timeline as the page gives them."""
     sizes = [len(program) for program in timeline.schedule.compute_programs]
     own = [trace.compute[:size] for trace, size in zip(timeline.ranks, sizes, strict=True)]
     epilogue = [trace.compute[size:] for trace, size in zip(timeline.ranks, sizes, strict=True)]

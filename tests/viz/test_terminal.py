@@ -29,7 +29,7 @@ def shown(schedule: Schedule, costs: Costs | None = None) -> Exhibit:
 
 
 def rows(text: str) -> list[str]:
-    """What stands between the bars."""
+    """Text between the bars."""
     return [line.split("|")[1] for line in text.splitlines() if line.startswith("rank")]
 
 

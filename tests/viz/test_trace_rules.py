@@ -23,7 +23,7 @@ Trace = dict[str, Any]
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Of any family, with uneven costs, messages, updates, sums; at any origin; measured ones of a few batches."""
+    """Timelines of any family: uneven costs, messages, updates, sums; at any origin; measured ones of a few batches."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "2bw", "pipedream", "replicas"]))
     ranks = draw(st.integers(1, 3))
     sizes = {"num_ranks": ranks, "num_microbatches": ranks * draw(st.integers(1, 3))}

@@ -29,7 +29,7 @@ def meeting(node_rank: int, *, names: str = "abc", port: int, **other) -> Meetin
 
 
 def come(*nodes: tuple[Meeting, NodeFacts, str]) -> list[Met | str]:
-    """What each of the nodes comes to know, or is told."""
+    """Facts that each of the nodes comes to know, or is told."""
 
     def one(node: tuple[Meeting, NodeFacts, str]) -> Met | str:
         try:

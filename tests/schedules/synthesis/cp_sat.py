@@ -83,7 +83,7 @@ def solve(problem: Problem, *, seconds: float = 10.0) -> Found | None:
 def _first_start(
     model: Any, opening: list[Action], start: dict[Action, Any], end: dict[Action, Any], delay: list[int]
 ) -> Any:
-    """Of a rank: that of one of the actions it may begin with, which starts when its input is there."""
+    """First start of a rank: that of one of the actions it may begin with, which starts when its input is there."""
     first = model.new_int_var(0, 10**9, "")
     chosen = [model.new_bool_var("") for _ in opening]
     model.add_exactly_one(chosen)

@@ -28,7 +28,7 @@ def test_never_above_the_optimum_of_300_random_instances() -> None:
 
 
 def kept_share(hidden: int, heads: int) -> float:
-    """What of a transformer layer's activations is kept behind I, at length 1024 (Qi et al., 2024)."""
+    """Share of a transformer layer's activations that is kept behind I, at length 1024 (Qi et al., 2024)."""
     return 32 * hidden / (34 * hidden + 5 * heads * 1024)
 
 

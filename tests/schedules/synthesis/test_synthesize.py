@@ -1,4 +1,4 @@
-"""What `synthesize` finds: against named families, published figures, its own bound, and the promises of its budget."""
+"""Answers of `synthesize` against named families, published figures, its own bound, and the promises of its budget."""
 
 from __future__ import annotations
 
