@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..schedules.registry import FAMILIES, family
+from .allocator import certain
 from .cluster import Cluster
 from .in_flight import steady_in_flight
 from .planner.candidates import candidates
@@ -198,23 +199,25 @@ def _check_numbers(*, counts: Mapping[str, int | None], figures: Mapping[str, fl
 
 
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:
-    limit = topology.largest_memory
+    beside, limit = certain(profile.device), topology.largest_memory
+    kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
     copies = family(schedule).rule.versions_kept(1) + 1 + optimizer_ratio
-    alone = [
+    tensors = [
         node.parameter_bytes * copies + node.buffer_bytes + node.stash_bytes + node.workspace_bytes
         for node in profile.nodes
     ]
-    largest = max(range(len(alone)), key=lambda i: alone[i])
-    if alone[largest] > limit:
+    largest = max(range(len(tensors)), key=lambda i: tensors[i])
+    needed = tensors[largest] + beside
+    if needed > limit:
         return (
-            f"node {profile.nodes[largest].name!r} needs {alone[largest]:,.0f} bytes on a device of {limit:,.0f}, "
-            f"{alone[largest] - limit:,.0f} too many, with a single microbatch in flight: expected a device with more "
+            f"node {profile.nodes[largest].name!r} needs {needed:,.0f} bytes{kept} on a device of {limit:,.0f}, "
+            f"{needed - limit:,.0f} too many, with a single microbatch in flight: expected a device with more "
             f"memory, a smaller microbatch, a profile that splits the node, or an optimizer with less state"
         )
     return (
-        f"no cut into stages on {topology.num_devices} devices of {limit:,.0f} bytes fits: all nodes together need "
-        f"{sum(alone):,.0f} bytes with a single microbatch in flight: expected more devices, devices with more memory, "
-        f"a smaller microbatch, or a schedule with fewer weight versions than {schedule!r}"
+        f"no cut into stages on {topology.num_devices} devices of {limit:,.0f} bytes{kept} fits: tensors of all nodes "
+        f"together take {sum(tensors):,.0f} bytes with a single microbatch in flight: expected more devices, devices "
+        f"with more memory, a smaller microbatch, or a schedule with fewer weight versions than {schedule!r}"
     )
 
 

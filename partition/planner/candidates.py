@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..allocator import certain
 from ..cluster import Cluster
 from ..solver.dynamic import MAX_STEPS, Solution, num_steps, solve, stage_ranks
 from ..solver.orders import node_orders
@@ -56,6 +57,7 @@ def candidates(
             schedule=schedule,
             num_microbatches=num_microbatches,
             memory_limit=memory_limit,
+            beside=certain(model.profile.device),
             optimizer_ratio=model.optimizer_ratio,
             action_seconds=model.profile.action_seconds,
         )

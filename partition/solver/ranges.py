@@ -40,7 +40,7 @@ class Ranges:
     Arguments:
         replicas, in_flight: r, and the microbatches that each of them holds.
         share: of the busiest replica, as long as the slowest device takes.
-        limit: bytes on the smallest device.
+        limit: bytes for tensors on the smallest device.
         ring, inward, outward: seconds a byte of gradients, and of the tensors across the cut in front and behind.
         taken: of the latter, for the consumer, if all devices behind were its replicas.
     """
@@ -61,6 +61,7 @@ class RangeCosts:
     Arguments:
         num_microbatches: of a batch, M.
         memory_limit: of every device [bytes]; None: what its kind says, if anything.
+        beside: of it, what is certain to go to others than tensors (`allocator.certain`) [bytes].
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
         action_seconds: that the runtime takes of a rank around each action, messages apart [s].
     """
@@ -73,6 +74,7 @@ class RangeCosts:
         schedule: str,
         num_microbatches: int | None,
         memory_limit: float | None = None,
+        beside: float = 0.0,
         optimizer_ratio: float = 2.0,
         action_seconds: float = 0.0,
     ) -> None:
@@ -84,19 +86,20 @@ class RangeCosts:
         self.num_devices = topology.num_devices
         self.is_uniform = topology.is_uniform
         self.work = cuts.seconds / topology.fastest
+        self._beside = beside
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
         if not self.is_uniform:
             self._slowness = topology.fastest / _least(topology.speeds[::-1])
-            self._memory = _least(topology.memory_bytes[::-1])
+            self._memory = _least(topology.memory_bytes[::-1] - beside)
         if not topology.has_equal_links:
             self._link_slowness = 1 / _least(topology.link_speeds[::-1])
 
     @property
     def limit(self) -> float:
-        """Bytes on each device, where all are equal."""
-        return float(self.topology.memory_bytes[0])
+        """Bytes for tensors on each device, where all are equal."""
+        return float(self.topology.memory_bytes[0]) - self._beside
 
     def per_replica(self) -> RangeCosts:
         """The same, without M: all replicas of a stage have equal work, whatever the batch."""
