@@ -9,11 +9,15 @@ from ..schedules.registry import FAMILIES, family
 from .allocator import certain
 from .cluster import Cluster
 from .in_flight import steady_in_flight
+from .memory_rules import MemoryRules
+from .planner.built import RefusedError
 from .planner.candidates import candidates
-from .planner.evaluate import Ends, Evaluator, MisfitError, RefusedError
+from .planner.evaluate import Evaluator, MisfitError
+from .planner.evaluated import Ends
 from .planner.model import Model
 from .planner.plan import plan
 from .planner.result import Found, as_plan
+from .planner.simulated import num_actions
 from .planner.space import Configuration
 from .plans.plan import Plan
 from .plans.record import PlanStage
@@ -23,7 +27,6 @@ from .solver.cut_sums import node_names
 from .solver.orders import canonical_order
 from .solver.pipedream_model import LevelStage, PipeDreamModel
 from .solver.ranges import SCHEDULES
-from .stage_memory import MemoryRules
 from .strict import count, number
 from .topology import Topology
 
@@ -154,7 +157,7 @@ def _evaluated(evaluator: Evaluator, c: Configuration, ends: Ends) -> tuple[Foun
     reason = None
     if c.num_microbatches is not None:
         try:
-            if evaluator.num_actions(c) <= MAX_ACTIONS:
+            if num_actions(c) <= MAX_ACTIONS:
                 evaluated = evaluator.evaluate(c, ends, exact=True)
                 return Found(evaluated=evaluated, simulated=evaluator.simulate(evaluated)), None
             reason = f"not simulated: more than {MAX_ACTIONS:,} actions a batch"

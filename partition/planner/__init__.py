@@ -1,10 +1,11 @@
 """The planner: sizes, schedule, chunks, microbatch, recomputation, sharding and cuts, ranked by simulation.
 
-space     which configurations there are
-search    which of them to look at next, and when none left can win
-cuts      where to cut one of them; `candidates` brings its own, with unequal replicas
-evaluate  what it costs, holds and takes, simulated, on the ranks of its `placement`
-result    the Plan
+space      which configurations there are
+search     which of them to look at next, and when none left can win
+cuts       where to cut one of them; `candidates` brings its own, with unequal replicas
+evaluate   what it costs and holds on the ranks of its `placement` (`evaluated`); the least step from its `paces`
+simulated  the step of what was evaluated, on the schedule that is `built` of it
+result     the Plan
 """
 
 from .plan import CHUNK_SIZES, SCHEDULES, plan

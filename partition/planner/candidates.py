@@ -10,7 +10,7 @@ from ..solver.dynamic import MAX_STEPS, Solution, num_steps, solve, stage_ranks
 from ..solver.orders import node_orders
 from ..solver.ranges import RangeCosts
 from ..solver.thresholds import solve_large
-from .evaluate import Ends
+from .evaluated import Ends
 from .model import Model
 from .space import Configuration
 

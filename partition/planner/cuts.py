@@ -9,11 +9,13 @@ import numpy as np
 from ...schedules.registry import family
 from ..allocator import certain
 from ..in_flight import InFlight
+from ..memory_rules import MemoryRules
 from ..solver.chunks import all_stages, equal_stages, even_stages
 from ..stage_cost import pace
-from ..stage_memory import MemoryRules, stage_parts
+from ..stage_memory import stage_parts
 from ..topology import Floats
-from .evaluate import Ends, Evaluator
+from .evaluate import Evaluator
+from .evaluated import Ends
 from .model import Model
 from .placement import Placement
 from .space import Configuration
@@ -35,7 +37,7 @@ def candidate_ends(evaluator: Evaluator, rules: MemoryRules, c: Configuration) -
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
-    place, flights = evaluator.placements.of(c), evaluator.in_flight(c, exact=False)
+    place, flights = evaluator.placements.of(c), evaluator.schedules.in_flight(c, exact=False)
     ends = even_ends(model, place, flights, rules, c, reach=_REACH * (-(-len(model.coarse) // c.num_stages)))
     if ends is not None:
         found.append(ends)

@@ -13,6 +13,7 @@ import numpy as np
 from ...schedules.registry import FAMILIES, canonical_name, family
 from ..allocator import certain
 from ..cluster import Cluster
+from ..memory_rules import MemoryRules
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
 from ..profile import Profile
@@ -20,11 +21,12 @@ from ..solver.antichains import MAX_CUTS
 from ..solver.orders import canonical_order, node_orders, own_ranks
 from ..solver.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
 from ..stage_cost import RECOMPUTE
-from ..stage_memory import MemoryRules
 from ..strict import count, number
 from ..topology import Topology
+from .built import MAX_ACTIONS
 from .candidates import TooLargeError, candidates
-from .evaluate import MAX_ACTIONS, Ends, Evaluator
+from .evaluate import Evaluator
+from .evaluated import Ends
 from .model import Model
 from .result import Found, as_plan, label
 from .search import Brought, Progress, Search

@@ -16,7 +16,9 @@ from ..solver.orders import own_ranks
 from ..stage_cost import RECOMPUTE
 from ..stage_memory import stage_bytes
 from ..topology import Topology
-from .evaluate import Evaluated, Simulated, stage_paces, traffic_of
+from .evaluated import Evaluated
+from .paces import stage_paces
+from .simulated import Simulated, traffic_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,17 @@ from typing import NamedTuple, overload
 
 from ...schedules.ir import ScheduleError
 from ...schedules.registry import family
+from ..memory_rules import MemoryRules
 from ..plans.searched import Searched
 from ..solver.chunks import level_ranks, neighbours
-from ..stage_memory import MemoryRules
 from .bounds import LeastSeconds
+from .built import MAX_ACTIONS, RefusedError, TooLongError
 from .cuts import candidate_ends
-from .evaluate import MAX_ACTIONS, Ends, Evaluated, Evaluator, MisfitError, RefusedError, TooLongError
+from .evaluate import Evaluator, MisfitError
+from .evaluated import Ends, Evaluated
 from .model import Model
 from .result import Found
+from .simulated import num_actions
 from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
@@ -227,7 +230,7 @@ class Search:
         """The same, with the least seconds of any of them now that their memory is known."""
         c, find = cut.configuration, self.evaluator.least_seconds
         try:
-            flights = self.evaluator.in_flight(c, exact=False)
+            flights = self.evaluator.schedules.in_flight(c, exact=False)
         except RefusedError:  # `_fitting` says so
             return cut._replace(is_weighed=True), 0.0
         least = {ends: find(c, ends, flights=flights) for ends in cut.every}
@@ -236,7 +239,7 @@ class Search:
 
     def _run(self, item: list[Evaluated], found: list[Found]) -> None:
         """Simulate the candidates of one configuration; the best of them joins `found`."""
-        if self.evaluator.num_actions(item[0].configuration) > MAX_ACTIONS:
+        if num_actions(item[0].configuration) > MAX_ACTIONS:
             self.tally.too_long += 1
             self._least_left = min(self._least_left, item[0].bound)
             return
@@ -337,7 +340,7 @@ class Search:
 
     def _move_cuts(self, start: Found, budget: float) -> tuple[Found, float]:
         best, c = start, start.evaluated.configuration
-        cost = self.evaluator.num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
+        cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
         moved = True
         while moved:
             moved = False

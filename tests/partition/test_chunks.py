@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Profile, partition
+from stagewright.partition.memory_rules import MemoryRules
 from stagewright.partition.planner.cuts import even_ends
 from stagewright.partition.planner.evaluate import Evaluator
 from stagewright.partition.planner.model import Model
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.solver.antichains import all_cuts
 from stagewright.partition.solver.chunks import all_stages, equal_stages, even_stages, level_ranks, neighbours
-from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 
 WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
@@ -74,7 +74,7 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
     rules = MemoryRules(optimizer_ratio=2.0, recompute=("none", "full"))
     topology = Topology(Cluster.from_levels([(2, 2.0)]), memory_limit=float(memory))
     evaluator = Evaluator(topology, lambda _: rules, lambda *_: model)
-    place, flights = evaluator.placements.of(c), evaluator.in_flight(c, exact=False)
+    place, flights = evaluator.placements.of(c), evaluator.schedules.in_flight(c, exact=False)
     every = even_ends(model, place, flights, rules, c, reach=len(model.coarse))
     for reach in (1, 2, 4):
         assert even_ends(model, place, flights, rules, c, reach=reach) == every

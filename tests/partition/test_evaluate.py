@@ -11,10 +11,12 @@ import pytest
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition
-from stagewright.partition.planner.evaluate import Evaluated, Evaluator, MisfitError, Simulated
+from stagewright.partition.memory_rules import MemoryRules
+from stagewright.partition.planner.evaluate import Evaluator, MisfitError
+from stagewright.partition.planner.evaluated import Evaluated
 from stagewright.partition.planner.model import Model
+from stagewright.partition.planner.simulated import Simulated
 from stagewright.partition.planner.space import Configuration
-from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, Links, Sum, Way, build, simulate
 from stagewright.schedules.builders.late_updates import defer_updates
@@ -143,7 +145,7 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
                 microbatch_size=1,
                 num_microbatches=12,
             )
-            flights = evaluator.in_flight(c, exact=True)
+            flights = evaluator.schedules.in_flight(c, exact=True)
             for inner in combinations(range(1, 7), c.num_stages - 1):
                 ends = (0, *inner, 7)
                 plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, flights=flights)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.partition.in_flight import InFlight
+from stagewright.partition.memory_rules import MemoryRules
 from stagewright.partition.planner.model import Model
 from stagewright.partition.recompute_choice import Option, in_turn
 from stagewright.partition.stage_cost import RECOMPUTE, Recomputed, StageSums
-from stagewright.partition.stage_memory import MemoryRules, RankMemory, RankPlace
+from stagewright.partition.stage_memory import RankMemory, RankPlace
 
 from .small import TENTHS, profiles
 

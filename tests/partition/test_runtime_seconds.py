@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.partition.memory_rules import MemoryRules
 from stagewright.partition.planner.bounds import LeastSeconds
 from stagewright.partition.planner.cuts import candidate_ends
 from stagewright.partition.planner.evaluate import Evaluator
@@ -22,7 +23,6 @@ from stagewright.partition.solver.antichains import all_cuts
 from stagewright.partition.solver.ranges import RangeCosts
 from stagewright.partition.solver.thresholds import solve_large
 from stagewright.partition.stage_cost import message_overheads
-from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, build, simulate
 from stagewright.schedules.synthesis.synthesize import Synthesis, synthesize

@@ -13,11 +13,12 @@ from support.sizes import fitting
 
 from stagewright.partition import Cluster, Node, Profile, partition, plan
 from stagewright.partition.in_flight import count_in_flight
+from stagewright.partition.memory_rules import MemoryRules
 from stagewright.partition.planner.evaluate import Evaluator
 from stagewright.partition.planner.model import Model
+from stagewright.partition.planner.simulated import simulated_batch
 from stagewright.partition.planner.space import Configuration
 from stagewright.partition.planner.steady import long_batch, short_batches
-from stagewright.partition.stage_memory import MemoryRules
 from stagewright.partition.topology import Topology
 from stagewright.schedules import Costs, build, simulate
 from stagewright.schedules.registry import FAMILIES
@@ -81,7 +82,7 @@ def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
     c = configuration("1f1b" if V == 1 else "interleaved", P, V, M)
     evaluator = evaluator_of(Profile(nodes=nodes), data.draw(st.sampled_from([0.5, 2.0, 2.0**30])), P)
     found = evaluator.evaluate(c, tuple(range(P * V + 1)), exact=True)
-    whole, folded = evaluator._simulate(found, M), evaluator.simulate(found)
+    whole, folded = simulated_batch(found, evaluator.schedules, M), evaluator.simulate(found)
     assert folded.seconds == whole.makespan
     assert folded.bubble == pytest.approx(whole.bubble, abs=1e-9)
 
@@ -138,7 +139,7 @@ def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: 
     nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(P * V))
     evaluator = evaluator_of(Profile(nodes=nodes), 1e9, P)
     for M in range(5 * P, 7 * P):
-        counted = evaluator.in_flight(configuration(schedule, P, V, M), exact=True)
+        counted = evaluator.schedules.in_flight(configuration(schedule, P, V, M), exact=True)
         chunks = V if V > 1 else None
         whole = count_in_flight(build(schedule, num_ranks=P, num_microbatches=M, num_chunks=chunks))
         for a, b in zip(counted, whole, strict=True):
