@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Costs, Message, Op, Span
 from ...schedules.timing.estimate_spread import Ran
+from ...schedules.timing.launches import launches
 from ...schedules.timing.records import RankRecord
 
 _WINDOW = 400  # durations remembered of each (stage, op)
@@ -205,19 +205,15 @@ class Recorder:
         self._remembered = len(self._actions)
 
     def _remember_overheads(self) -> None:
-        launches = self._launches()
+        launched = self._launches()
         for number, seconds in self._between(max(1, self._remembered)):
-            if number not in launches:
+            if number not in launched:
                 self._overheads[self._actions[number][0].stage].append(seconds)
 
     def _launches(self) -> set[int]:
-        """Numbers of the actions behind which sums or gathers were begun: a copy of what is to be summed is no overhead
-        of an action."""
-        between = self.clock.between
-        return {
-            bisect_right(self._actions, 0.0, key=lambda each: between(begun, each[2])) - 1
-            for _, begun, _ in self._collectives
-        }
+        """Numbers of this step's actions behind which sums or gathers were begun."""
+        ends, begun = [end for _, _, end in self._actions], [begun for _, begun, _ in self._collectives]
+        return launches(ends, begun, between=self.clock.between)
 
     def _between(self, first: int) -> Iterator[tuple[int, float]]:
         """For each action of the step, from `first` on, but updates: the number of the one before, and the seconds
@@ -242,8 +238,8 @@ class Recorder:
             middle = self._since(actions[first - 1][2], actions[first][1]) - self._step_norms
         front = between(entered, actions[0][1]) - sum(between(s, e) for n, s, e in self._waited if n == 0)
         waited = sum(between(s, e) for n, s, e in self._waited if n == first)
-        launches = self._launches()
-        launching = sum(seconds for n, seconds in self._between(1) if n in launches)
+        launched = self._launches()
+        launching = sum(seconds for n, seconds in self._between(1) if n in launched)
         return max(0.0, front), max(0.0, middle - waited) + launching, max(0.0, self._since(actions[-1][2], left))
 
     def _since(self, ended: Stamp, now: Stamp) -> float:
@@ -259,8 +255,8 @@ class Recorder:
         end of the batch): there it is what mostly comes between two.
         """
         behind = {} if self._takes_turns else dict(self._between(1))
-        launches = self._launches()
-        inner = [n for n in behind if n not in launches]
+        launched = self._launches()
+        inner = [n for n in behind if n not in launched]
         usual = statistics.median(behind[n] for n in inner) if inner else 0.0
         ran: list[Ran] = []
         for number, (action, start, end) in enumerate(self._actions):

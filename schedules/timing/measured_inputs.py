@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from .attribution import find_gaps
 from .beside import measured_shares, under_way, whole_seconds
 from .costs import Costs
 from .inputs import Cause, Input, action_input, around_actions
+from .launches import launches
 from .timeline import Timeline
 
 
@@ -156,9 +156,10 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
     """(stage of the action before, seconds) where a rank went on without a wait, and began no sum."""
     joined = run_as_one(timeline.schedule)
     for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
-        launches = {bisect_right(trace.compute, each.start, key=lambda span: span.end) for each in trace.collectives}
-        for number, (before, span) in enumerate(zip(trace.compute, trace.compute[1:], strict=False), start=1):
-            if Op.U in (before.what.op, span.what.op) or number in launches:
+        ends, begun = [span.end for span in trace.compute], [each.start for each in trace.collectives]
+        launched = launches(ends, begun, between=lambda begin, end: end - begin)
+        for number, (before, span) in enumerate(zip(trace.compute, trace.compute[1:], strict=False)):
+            if Op.U in (before.what.op, span.what.op) or number in launched:
                 continue
             if before.what == span.what._replace(op=Op.I) and span.what.index in joined.get(span.what.stage, ()):
                 continue
