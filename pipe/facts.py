@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ from ..comm import World
 from ..partition.plans.plan import Plan
 from ..schedules import Costs, Schedule, Spread, StageBytes
 from .building import Building
+from .measure.tracer import TraceEvery, Tracer, check_every
 from .run.action_memory import ActionMemory
 from .settings import Settings
 from .stage_memory import stage_bytes, watch
@@ -127,3 +130,17 @@ class RunFacts:
         self._building.decided()
         if self._building.pipeline is not None:
             self._building.pipeline.measurement.forget()
+
+    def tracer(self, folder: str | os.PathLike[str], *, every: TraceEvery = "auto") -> Tracer:
+        """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
+
+        `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
+        at the end. `stagewright train` has one of its own. Collective over the processes.
+
+        Arguments:
+            folder: of the run. Hosts may have one each; `stagewright timeline` takes them together.
+            every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
+                eight; 0: none. The last step is always traced.
+        """
+        check_every(every)
+        return Tracer(Path(folder), self._building.built("a tracer").traced, every=every)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..comm import World, join_world, make_guard, read_mesh
-from ..comm.store_exchange import Exchanges
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from .batch.given import Given
@@ -23,13 +20,9 @@ from .batch.model_loss import LossWeight
 from .batch.results import EvalResult, StepResult
 from .batch.sampler import Remainder, ReplicaBatches
 from .building import Building
-from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
-from .checkpoint.persist import SaveResult
-from .checkpoint.snapshot import HasState
 from .facts import RunFacts
 from .layout import PlanLike, ScheduleLike, check_trials, choose_layout, mesh_sizes
 from .measure.steps import StepRecord
-from .measure.tracer import TraceEvery, Tracer, check_every
 from .model_options import (
     call_reader,
     check_flag,
@@ -42,6 +35,7 @@ from .model_options import (
 )
 from .parallel.sends import TensorAxis
 from .parallel.tensor_option import TensorParallelLike
+from .run_state import RunState
 from .settings import Settings
 from .stages.compiled import read_compile
 from .stages.recompute import RecomputeLike
@@ -52,7 +46,7 @@ from .update.optimizers import SchedulerFactory
 from .verify.verification import Verification
 
 
-class PipelineModule(RunFacts):
+class PipelineModule(RunFacts, RunState):
     """Trains a model as a pipeline of stages.
 
     The model is cut into S = P * V stages, the schedule says who computes what when, and each `train_step` runs
@@ -396,102 +390,6 @@ class PipelineModule(RunFacts):
         """
         self._building.decided()
         return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
-
-    # Parameters and state, under the model's original names
-
-    def parameters(self) -> list[nn.Parameter]:
-        """This process's parameters (all of them where all ranks are in one process)."""
-        return [parameter for _, parameter in self.named_parameters()]
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This process's parameters with their names."""
-        return self._building.built("parameters and state").state.ownership.named_parameters()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this process's stages. Under data_parallel="fsdp" collective over the processes."""
-        return self._building.built("parameters and state").state.state_dict()
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
-        return self._building.built("parameters and state").state.full_state_dict()
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
-        self._building.built("parameters and state").state.load_state_dict(state)
-
-    def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> SaveResult:
-        """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.
-
-        A disk that is full on any rank is told in a warning and in the result, alike on all ranks: those before are as
-        they were, and the run can go on.
-
-        Arguments:
-            folder: several checkpoints follow one another in it; the one before the newest is kept.
-            loader: from `pipe.loader`, or any other with state_dict() and load_state_dict(): its place is saved, too.
-
-        Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
-        """
-        return self._building.built("parameters and state").state.save(folder, loader)
-
-    def checkpointer(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        every: Every,
-        overhead: float = 0.035,
-        loader: HasState | None = None,
-        on_saved: Callable[[CheckpointRecord], object] | None = None,
-    ) -> Checkpointer:
-        """Saves as `save` does, beside training: call its `step()` behind each `train_step`.
-
-        A copy is made while the next step's forwards and backwards run, and written while training goes on. Collective.
-
-        Arguments:
-            every: steps from one checkpoint to the next; "auto": as few as take the share `overhead` of the time, found
-                from what they cost and kept up while that changes.
-            on_saved: on_saved(record) in every process for each checkpoint that is done, or that failed (a full disk is
-                told, and the next interval tries again).
-
-        Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
-        """
-        check_options(every, overhead)
-        return Checkpointer(
-            Path(folder),
-            state=self._building.built("a checkpointer").state,
-            exchanges=Exchanges(self.world, what="checkpoints"),
-            device=self.device,
-            every=every,
-            overhead=overhead,
-            loader=loader,
-            on_saved=on_saved,
-            timeout=self._settings.timeout,
-        )
-
-    def tracer(self, folder: str | os.PathLike[str], *, every: TraceEvery = "auto") -> Tracer:
-        """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
-
-        `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
-        at the end. `stagewright train` has one of its own. Collective over the processes.
-
-        Arguments:
-            folder: of the run. Hosts may have one each; `stagewright timeline` takes them together.
-            every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
-                eight; 0: none. The last step is always traced.
-        """
-        check_every(every)
-        return Tracer(Path(folder), self._building.built("a tracer").traced, every=every)
-
-    def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
-        """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
-
-        Collective over the processes: all of them load it, or none.
-
-        Arguments:
-            loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
-
-        Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
-        """
-        self._building.built("parameters and state").state.load(folder, loader)
 
     def __repr__(self) -> str:
         model = "stages" if self._model is None else type(self._model).__name__
