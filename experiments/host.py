@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import resource
+import socket
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+_PORTS = range(10_240, 20_000)  # below those that systems give to connections of their own choice
+
+
+def free_ports(count: int, *, host: str = "") -> list[int]:
+    """TCP ports that nobody of this host listens at, nor gets without asking for them by number.
+
+    One that the system chooses may be given to any connection before it is used.
+
+    Arguments:
+        host: the address; empty: all of them.
+
+    Raises OSError where there are not so many.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            return found
+        with suppress(OSError), socket.create_server((host, port)):
+            found.append(port)
+    raise OSError(f"{len(found)} free ports from {_PORTS.start} to {_PORTS.stop - 1}: expected {count}")
 
 
 def num_cores() -> int:

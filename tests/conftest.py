@@ -7,11 +7,22 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.pool import Pool
 
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
 # crawl, and a sum over another number of threads is another sum.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+# The same examples each time, however long they take: only the nightly tests look for new ones.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings of hypothesis, before test files read them."""
+    settings.load_profile("searching" if config.getoption("markexpr").startswith("nightly") else "steady")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..host import package_versions
+from ..host import free_ports, package_versions
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _ROOMS = ("schedules", "partition", "comm", "pipe", "viz", "experiments")
@@ -43,8 +43,6 @@ class NodeFacts:
     @classmethod
     def here(cls) -> NodeFacts:
         """The facts of this host."""
-        with socket.create_server(("", 0)) as listening:
-            free_port = listening.getsockname()[1]
         return cls(
             host=socket.gethostname(),
             python=platform.python_version(),
@@ -52,7 +50,7 @@ class NodeFacts:
             stagewright=__version__,
             code=code_digest(),
             interfaces=interfaces(),
-            free_port=free_port,
+            free_port=free_ports(1)[0],
         )
 
     def to_json(self) -> dict[str, Any]:

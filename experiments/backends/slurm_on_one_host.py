@@ -24,6 +24,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..host import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _HOST = "127.0.0.1"
 _PATIENCE = 30.0  # [s] for the daemons to come up
@@ -77,7 +79,7 @@ def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
 
 def _configuration(folder: Path, names: Sequence[str]) -> str:
     user = pwd.getpwuid(os.getuid()).pw_name
-    control, *ports = _free_ports(1 + len(names))
+    control, *ports = free_ports(1 + len(names), host=_HOST)
     lines = [
         "ClusterName=stagewright",
         f"SlurmctldHost={socket.gethostname()}({_HOST})",
@@ -151,12 +153,6 @@ def _wait_until_idle(cluster: Cluster, num_nodes: int) -> None:
 
 def _last_lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-5:]
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _program(name: str) -> str | None:

@@ -180,7 +180,7 @@ TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, t
 def together() -> list[str]:
     """Every collective once, with all ranks and with two of three; what went wrong."""
     world = World(rank=dist.get_rank(), size=3)
-    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=30.0)
+    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=120.0)
     collectives.subgroup([0, 2])
     complaints = []
     for dtype in TYPES:
@@ -269,7 +269,7 @@ def test_a_process_that_stops_while_groups_are_made_is_named_in_time(
     request: pytest.FixtureRequest, stopped_after: float | None
 ) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
-    replies = pool.replies(not_all_come, ranks=3, args=(stopped_after,), timeout=40.0)
+    replies = pool.replies(not_all_come, ranks=3, args=(stopped_after,))
     pool.close()
     for rank, reply in enumerate(replies[:2]):
         assert reply.kind == "ok", reply.text

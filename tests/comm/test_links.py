@@ -155,7 +155,7 @@ def test_a_world_of_one_has_no_links() -> None:
 
 def measured(sizes: tuple[int, ...]) -> dict[str, object]:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    return dataclasses.asdict(measure_links(world, device=CPU, timeout=30.0, sizes=sizes))
+    return dataclasses.asdict(measure_links(world, device=CPU, timeout=120.0, sizes=sizes))
 
 
 @pytest.mark.gloo

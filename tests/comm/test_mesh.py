@@ -86,8 +86,8 @@ def speak_as_ranks() -> list[str]:
     """A message from rank 0 to rank 1, a sum over ranks 0 and 1, a copy from rank 1, under the odd order."""
     place = MeshPlace(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)
     (rank,) = place.local_ranks
-    lanes = link_lanes([(0, 1)], place, Groups(place, device=CPU, timeout=30.0))
-    transport = ProcessGroupTransport(rank, lanes, device=CPU, timeout=30.0)
+    lanes = link_lanes([(0, 1)], place, Groups(place, device=CPU, timeout=120.0))
+    transport = ProcessGroupTransport(rank, lanes, device=CPU, timeout=120.0)
     tensor = torch.tensor([7.0])
     message, specs = Message(MessageKind.ACT, 0, 1, 0), [TensorSpec.of(tensor)]
     complaints = []
@@ -98,7 +98,7 @@ def speak_as_ranks() -> list[str]:
         if float(transport.wait(message, 30.0)[0]) != 7.0:
             complaints.append("the message")
     transport.drain(30.0)
-    collectives = Collectives(place, device=CPU, timeout=30.0)
+    collectives = Collectives(place, device=CPU, timeout=120.0)
     collectives.subgroup((0, 1))
     total = torch.tensor([1.0 + rank])
     if rank < 2:

@@ -73,9 +73,9 @@ def join_as_two_hosts() -> list[str]:
     named = mock.patch("socket.gethostname", return_value="ab"[rank])
     wrong = mock.patch.object(reach, "_server", side_effect=elsewhere if rank else reach._server)
     with named, wrong, pytest.raises(PeerLost) as error:
-        join_world(device=device, timeout=20.0)
+        join_world(device=device, timeout=120.0)
     with named:
-        world = join_world(device=device, timeout=20.0)
+        world = join_world(device=device, timeout=120.0)
     dist.destroy_process_group()
     return [str(error.value), str(world.size)]
 

@@ -124,7 +124,7 @@ def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
 
 def transport(timeout: float = 30.0) -> ProcessGroupTransport:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    lanes = link_lanes(LINKS, MeshPlace.line(world), Groups(MeshPlace.line(world), device=CPU, timeout=30.0))
+    lanes = link_lanes(LINKS, MeshPlace.line(world), Groups(MeshPlace.line(world), device=CPU, timeout=120.0))
     return ProcessGroupTransport(world.rank, lanes, device=CPU, timeout=timeout)
 
 
@@ -293,7 +293,7 @@ pipe = stagewright.PipelineModule(
     loss_fn=torch.nn.functional.mse_loss,
     optimizer=torch.optim.AdamW,
     mesh={"pipe": 2},
-    timeout=30.0,
+    timeout=120.0,
 )
 pipe.train_step(torch.ones(12, 8), torch.zeros(12, 8))
 print("trained")

@@ -225,7 +225,7 @@ def _plan_and_run(name: str, folder: str) -> tuple[PlannedTimes, PlannedMemory]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["planned-sleep-4", pytest.param("planned-gpt-pipeline", marks=pytest.mark.nightly)])
 def test_a_planned_run(gloo: Pool, tmp_path: Path, name: str):
-    for times, memory in gloo.run(_plan_and_run, ranks=2, args=(name, str(tmp_path)), timeout=110.0):
+    for times, memory in gloo.run(_plan_and_run, ranks=2, args=(name, str(tmp_path))):
         assert (times.run, memory.run) == (name, name)
         assert min(times.measured[0], times.makespans[0], times.simulated, times.predicted) > 0
         assert len(memory.predicted) == len(memory.measured) == 2
@@ -245,7 +245,7 @@ def _contest(name: str) -> CutTimes:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cuts-cnn", pytest.param("cuts-gpt", marks=pytest.mark.nightly)])
 def test_a_contest(gloo: Pool, name: str):
-    for times in gloo.run(_contest, ranks=2, args=(name,), timeout=110.0):
+    for times in gloo.run(_contest, ranks=2, args=(name,)):
         assert set(times.seconds) == set(times.cuts) == set(CutBy)
         assert all(" | " in cut for cut in times.cuts.values())
         assert min(seconds[0] for seconds in times.seconds.values()) > 0

@@ -48,7 +48,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "trials": 0,
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        "timeout": 60.0,
+        "timeout": 120.0,
     }
     return PipelineModule(make_model(), **(settings | options))
 
@@ -206,7 +206,7 @@ def _on_two_hosts() -> tuple[str, dict[str, Tensor]]:
         plan=plan,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=60.0,
+        timeout=120.0,
     )
     pipe.train_step(X, Y)
     state = pipe.full_state_dict()

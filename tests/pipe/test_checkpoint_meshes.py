@@ -87,7 +87,7 @@ def make(model: nn.Module, **options: Any) -> PipelineModule:
         "optimizer": adamw,
         "lr_scheduler": schedule_of,
         "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),),
-        "timeout": 30.0,
+        "timeout": 120.0,
     }
     return PipelineModule(model, **(settings | options))
 
@@ -159,7 +159,7 @@ def plain(steps: int) -> tuple[Model, torch.optim.Optimizer, list[float]]:
 
 @pytest.mark.gloo
 def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
-    results = gloo.run(chain, ranks=4, args=(str(tmp_path),), timeout=120.0)
+    results = gloo.run(chain, ranks=4, args=(str(tmp_path),))
     model, _, losses = plain(STEPS * (len(MESHES) + 1))
     for found in results:
         told = [loss for run, _ in found for loss in run]

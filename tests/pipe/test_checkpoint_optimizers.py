@@ -42,7 +42,7 @@ def make(
         optimizer=optimizer,
         lr_scheduler=scheduler,
         example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
-        timeout=30.0,
+        timeout=120.0,
         **options,
     )
 

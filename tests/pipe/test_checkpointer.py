@@ -50,7 +50,7 @@ def make(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
         example_inputs=(torch.zeros(16, 6, dtype=torch.float64, device=device),),
-        timeout=30.0,
+        timeout=120.0,
     )
 
 

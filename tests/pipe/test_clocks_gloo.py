@@ -36,7 +36,7 @@ def train() -> dict[str, Any]:
 
 @pytest.mark.gloo
 def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
-    found = gloo.run(train, ranks=3, timeout=60)
+    found = gloo.run(train, ranks=3)
     assert found[0] == found[1] == found[2]
     for text in found[0]["timelines"]:
         timeline = Timeline.from_json(text)

@@ -27,7 +27,7 @@ def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
         "num_microbatches": 4,
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        "timeout": 20.0,
+        "timeout": 120.0,
     }
     return PipelineModule(model, **(settings | options))
 

@@ -49,7 +49,7 @@ def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> Pipelin
         "mesh": {"pipe": 2, "data": num_data},
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "timeout": 30.0,
+        "timeout": 120.0,
     }
     return PipelineModule(model, **(settings | options))
 

@@ -75,7 +75,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 30.0}
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
     settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
     return PipelineModule(model, **(settings | options))
 

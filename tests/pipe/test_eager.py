@@ -348,7 +348,7 @@ def test_a_compiled_child_stays_compiled() -> None:
 def _train_over_processes(name: str) -> list[float | None]:
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
     model = made(MODELS[name])
-    pipe = pipeline(model, timeout=60.0)
+    pipe = pipeline(model, timeout=120.0)
     losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
     losses.append(pipe.train_step(X[:6], Y[:6]).loss)  # recorded again, with stand-ins for the other's weights
     pipe.close()

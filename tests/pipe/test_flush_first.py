@@ -291,7 +291,7 @@ def _behind_a_bad_batch(
     """Error of a bad batch in the flushed part, and the losses by step behind it; checked against one process."""
     options = {} if name == "2bw" else {"update_every": 2}
     schedule = build(name, num_ranks=2, num_microbatches=4, **options)
-    pipe = stream(schedule, mesh=mesh, flush_first=3, num_microbatches=4, timeout=20.0)
+    pipe = stream(schedule, mesh=mesh, flush_first=3, num_microbatches=4, timeout=120.0)
     state = copied(pipe.full_state_dict())
     said = []
     pipe.train_step(X, Y)
@@ -301,7 +301,7 @@ def _behind_a_bad_batch(
         said.append(str(failure.value))
     halves = [(X[:4], Y[:4]), (X[4:], Y[4:])]
     if name == "2bw":
-        plain = stream("1f1b", mesh=mesh, timeout=20.0)
+        plain = stream("1f1b", mesh=mesh, timeout=120.0)
         plain.train_step(X, Y)
         wanted = copied(plain.full_state_dict())
         plain.close()
@@ -309,7 +309,7 @@ def _behind_a_bad_batch(
         wanted = _half_steps(state, [*halves, *[(BAD[:4], Y[:4])] * 2])
     same("weights behind a bad batch", pipe.full_state_dict(), wanted, 1e-6)
     pipe.save(folder)
-    again = stream(schedule, mesh=mesh, flush_first=3, num_microbatches=4, timeout=20.0)
+    again = stream(schedule, mesh=mesh, flush_first=3, num_microbatches=4, timeout=120.0)
     again.load(folder)
     results = [[one.train_step(X, Y) for _ in range(4)] + one.flush() for one in (pipe, again)]
     losses = [[(r.loss_step, r.loss) for r in one] for one in results]

@@ -35,7 +35,7 @@ def build(make_model: Any, **options: Any) -> tuple[PipelineModule, Any]:
     torch.manual_seed(0)
     model = make_model().double()
     twin = copy.deepcopy(model)
-    settings: dict[str, Any] = {"num_microbatches": 3, "timeout": 20.0}
+    settings: dict[str, Any] = {"num_microbatches": 3, "timeout": 120.0}
     return PipelineModule(model, **(settings | options)), twin
 
 

@@ -38,7 +38,7 @@ def open_and_close(count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
-    for found in gloo.run(open_and_close, ranks=2, args=(30,), timeout=100.0):
+    for found in gloo.run(open_and_close, ranks=2, args=(30,)):
         assert found[-1] == found[2], found
 
 
@@ -58,7 +58,7 @@ def fail_and_close() -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
-    for found in gloo.run(fail_and_close, ranks=2, timeout=100.0):
+    for found in gloo.run(fail_and_close, ranks=2):
         assert found[-1] == found[1], found
 
 

@@ -161,7 +161,7 @@ def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options
     ids=str,
 )
 def test_eight_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
-    check(gloo.run(piped, ranks=8, args=(schedule, ALL, options), timeout=150.0), schedule)
+    check(gloo.run(piped, ranks=8, args=(schedule, ALL, options)), schedule)
 
 
 def check(answers: list[dict[str, Any]], schedule: str) -> None:

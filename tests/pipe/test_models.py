@@ -25,7 +25,7 @@ def make_pipe(model: nn.Module, *, ranks: int, **options: Any) -> PipelineModule
         **{"schedule": "1f1b", "num_microbatches": M, "loss_fn": "model"} | options,
         mesh={"pipe": ranks},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=60.0,
+        timeout=120.0,
     )
 
 

@@ -116,7 +116,7 @@ def run(name: str, optimizer: str = "sgd") -> dict[str, Tensor]:
         plan=plan,
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: makers[optimizer](parameters, lr=0.05),
-        timeout=30.0,
+        timeout=120.0,
     )
     loss = [pipe.train_step(X, Y).loss for _ in range(2)][-1]
     state = pipe.full_state_dict()

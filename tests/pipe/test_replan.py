@@ -114,7 +114,7 @@ def test_each_batch_runs_in_an_order_of_its_own_with_the_numbers_of_one_process(
 
 @pytest.mark.gloo
 def test_ranks_run_the_same_orders(gloo: Pool) -> None:
-    one, other = gloo.run(run, ranks=2, args=({"mesh": {"pipe": 2}},), timeout=180)
+    one, other = gloo.run(run, ranks=2, args=({"mesh": {"pipe": 2}},))
     assert one[2] == other[2]
     assert len(set(one[2])) == 3
     for losses, state, _ in (one, other):
@@ -132,7 +132,7 @@ def _other_lengths() -> None:
 @pytest.mark.gloo
 def test_ranks_that_pass_other_lengths_are_told(gloo: Pool) -> None:
     with pytest.raises(CaseError, match=r"rank 1 passed microbatches of 1 x 3, 2 x 9, 1 x 4, 2 x 8 elements to step 1"):
-        gloo.run(_other_lengths, ranks=2, timeout=180)
+        gloo.run(_other_lengths, ranks=2)
 
 
 def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:

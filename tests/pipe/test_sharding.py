@@ -102,7 +102,7 @@ def trained(data: int, optimizer: str, sizes: list[list[int]], options: dict[str
         loss_fn=loss_fn,
         optimizer=OPTIMIZERS[optimizer],
         lr_scheduler=halved,
-        timeout=30.0,
+        timeout=120.0,
         **options,
     )
     losses = []
@@ -204,7 +204,7 @@ def streamed(sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
         lr_scheduler=halved,
         mesh={"pipe": 2, "data": 2},
         num_microbatches=3,
-        timeout=30.0,
+        timeout=120.0,
         **options,
     )
     results = []
@@ -269,7 +269,7 @@ def kept(kind: str) -> dict[str, Any]:
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
         verify=True,
-        timeout=30.0,
+        timeout=120.0,
     )
     results = [pipe.train_step(X, Y) for _ in range(2)]
     counters = 4 * sum(len(optimizer.state) for optimizer in pipe.optimizers)
@@ -367,7 +367,7 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     loss = 0.0
     for begins, options in ((True, before), (False, after)):
         pipe = PipelineModule(
-            even(), loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=30.0, **options
+            even(), loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=120.0, **options
         )
         pipe.build(X, Y)
         if not begins:
@@ -427,7 +427,7 @@ def planned(schedule: str, shards: int) -> dict[str, Tensor]:
         predicted_step_time=3,
         bound=3,
     )
-    pipe = PipelineModule(even(), plan=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=30.0)
+    pipe = PipelineModule(even(), plan=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
     for _ in range(4):
         pipe.train_step(X, Y)
     pipe.flush()

@@ -17,7 +17,7 @@ from stagewright.pipe.update.separable import separable
 def refused(options: dict[str, Any]) -> str:
     settings: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
     try:
-        PipelineModule(even(), loss_fn=F.mse_loss, timeout=30.0, num_microbatches=2, **(settings | options))
+        PipelineModule(even(), loss_fn=F.mse_loss, timeout=120.0, num_microbatches=2, **(settings | options))
     except ValueError as error:
         return str(error)
     return "accepted"

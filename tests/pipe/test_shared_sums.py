@@ -61,7 +61,7 @@ def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
-    settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 30.0}
+    settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
     return PipelineModule(
         tied_model(),
         schedule="interleaved",

@@ -43,7 +43,7 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "max_grad_norm": 0.05,
-        "timeout": 30.0,
+        "timeout": 120.0,
     }
     return PipelineModule(model, **(settings | options))
 

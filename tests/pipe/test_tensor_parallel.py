@@ -316,9 +316,9 @@ def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> N
         "tensor_parallel": TORCHS if schedule == "1f1b" else WORDS_ALONE,
         "mesh_order": order,
         "tensor_sends": "parts",
-        "timeout": 60.0,
+        "timeout": 120.0,
     }
-    check(gloo.run(train, ranks=8, args=(options,), timeout=150.0), options)
+    check(gloo.run(train, ranks=8, args=(options,)), options)
 
 
 @pytest.mark.gloo
@@ -326,4 +326,4 @@ def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> N
 def test_unequal_replicas_of_tensor_groups(gloo: Pool) -> None:
     """Three replicas of two processes, and one."""
     plan = plan_of((2, 3, 4, 5, 6, 7), (0, 1), num_devices=8)
-    check_plan(gloo.run(train_a_plan, ranks=8, args=(plan,), timeout=150.0))
+    check_plan(gloo.run(train_a_plan, ranks=8, args=(plan,)))

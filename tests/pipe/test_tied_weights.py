@@ -69,7 +69,7 @@ def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
         loss_fn=F.mse_loss,
         optimizer=optimizer_of,
         example_inputs=batch(0)[:1],
-        timeout=30.0,
+        timeout=120.0,
         **({"num_microbatches": MICROBATCHES} | clip | options),
     )
     num_replicas = options["mesh"].get("data", 1) if pipe.world.distributed else 1

@@ -188,7 +188,7 @@ def traced_over_hosts(root: str) -> None:
 
 @pytest.mark.gloo
 def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
-    gloo.run(traced_over_hosts, ranks=3, args=(str(tmp_path),), timeout=60)
+    gloo.run(traced_over_hosts, ranks=3, args=(str(tmp_path),))
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["trace.rank1.jsonl", "trace.rank2.jsonl"]
     steps = read(tmp_path / "a", tmp_path / "b")
     assert [step.number for step in steps] == [3, 4]

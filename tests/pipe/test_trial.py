@@ -82,7 +82,7 @@ def make_settings(**options: Any) -> Settings:
         "grad_scaler": None,
         "seed": 0,
         "device": CPU,
-        "timeout": 20.0,
+        "timeout": 120.0,
     }
     return Settings(**(given | options))
 
@@ -112,8 +112,8 @@ def plans(ranks: int = 1, num_layers: int = 4, **options: Any) -> list[Plan]:
 
 
 def try_them(model: nn.Module, found: list[Plan], batch: Given | None = None, **options: Any) -> tuple[Plan, Plan]:
-    world = join_world(device=CPU, timeout=20.0)
-    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=20.0)
+    world = join_world(device=CPU, timeout=120.0)
+    collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=120.0)
     try:
         return Trials(model, world, make_settings(**options), collectives).best(found, batch or given())
     finally:
@@ -330,7 +330,7 @@ def make_pipe(num_layers: int = 4, **options: Any) -> PipelineModule:
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         "lr_scheduler": warmed_up,
         "max_grad_norm": 0.5,
-        "timeout": 20.0,
+        "timeout": 120.0,
     }
     return PipelineModule(make_model(num_layers), **(settings | options))
 

@@ -47,7 +47,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_pipe(**options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": momentum, "max_grad_norm": LIMIT, "timeout": 30.0}
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": momentum, "max_grad_norm": LIMIT, "timeout": 120.0}
     return PipelineModule(make_model(), **(settings | options))
 
 

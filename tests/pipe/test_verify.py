@@ -30,7 +30,7 @@ def pipe_of(task: str, schedule: str, **options: Any) -> PipelineModule:
         "num_microbatches": 4,
         "loss_fn": loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        "timeout": 30.0,
+        "timeout": 120.0,
     }
     whole = {"stages": list(model.children())} if kind == "stages" else {"model": model}
     return PipelineModule(**whole, **(settings | options))

@@ -46,7 +46,7 @@ def with_reassigned_buffer() -> Net:
 def refused(net: nn.Module, **options: Any) -> str:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"schedule": "1f1b", "mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
-    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 30.0}
+    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 120.0}
     pipe = PipelineModule(net, **(settings | options))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     pipe.build(x, x)

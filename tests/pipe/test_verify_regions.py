@@ -167,7 +167,7 @@ def trained(option: Any, dropout: float) -> tuple[str | None, float]:
         loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         verify=True,
-        timeout=30.0,
+        timeout=120.0,
     ) as pipe:
         try:
             return None, float(pipe.train_step(tokens, tokens).loss or 0.0)

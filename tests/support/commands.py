@@ -24,7 +24,7 @@ from stagewright.experiments.launcher import LaunchResult
 from .pool import forking
 from .pool_worker import torchrun_environment
 
-_TIMEOUT = 200.0  # [s]
+_TIMEOUT = 400.0  # [s] guards against hangs alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from stagewright.pipe import PipelineModule
 
 from .small import WIDTH, layers, make
 
-LONG = 20.0  # [s] a time-out that must not run out
+LONG = 120.0  # [s] a time-out that must not run out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def assembled(model: nn.Module, **settings: Any) -> Any:
     from stagewright.pipe import PipelineModule
 
     what = {"stages": list(model)} if isinstance(model, Chain) else {"model": model}
-    return PipelineModule(**what, **({"timeout": 30.0} | settings))
+    return PipelineModule(**what, **({"timeout": 120.0} | settings))
 
 
 def run(case: Case, layout: Layout) -> Outcome:

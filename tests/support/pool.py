@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from stagewright.experiments.host import free_ports
 
 from .pool_worker import Order, Reply, serve
 
@@ -36,7 +37,8 @@ _PRELOADED = [
     "stagewright.experiments.training.loop",
     "pytest",
 ]
-_START_LIMIT = 120.0  # [s] importing torch on a busy machine takes its time
+CASE_LIMIT = 240.0  # [s] guards against hangs alone
+_START_LIMIT = 240.0  # [s] importing torch on a busy machine takes its time
 _ALARM_GRACE = 2.0  # [s] from a worker's own alarm, which leaves its stack in the log, to ours
 _END_GRACE = 5.0  # [s] for a worker to leave by itself
 _LOG_TAIL = 6000  # characters of a worker's output that a failure shows
@@ -74,7 +76,7 @@ class Pool:
         ranks: int,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 60.0,
+        timeout: float = CASE_LIMIT,
         group: bool = True,
     ) -> list[Any]:
         """`function(*args, **kwargs)` on every rank; returns the results by rank.
@@ -95,7 +97,7 @@ class Pool:
         ranks: int,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float = 60.0,
+        timeout: float = CASE_LIMIT,
         group: bool = True,
         grace: float | None = None,
     ) -> list[Reply]:
@@ -107,7 +109,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: expected 1 to {self.max_ranks}; type Pool(max_ranks={ranks})")
         self._start(ranks)
         self._cases += 1
-        port = free_port()
+        (port,) = free_ports(1)
         payload = pickle.dumps((tuple(args), dict(kwargs or {})))
         for rank, worker in enumerate(self._workers[:ranks]):
             order = Order(
@@ -205,13 +207,6 @@ def forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _story(function: Callable[..., Any], replies: list[Reply]) -> str:

@@ -88,6 +88,6 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
         "loss_fn": loss_fn,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
         "max_grad_norm": 0.7,
-        "timeout": 30.0,
+        "timeout": 120.0,
     }
     return PipelineModule(model, **(settings | options))

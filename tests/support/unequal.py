@@ -52,7 +52,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "loss_fn": mean_over_words,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "num_microbatches": len(LENGTHS),
-        "timeout": 60.0,
+        "timeout": 120.0,
     }
     return PipelineModule(make_model(), **(settings | options))
 

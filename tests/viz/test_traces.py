@@ -373,7 +373,7 @@ def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> N
     from support import torch_traces
 
     for name in torch_traces.CHUNKS:
-        gloo.run(torch_traces.trace_own, ranks=2, args=(name, str(tmp_path)), timeout=120)
+        gloo.run(torch_traces.trace_own, ranks=2, args=(name, str(tmp_path)))
         paths = sorted(tmp_path.glob(f"{name}.rank*.json"))
         exhibit = exhibit_of_traces(paths, name=name)
         if name == "1f1b":

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stagewright.experiments.backends.records import Work
 
+WITHIN = 200.0  # [s] guards against hangs alone: what is waited for comes sooner or later
 STAND_IN = Path(__file__).parent / "stand_in"  # torchrun without torch
 
 HOSTILE = ("a b", "it's", '"', "$HOME", "$$", "${local_rank}", ";", "`id`", "--", "-x", "", "*", "\\", "\n", "ü", "~")
@@ -30,6 +33,19 @@ Path(sys.argv[1], f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
 time.sleep(120)
 """
 
+FAIL = (  # on rank 1, once rank 0 has written down its process
+    """
+import os, sys, time
+from pathlib import Path
+other = Path(sys.argv[1], "pid0")
+while os.environ["RANK"] == "1":
+    if other.exists() and other.read_text():
+        raise SystemExit("no luck")
+    time.sleep(0.02)
+"""
+    + SLEEP
+)
+
 
 def work(folder: Path, program: str, *arguments: str, torch: bool = False, **other: Any) -> Work:
     """A program that finds `folder` as its first word."""
@@ -39,13 +55,15 @@ def work(folder: Path, program: str, *arguments: str, torch: bool = False, **oth
     return Work(module="program", arguments=(str(folder), *arguments), folder=folder, environment=environment, **other)
 
 
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port of loopback that nobody can have meanwhile, and at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
-def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:
+def processes(folder: Path, count: int, *, within: float = WITHIN) -> list[int]:
     """Process ids that ranks of SLEEP wrote down, by rank, once there are `count`."""
     until = time.monotonic() + within
     while time.monotonic() < until:
@@ -56,12 +74,17 @@ def processes(folder: Path, count: int, *, within: float = 20.0) -> list[int]:
     raise AssertionError(f"{count} ranks did not start within {within} s: {list(folder.iterdir())}")
 
 
+def written(folder: Path) -> list[int]:
+    """Process ids that ranks of SLEEP have written down so far."""
+    return [int(text) for path in folder.glob("pid*") if (text := path.read_text())]
+
+
 def parent(process: int) -> int:
     """The process that started this one, or adopted it."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def gone(ids: list[int], *, within: float = 10.0) -> bool:
+def gone(ids: list[int], *, within: float = WITHIN) -> bool:
     """Whether all of these processes end within the time."""
     until = time.monotonic() + within
     while time.monotonic() < until:

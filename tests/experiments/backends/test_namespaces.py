@@ -14,6 +14,8 @@ from stagewright.experiments.backends.namespaces.needs import what_is_missing, w
 from stagewright.experiments.backends.namespaces.network import network
 from stagewright.experiments.backends.records import Nodes, Shape
 
+from .nodes import WITHIN
+
 WHY_NOT = what_is_missing() or why_no_wire()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -32,11 +34,11 @@ with socket.create_server(("0.0.0.0", 5000)) as server:
                 left -= len(peer.recv(min(left, 1 << 20)))
             peer.sendall(b"k")
 """
-# Prints the least round trip, and the best rate [bytes/s] at which so many bytes came through: of up to 20 attempts, as
-# whatever else this machine does makes some slower.
+# Prints the least round trip, the best rate [bytes/s] at which so many bytes came through behind one, and the best with
+# it: of up to 20 attempts, as whatever else this machine does makes some slower.
 CLIENT = """
 import socket, sys, time
-peer = socket.create_connection((sys.argv[1], 5000), timeout=10)
+peer = socket.create_connection((sys.argv[1], 5000), timeout=200)
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 def exchange(size):
     start = time.perf_counter()
@@ -44,12 +46,12 @@ def exchange(size):
     assert peer.recv(1) == b"k"
     return time.perf_counter() - start
 trip = min(exchange(0) for _ in range(10))
-size, enough, best = int(sys.argv[2]), float(sys.argv[3]), 0.0
+size, enough, least = int(sys.argv[2]), float(sys.argv[3]), float("inf")
 for _ in range(20):
-    best = max(best, size / (exchange(size) - trip))
-    if best > enough:
+    least = min(least, exchange(size))
+    if least > trip and size / (least - trip) > enough:
         break
-print(trip, best)
+print(trip, size / (least - trip) if least > trip else float("inf"), size / least)
 """
 
 
@@ -70,12 +72,12 @@ def serving(*hosts):
 
 
 def measure(source, address, size, asked):
-    """Round trip [s] from a node to an address, and its rate as a part of the one asked for [bytes/s]."""
+    """Round trip [s] from a node to an address; the rates behind one and with it, as parts of what was asked for."""
     client = source.start(python(CLIENT, address, size, 0.95 * asked), output=subprocess.PIPE)
-    said, _ = client.communicate(timeout=30)
+    said, _ = client.communicate(timeout=WITHIN)
     assert client.returncode == 0, said.decode()
-    trip, rate = map(float, said.split())
-    return trip, rate / asked
+    trip, rate, slowest = map(float, said.split())
+    return trip, rate / asked, slowest / asked
 
 
 # On a busy machine, too, no link may be quicker than it was asked to be. How near it comes takes quiet to say.
@@ -84,12 +86,12 @@ exactly = pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pyte
 
 def check(measured, one_way, *, exact):
     """Round trip within a tenth and 0.3 ms, rate within 7%; or neither quicker than asked for."""
-    trip, rate = measured
+    trip, rate, with_trip = measured
     assert 2 * one_way <= trip
-    assert 0 < rate < 1.03
+    assert 0 < with_trip < 1.03
     if exact:
         assert trip <= 2.2 * one_way + 0.0003
-        assert rate > 0.93
+        assert 0.93 < rate < 1.03
 
 
 @exactly
@@ -126,7 +128,7 @@ def test_a_node_has_a_name_interfaces_and_processes_of_its_own():
         process = net.hosts[1].start(
             ("sh", "-c", f'{sys.executable} -c "{look}"; pwd; ls /proc'), output=subprocess.PIPE
         )
-        said = process.communicate(timeout=20)[0].decode().splitlines()
+        said = process.communicate(timeout=WITHIN)[0].decode().splitlines()
     assert said[0].startswith("node1 10.66.1.2 ")
     assert "eth0" in said[0]
     assert said[1] == os.getcwd()
@@ -140,7 +142,7 @@ def test_a_node_that_crashes_takes_all_its_processes_along():
         wait_for(lambda: len(processes_in(host.pid)) >= 3)
         network_of_it = os.stat(f"/proc/{host.pid}/ns/net").st_ino
         host.crash()
-        assert stray.wait(5) == -9
+        assert stray.wait(WITHIN) == -9
         wait_for(lambda: not host.is_up)
         assert not processes_of(network_of_it)
 
@@ -199,7 +201,7 @@ def processes_of(inode):
     return found
 
 
-def wait_for(condition, timeout=5.0):
+def wait_for(condition, timeout=WITHIN):
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until

@@ -22,7 +22,7 @@ from stagewright.experiments.backends.records import Nodes, Shape
 from stagewright.experiments.jobs.figure import How, read_figures
 from stagewright.experiments.works import links
 
-from .nodes import SLEEP, work
+from .nodes import FAIL, SLEEP, WITHIN, work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -91,8 +91,7 @@ def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path
 @needs_root
 def test_a_failed_node_is_named_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_GRACE", 0.3)
-    program = "import os\nif os.environ['RANK'] == '1':\n    raise SystemExit('no luck')\n" + SLEEP
-    outcome = backend().run(work(tmp_path, program), TWO)
+    outcome = backend().run(work(tmp_path, FAIL), TWO)
     assert outcome.status == 1
     assert outcome.report.startswith("node 1 (10.66.1.2): failed (exit status 1)")
     assert "no luck" in outcome.report
@@ -104,7 +103,7 @@ def test_a_node_that_never_comes_is_named_with_how_long_it_was_waited_for(tmp_pa
     class Late(NetnsBackend):
         def _network(self, stack, nodes):  # type: ignore[no-untyped-def]
             net = super()._network(stack, nodes)
-            net.hosts[1]._prefix = ("sh", "-c", 'sleep 60; exec "$@"', "sh")
+            net.hosts[1]._prefix = ("sh", "-c", 'sleep 400; exec "$@"', "sh")
             return net
 
     outcome = Late(say=lambda _: None).run(work(tmp_path, LOOK, join_timeout=0.7), TWO)
@@ -114,12 +113,10 @@ def test_a_node_that_never_comes_is_named_with_how_long_it_was_waited_for(tmp_pa
 
 @needs_root
 def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> None:
-    started = time.monotonic()
     stray = "import subprocess\nsubprocess.Popen(['sleep', '120'], start_new_session=True)\n"
     outcome = backend().run(work(tmp_path, stray + SLEEP, timeout=1.0), TWO)
     assert (outcome.timed_out, outcome.status) == (True, 124)
     assert "not done after 1 s" in outcome.report
-    assert time.monotonic() - started < 15
     assert networks(os.getpid()) == set()
 
 
@@ -156,7 +153,7 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), given.environment["PYTHONPATH"], share], stderr=subprocess.DEVNULL
     )
-    wait_for(lambda: len(list(folder.glob("pid*"))) == 2, 30)
+    wait_for(lambda: len(list(folder.glob("pid*"))) == 2)
     return process
 
 
@@ -167,7 +164,7 @@ def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Sign
     there = networks(process.pid)
     assert len(there) == 2
     process.send_signal(number)
-    assert process.wait(20) != 0
+    assert process.wait(WITHIN) != 0
     wait_for(lambda: are_gone(there))
 
 
@@ -213,10 +210,10 @@ def test_only_groups_whose_owner_is_gone_are_removed(tmp_path: Path, monkeypatch
 
 SPIN = """
 import time
-until, before = time.perf_counter() + 0.3, time.process_time()
-while time.perf_counter() < until:
+began, before = time.perf_counter(), time.process_time()
+while time.perf_counter() < began + 0.3:
     pass
-print(time.process_time() - before)
+print(time.process_time() - before, time.perf_counter() - began)
 """
 
 
@@ -224,11 +221,12 @@ print(time.process_time() - before)
 def test_a_share_of_the_processor_is_what_it_says() -> None:
     with cpu_share.shares(0.2 / len(os.sched_getaffinity(0)), 1) as (prefix,):
         spun = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", SPIN], capture_output=True, check=True)
-    assert 0.01 < float(spun.stdout) < 0.1  # a fifth of 0.3 s, less what others took
+    taken, seconds = map(float, spun.stdout.split())
+    assert 0 < taken < 0.2 * seconds + 0.04  # a fifth, less what others took; and a slice that it had saved
     assert cpu_share.leftovers() == []
 
 
-def wait_for(condition, timeout: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+def wait_for(condition, timeout: float = WITHIN) -> None:  # type: ignore[no-untyped-def]
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until

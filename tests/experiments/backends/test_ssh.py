@@ -20,8 +20,9 @@ from stagewright.experiments.backends.hosts import RemoteHost, read_hosts
 from stagewright.experiments.backends.node import descendants
 from stagewright.experiments.backends.records import Nodes, Shape
 from stagewright.experiments.backends.ssh import SshBackend
+from stagewright.experiments.host import free_ports
 
-from .nodes import HOSTILE, TELL, free_port, gone, processes, work
+from .nodes import HOSTILE, TELL, WITHIN, closed_port, gone, processes, work
 
 TWO = Nodes(num_nodes=2)
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -92,7 +93,7 @@ class Server:
     """An sshd of loopback, its one user this one."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         (folder / "authorized").write_text((folder / "user.pub").read_text())
@@ -118,7 +119,7 @@ class Server:
 
     def answers(self) -> bool:
         command = SshBackend((), options=self.options)._ssh(self.host())
-        until = time.monotonic() + 10
+        until = time.monotonic() + WITHIN
         while time.monotonic() < until and self.process.poll() is None:
             if subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0:
                 return True
@@ -173,11 +174,11 @@ def test_hosts_that_cannot_be_reached_or_lack_something_are_named(server: Server
         backend = SshBackend(hosts, options=server.options, say=lambda _: None)
         return backend.run(work(tmp_path, TELL), Nodes(num_nodes=len(hosts))).report
 
-    closed = free_port()
-    assert report(server.host(), server.host(port=closed)).startswith(
-        "node 1 (host 127.0.0.1): could not be started (exit status 255): ssh: connect to host 127.0.0.1 port "
-        f"{closed}: Connection refused; `ssh 127.0.0.1` must work without a question"
-    )
+    with closed_port() as closed:
+        assert report(server.host(), server.host(port=closed)).startswith(
+            "node 1 (host 127.0.0.1): could not be started (exit status 255): ssh: connect to host 127.0.0.1 port "
+            f"{closed}: Connection refused; `ssh 127.0.0.1` must work without a question"
+        )
     assert "Permission denied" in report(server.host(user="nobody-of-that-name"))  # and no prompt
     assert "/no/such/python: " in report(server.host(python="/no/such/python"))
     assert "Host key verification failed" in report(server.host(host="localhost"))
@@ -218,6 +219,6 @@ def test_ranks_behind_ssh_end_with_this_side_and_with_the_connection(server: Ser
         if how in ("silence", "connection"):
             os.kill(client, signal.SIGKILL)
         assert gone(ranks)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=WITHIN)
     if how in ("silence", "connection"):
         assert "node 1 (host 127.0.0.1): failed (exit status 137)" in out
