@@ -9,9 +9,11 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..partition import Profile
+from ..pipe.clipped import clipping
 from ..pipe.parallel.measured import profile_cut
 from ..pipe.runtime_seconds import measure_runtime_seconds
 from ..schedules.wording import count
@@ -30,6 +32,7 @@ def profile_own(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     has_optimizer: bool = True,
+    max_grad_norm: float = 0.0,
     split_backward: bool = True,
     tensor_sizes: Sequence[int] = (1,),
     tensor_parallel: str | dict[str, str] = "auto",
@@ -39,6 +42,7 @@ def profile_own(
     Arguments:
         batch_size: as OwnBatches takes it.
         seconds: for all sizes together.
+        max_grad_norm: to which gradients are clipped in front of the optimizer's step; 0: they are not.
         tensor_sizes: ranks over which matrices are cut, as `tensor_parallel` says.
         dtype: of the weights and of inputs that are floating-point numbers; None: as they are.
 
@@ -59,6 +63,9 @@ def profile_own(
         over = f" over {tensor} tensor ranks" if tensor > 1 else ""
         print(f"microbatch of {count(size, 'sample')}{over}: {text}", file=sys.stderr, flush=True)
 
+    def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+        return own.make_optimizer(options, parameters, lr=None)
+
     action, around = measure_runtime_seconds(torch.device(device))
     profiles = []
     for tensor, size in product(tensor_sizes, sizes):
@@ -70,11 +77,12 @@ def profile_own(
             tensor_parallel=tensor_parallel,
             target=target,
             loss_fn=loss,
-            optimizer=(lambda parameters: own.make_optimizer(options, parameters, lr=None)) if has_optimizer else None,
+            optimizer=clipping(optimizer, max_grad_norm) if has_optimizer else None,
             autocast=autocast,
             seconds=seconds / len(sizes) / len(tensor_sizes),
             split_backward=split_backward,
             progress=partial(tell, size, tensor),
         )
-        profiles.append(replace(found, microbatch_size=size, action_seconds=action, around_seconds=around))
+        found = replace(found, action_seconds=action, around_seconds=around, max_grad_norm=max_grad_norm)
+        profiles.append(replace(found, microbatch_size=size))
     return profiles

@@ -34,7 +34,15 @@ _FIGURES = (
 )
 Tied = tuple[tuple[str, str], float]  # two nodes, bytes of the weights that they share
 _SELECTIVE = ("selective_bytes", "selective_seconds")  # both or none
-_PROFILE_FIGURES = ("optimizer_ratio", "step_seconds", "step_spread", "slowdown", "action_seconds", "around_seconds")
+_PROFILE_FIGURES = (
+    "optimizer_ratio",
+    "step_seconds",
+    "step_spread",
+    "slowdown",
+    "action_seconds",
+    "around_seconds",
+    "max_grad_norm",
+)
 _SECONDS = tuple(name for name in (*_FIGURES, *_SELECTIVE) if name.endswith("_seconds"))
 _OPTIONAL = ("microbatch_size", "tensor", *_PROFILE_FIGURES)
 
@@ -141,6 +149,8 @@ class Profile:
             apart [s]; 0 when not measured.
         around_seconds: that the runtime itself takes of a step beside its actions, sums, norms and updates: checks,
             the batch that is cut, losses and results [s]; 0 when not measured.
+        max_grad_norm: to which the run that it is for clips gradients, which is in its seconds of an update; 0: it does
+            not clip; None when unknown.
         tied: ((node, node), bytes) of weights that two nodes share. Each counts them among its own; where the two stand
             on different ranks, their gradients are summed in front of the update.
 
@@ -165,6 +175,7 @@ class Profile:
     slowdown: float = 1.0
     action_seconds: float = 0.0
     around_seconds: float = 0.0
+    max_grad_norm: float | None = None
     tied: tuple[Tied, ...] = ()
 
     def __repr__(self) -> str:
@@ -353,6 +364,7 @@ class Profile:
         slowdown = record.number("slowdown", positive=True, default=1.0)
         action_seconds = record.number("action_seconds", default=0.0)
         around_seconds = record.number("around_seconds", default=0.0)
+        max_grad_norm = record.optional_number("max_grad_norm")
         nodes = tuple(_node(each) for each in record.objects("nodes"))
         edges = []
         for i, pair in enumerate(record.items("edges")):
@@ -376,6 +388,7 @@ class Profile:
                 slowdown=slowdown,
                 action_seconds=action_seconds,
                 around_seconds=around_seconds,
+                max_grad_norm=max_grad_norm,
                 tied=tuple(tied),  # type: ignore[arg-type]
             )
         except ValueError as error:

@@ -31,14 +31,13 @@ from ..partition.plans.replan import Replanner
 from ..partition.plans.sizes import Size, planned_for, sizes_to_measure
 from ..partition.profile import Node, Profile
 from ..partition.profiler import profile_model
-from ..partition.profiler.optimizers import NamedParameters, make_optimizers, named
 from .batch.given import Given, check_batch
+from .clipped import clipping
 from .layout import Layout, layout_of_plan
 from .replan import Replan, Sizer
 from .runtime_seconds import RuntimeSeconds, measure_runtime_seconds
 from .settings import Settings
 from .trial import Trials, to_try
-from .update.gradients import clip_gradients, norm_of, norm_part
 
 T = TypeVar("T")
 
@@ -159,9 +158,9 @@ class AutoLayout:
         found, self.predicted = Trials(self._model, self._world, self._settings, self._collectives).best(plans, given)
         return found
 
-    def _waits_for(self) -> float | None:
-        """The norm to which gradients are clipped, where updates wait for it."""
-        return None if self._settings.post_validation else self._settings.max_grad_norm
+    def _waits_for(self) -> float:
+        """The norm to which gradients are clipped, where updates wait for it, else 0."""
+        return 0.0 if self._settings.post_validation else self._settings.max_grad_norm or 0.0
 
     def _microbatch_sizes(self, num_samples: int) -> tuple[int, ...]:
         """Sizes to profile: the one that M means, or a few that divide the batch into enough microbatches."""
@@ -203,7 +202,7 @@ class AutoLayout:
                 first.arguments,
                 target=target,
                 loss_fn=loss,
-                optimizer=None if settings.optimizer is None else named(self._optimizers),
+                optimizer=None if settings.optimizer is None else clipping(settings.optimizer, settings.max_grad_norm),
                 autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
                 seconds=seconds,
             )
@@ -234,25 +233,15 @@ class AutoLayout:
         speeds = dict(zip(by_host, host_speeds(self._hosts), strict=True))
         return median_profile([each for host, each in found if speeds[host] == 1.0]).typical()
 
-    def _optimizers(self, parameters: NamedParameters) -> list[torch.optim.Optimizer]:
-        assert self._settings.optimizer is not None
-        optimizers = make_optimizers(self._settings.optimizer, parameters, where="a unit")
-        limit = self._settings.max_grad_norm
-        if limit is not None and optimizers:
-            _clip_before(optimizers[0], [p for _, p in parameters], limit)
-        return optimizers
-
     def _cluster(self) -> Cluster:
         """The ranks, their links and memory."""
         device, world = self._settings.device, self._world
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
             return Cluster(levels=(level,), kinds=(DeviceKind(memory_bytes=_memory_bytes(device, sharing=1)),))
-        hosts = self._collectives.gather(socket.gethostname(), what="counting the ranks of each host")
-        memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
-        smallest = min(self._collectives.gather(memory, what="comparing the memory of all ranks"))
+        memory = least_memory(device, self._collectives)
         measured = measure_links(world, device=device, timeout=self._settings.timeout)
-        cluster = cluster_of(measured, memory_bytes=smallest)
+        cluster = cluster_of(measured, memory_bytes=memory)
         if len(set(host_speeds(self._hosts))) > 1:
             cluster = with_host_speeds(cluster, measured.hosts, self._hosts)
         return cluster
@@ -322,17 +311,11 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def _clip_before(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float) -> None:
-    """Clip gradients in front of the optimizer's step, as a part of the update's cost."""
-    step = optimizer.step
-
-    def clip_and_step(*arguments: Any, **options: Any) -> Any:
-        gradients = [p.grad for p in parameters]
-        norm = norm_of(norm_part(gradients, device=parameters[0].device))
-        clip_gradients(gradients, norm=norm, max_norm=limit)
-        return step(*arguments, **options)
-
-    optimizer.step = clip_and_step  # type: ignore[method-assign]
+def least_memory(device: torch.device, together: Collectives) -> float:
+    """Bytes that each rank has at least: of its device's memory, or of its host's its share. Collective."""
+    hosts = together.gather(socket.gethostname(), what="counting the ranks of each host")
+    memory = _memory_bytes(device, sharing=hosts.count(socket.gethostname()))
+    return min(together.gather(memory, what="comparing the memory of all ranks"))
 
 
 def _memory_bytes(device: torch.device, *, sharing: int) -> float:

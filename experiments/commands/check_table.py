@@ -13,6 +13,7 @@ from ...schedules.timing.inputs import Cause
 from ...schedules.timing.prediction import InputCheck, PredictionCheck
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size
+from ..training.options import DEFAULT_CLIP
 from .tables import console
 from .tables import table as new_table
 
@@ -95,6 +96,8 @@ def _times(ratio: float) -> str:
 
 def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
+    if what.kind == "norm" and plan.norm_seconds is None:
+        return f"stagewright plan ... --clip {_clip(found.config):g}"  # made as if nobody clipped
     if what.kind == "norm" or (what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"):
         return None  # clipping beside the latencies of the norm, and sums of tied weights: no one input
     if what.kind in _OF_LINKS or (what.kind == "overhead" and _is_of_messages(each, plan)):
@@ -119,7 +122,14 @@ def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str
     words += [] if microbatch is None else ["--microbatch", str(microbatch)]
     words += ["--tensor", str(tensor)] if tensor > 1 else []
     words += ["--ranks", str(ranks)] if ranks > 1 else []
+    words += [] if _clip(config) == DEFAULT_CLIP else ["--clip", f"{_clip(config):g}"]
     return shlex.join([*words, "--out", "profile.json"])
+
+
+def _clip(config: Mapping[str, Any]) -> float:
+    """The norm to which a run clipped; 0: it did not."""
+    clip = config.get("clip")
+    return DEFAULT_CLIP if clip is None else float(clip)
 
 
 def _told(found: CheckedRun) -> Iterable[str]:

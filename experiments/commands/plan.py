@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -26,15 +26,20 @@ from ...partition.formulas import Transformer, TransformerSource
 from ...partition.formulas.device_model import PRESETS, DeviceModel
 from ...partition.planner import CHUNK_SIZES, SCHEDULES, Tally, difference
 from ...partition.plans.reorder import reorder
-from ...schedules.wording import size
+from ...schedules.wording import duration, size
 from ..help_text import plain_help
 from ..own_options import OwnOptions
 from ..tensor_options import read_tensor_parallel
+from ..training.options import DEFAULT_CLIP
 from .files import check_out, read_file, write_out
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _NO_LINKS = (
     "links: messages and sums take no time (--cluster says what they take; `stagewright profile --links` writes it)"
+)
+_ALONE = (
+    "ranks that share a host slow each other down, which is not in these seconds: `stagewright profile --ranks N` of "
+    "each microbatch size measures on N ranks at once, and `plan --profile FILE...` takes its files"
 )
 _EVERY = 1.0  # seconds between two lines of progress
 _OPTIONS = {  # as `plan` calls them
@@ -95,8 +100,9 @@ class PlanOptions(OwnOptions):
     all but matrix products (default: all that the profiles have figures for)."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
     """Sharding of the optimizer's state to choose from."""
-    clip: float = 0.0
-    """Largest norm of all gradients, as the run's --clip: ranks wait for it. 0: none."""
+    clip: float | None = None
+    """Largest norm of all gradients, as the run's --clip: ranks wait for it. 0: none (default: as the profiles say,
+    with --model 1)."""
     runnable: bool = False
     """Only what `stagewright train --plan` executes."""
     seconds: float | None = None
@@ -140,11 +146,14 @@ def run(argv: Sequence[str]) -> int:
     taken = f"planned in {time.perf_counter() - started:.2f} s"
     if options.out is not None:
         write_out(options.out, found.to_json())
-    _print(found, f"{_origin(options, source, cluster, limit)}\n{taken}", as_json=options.json)
+    lines = [*_origin(options, source, cluster, limit), *_norm(options, source, found), taken]
+    _print(found, "\n".join(lines), as_json=options.json)
     return 0
 
 
-def _origin(options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None) -> str:
+def _origin(
+    options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None
+) -> Iterator[str]:
     """Where seconds, bytes and the memory of a device are from, and how to give others."""
     if isinstance(source, TransformerSource):
         others = "a name, such as v100, or the JSON file of a DeviceModel"
@@ -155,15 +164,35 @@ def _origin(options: PlanOptions, source: list[Profile] | ProfileSource, cluster
         files = ", ".join(map(str, options.profile))
         seconds = f"{files}, as measured (`stagewright profile` measures anew)"
     else:
-        seconds = "the model, profiled here just now"
+        seconds = "the model, profiled here just now in one process, with the host to itself"
     sizes = {limit} if limit is not None else {kind.memory_bytes for kind in cluster.used_kinds}
     known = sorted(each for each in sizes if each is not None)
     if not known:
         memory = "no limit is known (--memory 80GB gives one)"
     else:
         memory = f"{' to '.join(map(size, dict.fromkeys((known[0], known[-1]))))} (--memory gives another)"
-    links = "" if options.cluster is not None else f"\n{_NO_LINKS}"
-    return f"seconds and bytes: {seconds}{links}\nmemory of a device: {memory}"
+    yield f"seconds and bytes: {seconds}"
+    if options.model is not None and cluster.num_devices > 1:
+        yield _ALONE
+    if options.cluster is None:
+        yield _NO_LINKS
+    yield f"memory of a device: {memory}"
+
+
+def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Plan) -> Iterator[str]:
+    """Whether ranks wait for the norm of all gradients, and who says so."""
+    measured = {each.max_grad_norm for each in source} if isinstance(source, list) else set()
+    known = next(iter(measured), None)
+    if known is None and options.clip is None:
+        yield f"norm of gradients: ranks wait for none (--clip {DEFAULT_CLIP:g}, as `stagewright train` has it)"
+    elif found.norm_seconds is not None:
+        yield f"norm of gradients: ranks wait {duration(found.norm_seconds)} for it (--clip 0: none)"
+    if known is not None and options.clip is not None and bool(known) != bool(options.clip):
+        with_it = "with" if known else "without"
+        yield (
+            f"--clip {options.clip:g}: the update's seconds are {with_it} clipping all the same: `stagewright profile "
+            f"--clip {options.clip:g}` measures them"
+        )
 
 
 def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
@@ -194,7 +223,7 @@ def _planned(
         optimizer_sharding=options.optimizer_sharding,
         runnable=options.runnable,
         seconds=options.seconds,
-        max_grad_norm=options.clip or None,
+        max_grad_norm=options.clip,
         progress=_Reporter(),
     )
 
@@ -308,6 +337,7 @@ def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
         batch_size=options.batch,
         seconds=PROFILE_SECONDS,
         split_backward=False,
+        max_grad_norm=DEFAULT_CLIP if options.clip is None else options.clip,
         tensor_sizes=options.tensor or (1,),
         tensor_parallel=read_tensor_parallel(options.tensor_parallel),
     )

@@ -11,6 +11,7 @@ stagewright profile --from-json gpt.json            show a profile again
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -23,9 +24,11 @@ import tyro
 
 from ...partition import Cluster, Node, PlanStage, Profile, partition, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
+from ...schedules.wording import size
 from ..help_text import plain_help
 from ..own_options import OwnOptions, given
 from ..tensor_options import read_tensor_parallel
+from ..training.options import DEFAULT_CLIP
 from .files import read_file, write_out
 from .profile_ranks import launched, measured_links, profile_at_once
 from .tables import console, table
@@ -63,6 +66,9 @@ class ProfileOptions(OwnOptions):
     """Which module is cut how: auto, or a JSON file of {pattern: column, row or sequence}."""
     update: bool = True
     """Measure the optimizer's step and state, too."""
+    clip: float = DEFAULT_CLIP
+    """Largest norm of all gradients, as the run's --clip: clipping is part of the update, and ranks wait for the norm.
+    0: none."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the model; with --links, of the messages."""
     seconds: float = 10.0
@@ -100,6 +106,8 @@ class ProfileOptions(OwnOptions):
         for option in ("seconds", "timeout"):
             if not getattr(self, option) > 0:
                 raise ValueError(f"--{option} {getattr(self, option)}: expected a number above 0")
+        if not 0 <= self.clip < math.inf:
+            raise ValueError(f"--clip {self.clip}: expected a number above 0, or 0 for no clipping")
         if self.stages is not None and self.stages < 1:
             raise ValueError(f"--stages {self.stages}: expected at least 1")
         chosen = [name for name in ("links", "from_json", "pipedream") if getattr(self, name)]
@@ -168,6 +176,7 @@ def measure(options: ProfileOptions) -> Profile:
     """Profile the model that the options describe; what it is doing goes to the standard error."""
     import torch
 
+    from ...pipe.clipped import clipping
     from ...pipe.parallel.measured import profile_cut
     from ...pipe.runtime_seconds import measure_runtime_seconds
     from ..training.corpus import loss_fn
@@ -190,6 +199,7 @@ def measure(options: ProfileOptions) -> Profile:
             dtype=weights,
             autocast=autocast,
             has_optimizer=options.update,
+            max_grad_norm=options.clip,
             tensor_sizes=(options.tensor,),
             tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         )
@@ -206,13 +216,13 @@ def measure(options: ProfileOptions) -> Profile:
         tensor_parallel=read_tensor_parallel(options.tensor_parallel),
         target=targets,
         loss_fn=loss_fn,
-        optimizer=make_optimizer(lr=1e-3) if options.update else None,
+        optimizer=clipping(make_optimizer(lr=1e-3), options.clip) if options.update else None,
         autocast=autocast,
         seconds=options.seconds,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     action, around = measure_runtime_seconds(torch.device(options.device))
-    return replace(profile, action_seconds=action, around_seconds=around)
+    return replace(profile, action_seconds=action, around_seconds=around, max_grad_norm=options.clip)
 
 
 # --- what is printed ---
@@ -238,10 +248,10 @@ def _show(profile: Profile, memory: Sequence[PlanStage], options: ProfileOptions
 
 
 def _node_table(profile: Profile) -> Table:
-    size = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
-    size += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
+    of = "" if profile.microbatch_size is None else f", one microbatch of {profile.microbatch_size}"
+    of += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
     rows = table(
-        f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{size} ({profile.origin}); in ms and MB",
+        f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{of} ({profile.origin}); in ms and MB",
         ("part", ""),
         ("F", "B", "I", "W", "spread", "update", "stash", "output", "workspace", "parameters"),
     )
@@ -266,7 +276,8 @@ def summary(profile: Profile) -> list[str]:
     update = sum(n.update_seconds for n in nodes)
     lines = [
         "",
-        f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch",
+        f"time         F {forward * 1e3:.2f} ms, B {backward * 1e3:.2f} ms, update {update * 1e3:.2f} ms a batch"
+        + (f", clipping to {profile.max_grad_norm:g} in it" if profile.max_grad_norm and update else ""),
     ]
     if profile.action_seconds or profile.around_seconds:
         around = f"{profile.action_seconds * 1e6:.0f} us around each F, B, I and W, messages apart"
@@ -341,10 +352,10 @@ def _links(options: ProfileOptions, argv: Sequence[str]) -> int:
     return 0
 
 
-def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: ProfileOptions) -> None:
+def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profile], options: ProfileOptions) -> None:
     from ...pipe.auto import cluster_of
 
-    cluster = cluster_of(measured)
+    cluster = cluster_of(measured, memory_bytes=memory)
     if profiles:
         cluster = with_host_speeds(cluster, measured.hosts, profiles, names=list(map(str, options.profiles)))
     if options.out is not None:
@@ -398,6 +409,8 @@ def _show_links(measured: MeasuredLinks, profiles: Sequence[Profile], options: P
         out.print(f"speeds of the {of}, of the first: {told}", markup=False)
     else:
         out.print("speeds of devices are not measured: all count as equally fast (--profiles says otherwise)")
+    of = "its device" if options.device == "cuda" else "the host, which its ranks share evenly"
+    out.print(f"memory of a rank: {size(memory)} of {of}", markup=False)
     if len(measured.levels) > 1 and measured.rings == "flat":
         out.print("sums go in one ring of all members, each step as slow as the slowest link that it spans (gloo)")
     for note in measured.notes:

@@ -37,15 +37,17 @@ def launched(argv: Sequence[str], ranks: int | None) -> int | None:
     return None
 
 
-def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tuple[MeasuredLinks, T] | None:
-    """Links between the ranks of this job; None on all ranks but the first. Collective over them.
+def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tuple[MeasuredLinks, float, T] | None:
+    """Links between the ranks of this job, and the least memory of a rank [bytes]; None on all ranks but the first.
+    Collective over them.
 
     Arguments:
-        check: called on the first rank before anything is measured, and its answer comes beside the links; what it
+        check: called on the first rank before anything is measured, and its answer comes beside these; what it
             reads may lie on that rank's host alone. A ValueError of it is raised on all ranks.
     """
     from ...comm import Collectives, MeshPlace
     from ...comm.links import measure_links
+    from ...pipe.auto import least_memory
 
     found: T | None = None
     wrong = ""
@@ -56,14 +58,16 @@ def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tu
             wrong = str(error)
         together = Collectives(MeshPlace.line(world), device=on, timeout=timeout)
         wrong = together.gather(wrong, what="reading what the links are measured for")[0]
-        together.close()
         if wrong:
+            together.close()
             raise ValueError(wrong)
+        memory = least_memory(on, together)
+        together.close()
         _tell(world, f"measuring the links of {world.size} ranks")
         started = time.perf_counter()
         links = measure_links(world, device=on, timeout=timeout, progress=lambda text: _tell(world, text))
         _tell(world, f"done in {time.perf_counter() - started:.1f} s")
-    return (links, cast(T, found)) if world.rank == 0 else None
+    return (links, memory, cast(T, found)) if world.rank == 0 else None
 
 
 def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float) -> Profile | None:

@@ -87,7 +87,8 @@ def plan(
             short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
         max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
-            of a batch that is flushed, for as long as a sum over them all takes. None: they do not.
+            of a batch that is flushed, for as long as a sum over them all takes. 0: they do not; None: as the profile
+            says, or not.
         runnable: only what the runtime executes, which today is all.
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
@@ -160,8 +161,10 @@ def plan(
     )
     if recompute is not None and "selective" in allowed:
         _refuse_unknown([model_of(size, ways[0]).profile for size in sizes])
+    one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
+    clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     search = Search(
-        Evaluator(topology, rules_of, model_of, norm=_norm_seconds(max_grad_norm, topology)),
+        Evaluator(topology, rules_of, model_of, norm=_norm_seconds(clips_to, topology)),
         rules_of,
         wanted=num_runners_up + 1,
         max_simulated=count("max_simulated", max_simulated),
@@ -187,7 +190,7 @@ def plan(
         found = search.run(_in_all_orders(replace(space, all_layouts=True), topology.cluster), [])
     if not found:
         raise ValueError(_why_nothing(search, space))
-    says_size = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0]).microbatch_size is not None
+    says_size = one.microbatch_size is not None
 
     def plan_of(number: int) -> Plan:
         ranked = [found[number], *found[:number], *found[number + 1 :]]
@@ -211,9 +214,8 @@ def plan(
 
 def _norm_seconds(max_grad_norm: float | None, topology: Topology) -> float | None:
     """Seconds of a small sum over all devices, where gradients are clipped [s]."""
-    if max_grad_norm is None:
+    if max_grad_norm is None or number("max_grad_norm", max_grad_norm) == 0:
         return None
-    number("max_grad_norm", max_grad_norm, positive=True)
     return topology.small_sum(range(topology.num_devices))
 
 

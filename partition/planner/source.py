@@ -117,7 +117,7 @@ def _with_sums(node: Node, rings: Sequence[TransferTime]) -> Node:
 
 def difference(one: Profile, other: Profile) -> str | None:
     """Why these two are not of one model on one device in one type; None where they are."""
-    for field in ("device", "dtype"):
+    for field in ("device", "dtype", "max_grad_norm"):
         a, b = getattr(one, field), getattr(other, field)
         if a != b:
             return f"{field} {a!r} and {b!r}"

@@ -52,6 +52,7 @@ def write_run(
     *,
     costs: Mapping[str, Any] | None = None,
     processes: Mapping[int, Path] | None = None,
+    config: Mapping[str, object] | None = None,
     start: str = "a",
     first_step: int = 0,
 ) -> None:
@@ -59,6 +60,7 @@ def write_run(
 
     Arguments:
         processes: folders of their own, by rank.
+        config: options that the run was started with, beside its sizes.
         start, first_step: of a run that went on, one that has stages of its own.
     """
     promised = simulated(carried_out)
@@ -89,8 +91,8 @@ def write_run(
         with trace_path(place, rank).open("ab") as file:
             file.write(header_line(header) + b"".join(lines))
     (folder / "plan.json").write_text(carried_out.to_json())
-    config = {"model": None, "layers": 4, "width": 64, "heads": None, "length": 32}
-    (folder / "manifest.json").write_text(json.dumps({"name": folder.name, "config": config}))
+    options = {"model": None, "layers": 4, "width": 64, "heads": None, "length": 32, **(config or {})}
+    (folder / "manifest.json").write_text(json.dumps({"name": folder.name, "config": options}))
     peaks = [1.1 * each for _, each in sorted(carried_out.memory_bytes.items())]
     (folder / "summary.json").write_text(
         json.dumps(
@@ -187,7 +189,26 @@ def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> N
     why = [line for each in found["measure_again"] for line in each["why"]]
     assert any(why[0].startswith(name) for name in named), why
     command = found["measure_again"][0]["command"]
-    assert command is None if kind == "norm" else ("--links" in command) == (kind in ("message", "held"))
+    if kind == "norm":
+        assert command == "stagewright plan ... --clip 1"  # of a plan that nobody told of clipping
+        return
+    assert ("--links" in command) == (kind in ("message", "held"))
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("one"), planned(**TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
+    (advice,) = answer(capsys, "one")["measure_again"]
+    assert advice["command"] == "stagewright plan ... --clip 0.5"
+    assert advice["why"][0].startswith("norm of all gradients takes 50.0 ms, and the plan knows nothing of that")
+    write_run(
+        Path("two"), planned(max_grad_norm=0.5, **TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5}
+    )
+    (advice,) = answer(capsys, "two")["measure_again"]
+    assert advice["command"] is None
+    write_run(Path("three"), planned(**TWO_BY_TWO), costs=times(3.0, "forward"), config={"clip": 0.5})
+    (advice,) = answer(capsys, "three")["measure_again"]
+    assert "--ranks 4 --clip 0.5 --out profile.json" in advice["command"]
 
 
 @pytest.mark.usefixtures("_here")

@@ -45,6 +45,47 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     assert "memory of a device: 32.0 GB (--memory gives another)" in printed
 
 
+@pytest.mark.parametrize(
+    ("known", "typed", "said"),
+    [
+        (None, None, "norm of gradients: ranks wait for none (--clip 1, as `stagewright train` has it)"),
+        (None, "1", "norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"),
+        (0.5, None, "norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"),
+        (0.0, None, ""),
+        (
+            0.5,
+            "0",
+            "--clip 0: the update's seconds are with clipping all the same: `stagewright profile --clip 0`",
+        ),
+        (
+            0.0,
+            "1",
+            "--clip 1: the update's seconds are without clipping all the same: `stagewright profile --clip 1`",
+        ),
+    ],
+)
+def test_the_norm_is_that_of_the_profile_or_of_the_option(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, known: float | None, typed: str | None, said: str
+) -> None:
+    path, out = Path(written(tmp_path / "a.json", 1)), tmp_path / "plan.json"
+    path.write_text(replace(Profile.load(path), max_grad_norm=known).to_json())
+    words = [
+        "--cluster",
+        "2:net=1GB/s@2500ms",
+        "--batch",
+        "4",
+        "--out",
+        str(out),
+        *(["--clip", typed] if typed else []),
+    ]
+    assert main(["plan", "--profile", str(path), *words]) == 0
+    printed = capsys.readouterr().out
+    assert said in printed
+    waits = float(typed) if typed else known
+    assert Plan.load(out).norm_seconds == (5.0 if waits else None)
+    assert ("clip" in printed) == bool(said)
+
+
 def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--pipedream", str(PIPEDREAM), "--ranks", "4", "--batch", "16", "--runnable", "--json"]
     assert main(["plan", *arguments, "--schedules", "2bw"]) == 0

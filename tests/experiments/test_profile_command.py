@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from stagewright.experiments.commands.profile import (
 )
 from stagewright.experiments.commands.profile_ranks import measured_links
 from stagewright.partition import Cluster, Node, Profile
+from stagewright.schedules.wording import size
 
 SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
 CHAIN = Profile(
@@ -49,6 +51,8 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     profile = Profile.load(path)
     assert profile.microbatch_size == 2
     assert profile.optimizer_ratio == pytest.approx(2, abs=0.1)
+    assert profile.max_grad_norm == 1.0  # as `stagewright train`
+    assert "ms a batch, clipping to 1 in it" in printed.out
     assert main(["profile", "--from-json", str(path)]) == 0
     again = capsys.readouterr()
     assert again.out.splitlines()[0].rstrip() in printed.out
@@ -135,17 +139,23 @@ def test_links_between_local_processes(command: Callable[..., Done], tmp_path: P
     (level,) = Cluster.load(path).levels
     assert (level.name, level.size) == ("host", 2)
     assert level.bandwidth > 1e6
+    (kind,) = Cluster.load(path).kinds
+    assert kind.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2  # two ranks share the host
+    assert f"memory of a rank: {size(kind.memory_bytes)} of the host" in done.stdout
 
 
 @pytest.mark.gloo
 def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: Path) -> None:
     """One profile comes of both, with the seconds that a run will see."""
     path = tmp_path / "gpt.json"
-    done = command("profile", *SMALL, "--layers", "1", "--ranks", "2", "--no-update", "--out", str(path))
+    done = command(
+        "profile", *SMALL, "--layers", "1", "--ranks", "2", "--no-update", "--clip", "0.25", "--out", str(path)
+    )
     assert done.status == 0, done.stderr
     assert done.stdout.count("whole step") == 1
+    assert "clipping" not in done.stdout  # no update was measured
     profile = Profile.load(path)
-    assert profile.slowdown == 1.0
+    assert (profile.slowdown, profile.max_grad_norm) == (1.0, 0.25)
     assert profile.action_seconds > 0
 
 
@@ -186,6 +196,8 @@ def test_levels_become_a_cluster() -> None:
     [
         (("--microbatch", "0"), "--microbatch 0: expected at least 1"),
         (("--seconds", "0"), "--seconds 0.0: expected a number above 0"),
+        (("--clip", "-1"), "--clip -1.0: expected a number above 0, or 0 for no clipping"),
+        (("--clip", "nan"), "--clip nan: expected a number above 0, or 0 for no clipping"),
         (("--stages", "0"), "--stages 0: expected at least 1"),
         (("--ranks", "2", "--from-json", "x.json"), "--ranks 2 beside a profile that is there"),
         (("--ranks", "0"), "--ranks 0: expected at least 1"),

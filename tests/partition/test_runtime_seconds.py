@@ -208,15 +208,15 @@ def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
         return simulate(known.timeline.schedule, replace(known.costs, update=0.0), known.links).batch_seconds
 
     plain, clipped = (found(schedules="1f1b", **options) for options in ({}, {"max_grad_norm": 1.0}))
-    assert plain.norm_seconds is None
+    assert plain.norm_seconds is found(schedules="1f1b", max_grad_norm=0.0).norm_seconds is None
     assert clipped.norm_seconds == 6 * (0.125 + 2 * 0.5)
     assert clipped.simulated_step_time == pytest.approx(without_updates(plain) + 6 * 1.125 + 2 * 1.0)
     assert simulated(clipped).timeline.batch_seconds == pytest.approx(clipped.simulated_step_time)
     assert Plan.from_json(clipped.to_json()) == clipped
     assert "6.75 s for the norm of all gradients" in clipped.explain()
     assert found(schedules=("2bw",), max_grad_norm=1.0).norm_seconds is None  # a stream has its own way
-    with pytest.raises(ValueError, match="max_grad_norm: 0: expected a finite number above 0"):
-        found(max_grad_norm=0)
+    with pytest.raises(ValueError, match="max_grad_norm: -1: expected a finite number of at least 0"):
+        found(max_grad_norm=-1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs", "zb-v", "hanayo"])

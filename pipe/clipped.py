@@ -1,0 +1,44 @@
+"""Optimizers that clip gradients in front of their step, so that what a profile measures of an update has it in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
+from .update.gradients import clip_gradients, norm_of, norm_part
+
+
+def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> OptimizerFactory:
+    """The same optimizers; a step of the first begins with the norm of all gradients, and clips them to it.
+
+    Arguments:
+        max_grad_norm: None or 0: they do not clip.
+    """
+    if not max_grad_norm:
+        return factory
+    limit = max_grad_norm
+
+    def make(parameters: NamedParameters) -> list[torch.optim.Optimizer]:
+        optimizers = make_optimizers(factory, parameters, where="a unit")
+        if optimizers:
+            _clip_before(optimizers[0], [p for _, p in parameters], limit)
+        return optimizers
+
+    return named(make)
+
+
+def _clip_before(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float) -> None:
+    """Clip gradients in front of the optimizer's step, as a part of the update's cost."""
+    step = optimizer.step
+
+    def clip_and_step(*arguments: Any, **options: Any) -> Any:
+        gradients = [p.grad for p in parameters]
+        norm = norm_of(norm_part(gradients, device=parameters[0].device))
+        clip_gradients(gradients, norm=norm, max_norm=limit)
+        return step(*arguments, **options)
+
+    optimizer.step = clip_and_step  # type: ignore[method-assign]
