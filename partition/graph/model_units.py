@@ -10,7 +10,7 @@ from torch import nn
 from .chain import ChainUnits, is_sequential
 from .forms import Arguments
 from .recorded.recorded_units import RecordedUnits
-from .recorded.recorder import RecordingError
+from .recorded.recording import RecordingError
 from .trace import TracedUnits
 from .units import EnterUnit, ModelUnits
 

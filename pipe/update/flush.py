@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ...comm import Collectives
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
@@ -21,9 +19,10 @@ from ..parallel.part import Part
 from ..parallel.sharding import Sharding
 from ..stages.ownership import Ownership
 from .dividing import NOTHING_DIVIDED, divide_stages
-from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
+from .gradients import refuse_sparse_modules
 from .interface import Known, Programs, StageState, Unconfirmed, Update, UpdateParts
-from .loss_scale import LossScale, unscale
+from .local_gradients import LocalGradients
+from .loss_scale import LossScale
 from .parts import together
 from .post_validation import Buffers, PostValidation, refuse_post_validation
 from .shared_sums import FlushRank, SharedSum
@@ -112,12 +111,9 @@ def batch_programs(schedule: Schedule, sharing: Sharing) -> Sequence[RankProgram
 
 
 class FlushUpdate(Update):
-    """The `.grad`s of this process's parameters, and what becomes of them behind each batch.
+    """What becomes of a batch's gradients behind it (`local_gradients`), and of the weights.
 
-    What a batch adds is kept apart from what was there before, since it must be changed by itself: scaled (losses
-    given as sum and count) or summed over the ranks that hold a parameter (replicas, tied weights), beside the
-    backwards that follow (see `shared_sums`). Where all that hold a parameter are in this process, its gradients add up
-    by themselves.
+    Those that several ranks hold (replicas, tied weights) are summed beside the backwards that follow (`shared_sums`).
     """
 
     def __init__(self, execution: FlushExecution, parts: UpdateParts) -> None:
@@ -154,17 +150,9 @@ class FlushUpdate(Update):
         self._steppers = [(rank, [one for one in optimizers if first[one.stage] == rank]) for rank in local]
         self._execution = execution
         self._orders: dict[int, FlushExecution] = {}  # by id of their schedules, which they keep alive
-        self._collectives = parts.collectives
         self._recorders = parts.recorders
         self._max_grad_norm = parts.max_grad_norm
-        self._device = parts.device
-        self._tensor_group = ownership.group
-        self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
-        self._parameters = list(self._named.values())
-        self._is_divided = [id(p) in {id(part.whole) for part in divided.parts.values()} for p in self._parameters]
-        self._counted = [p for p in ownership.counted_parameters(local) if p.requires_grad]
-        self._counted_parts = divided.counted(ownership, local[0])
-        self._before: list[torch.Tensor | None] = []
+        self._gradients = LocalGradients(ownership, local, divided, parts.collectives, device=parts.device)
         self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
         self._known: Known | None = None  # of the batch that ran last
         self._scale = 1.0
@@ -176,8 +164,8 @@ class FlushUpdate(Update):
             else PostValidation(
                 optimizers,
                 self._step_optimizers,
-                parameters=self._parameters,
-                counted=self._counted,
+                parameters=self._gradients.parameters,
+                counted=self._gradients.counted,
                 max_norm=parts.max_grad_norm,
                 loss_scale=scale,
                 gate=self.gate,
@@ -200,10 +188,7 @@ class FlushUpdate(Update):
                 scale.adopt()
         self._refuse_changed_weights()
         self._buffers = None if self.unconfirmed is None else Buffers(self._root)
-        self._before = [p.grad for p in self._parameters]
-        if any(grad is not None for grad in self._before):
-            for parameter in self._parameters:
-                parameter.grad = None
+        self._gradients.put_aside()
         return {rank: self._execution.programs[rank] for rank in self.ranks}
 
     def follow(self, schedule: Schedule) -> None:
@@ -225,11 +210,7 @@ class FlushUpdate(Update):
     def gradients_ready(self) -> None:
         """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before."""
         self._present = {name for rank in self._flush_ranks.values() for name in rank.finish_sums()}
-        self._tensor_group.compare_gradients({name: p.grad for name, p in self._named.items()})
-        scale_gradients([p.grad for p in self._updated()], self._scale)
-        for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
-            if grad is not None and not is_divided:
-                parameter.grad = _sum(grad, parameter.grad)
+        self._gradients.summed(scale=self._scale)
 
     @property
     def unconfirmed(self) -> WarmUp | None:
@@ -255,7 +236,7 @@ class FlushUpdate(Update):
         """ValueError for weights that the user changed behind an update that may be taken back."""
         changed = None if self._post_validation is None else self._post_validation.changed_outside()
         if changed is not None:
-            name = next((name for name, parameter in self._named.items() if parameter is changed), "of an optimizer")
+            name = self._gradients.name_of(changed) or "of an optimizer"
             raise ValueError(
                 f"parameter {name!r} was changed in place behind an update that is not confirmed, and may be taken "
                 f"back with the change: expected pipe.flush() before the change, or post_validation=False"
@@ -276,12 +257,12 @@ class FlushUpdate(Update):
         if self._post_validation is not None:
             return self._post_validation.update(self._known)
         known, norm = self._known, None
-        self._add_before_to_parts()
+        self._gradients.add_before_to_parts()
         skipped = self._unscale()
         if self._max_grad_norm is not None:
             recorder = next(iter(self._recorders.values()))
             start = recorder.clock.stamp()
-            norm = self._clip(self._max_grad_norm)
+            norm = self._gradients.clip_updated(self._max_grad_norm)
             recorder.norm(start, recorder.clock.stamp())
         self.gate.enter()
         for part in self._divided.parts.values():
@@ -302,76 +283,27 @@ class FlushUpdate(Update):
     def _unscale(self) -> bool:
         """Whether a gradient of any stage or replica overflowed, the same on all ranks."""
         for scale in self.loss_scales:
-            factor = scale.of(scale.newest)
-            found = unscale([p.grad for p in self._updated()], factor, device=self._device)
-            self._collectives.all_reduce(found, what="looking for gradients that overflowed")
-            scale.update(overflowed=bool(found > 0))
+            overflowed = self._gradients.unscale(scale.of(scale.newest))
+            scale.update(overflowed=overflowed)
             scale.publish()
-            return bool(found > 0)
+            return overflowed
         return False
 
     def abandon(self, error: BaseException) -> None:
         """The gradients that were there before are there again."""
-        for parameter, grad in zip(self._parameters, self._before, strict=True):
-            parameter.grad = grad
-        for part in self._divided.parts.values():
-            part.parameter.grad = None
+        self._gradients.put_back()
         for unsharding in self.unsharding.values():
             unsharding.drop()
-        self._before = []
 
     def accumulated(self) -> Known:
         """The batch that ran last; its gradients are whole on every rank, those of divided parameters too."""
         assert self._known is not None
-        for stage in self._divided.stages:
-            stage.gather_gradients(self._present)
-        for parameter, grad, is_divided in zip(self._parameters, self._before, self._is_divided, strict=True):
-            if grad is not None and is_divided:
-                parameter.grad = _sum(grad, parameter.grad)
-        self._before = []
+        self._gradients.gather(self._present)
         return self._known
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip."""
-        return self._clip_all(self._counted, self._parameters, max_norm, norm_type=norm_type, only_finite=only_finite)
-
-    def _clip(self, max_norm: float) -> float:
-        """The same in front of the updates, where of divided parameters each rank has the gradients of its parts."""
-        divided = {id(part.whole) for part in self._divided.parts.values()}
-        counted = [p for p in self._counted if id(p) not in divided]
-        counted += [part.parameter for part in self._counted_parts]
-        return self._clip_all(counted, self._updated(), max_norm, norm_type=2.0, only_finite=False)
-
-    def _updated(self) -> list[nn.Parameter]:
-        """The parameters with the gradients that updates are made of: of divided ones the parts."""
-        whole = [p for p, is_divided in zip(self._parameters, self._is_divided, strict=True) if not is_divided]
-        return whole + [part.parameter for part in self._divided.parts.values()]
-
-    def _clip_all(
-        self,
-        counted: Sequence[nn.Parameter],
-        changed: Sequence[nn.Parameter],
-        max_norm: float,
-        *,
-        norm_type: float,
-        only_finite: bool,
-    ) -> float:
-        part = norm_part([p.grad for p in counted], norm_type=norm_type, device=self._device)
-        largest = math.isinf(norm_type)
-        self._collectives.all_reduce(part, what="summing the gradient norm", largest=largest)
-        norm = norm_of(part, norm_type=norm_type)
-        if math.isfinite(norm) or not only_finite:
-            clip_gradients([p.grad for p in changed], norm=norm, max_norm=max_norm)
-        return norm
-
-    def _add_before_to_parts(self) -> None:
-        """Add to the parts of divided parameters the gradients that were there before the batch."""
-        before = {id(p): grad for p, grad in zip(self._parameters, self._before, strict=True) if grad is not None}
-        for part in self._divided.parts.values():
-            grad = before.get(id(part.whole))
-            if grad is not None and not part.is_empty:
-                part.parameter.grad = _sum(part.of(grad), part.parameter.grad)
-        self._before = []
+        return self._gradients.clip(max_norm, norm_type=norm_type, only_finite=only_finite)
 
     @contextmanager
     def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
@@ -458,8 +390,3 @@ class FlushUpdate(Update):
         for one in self.stages:
             numbers.update(one.optimizers.option_numbers())
         return numbers
-
-
-def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """Gradients that were there, in place, with what was added."""
-    return before if added is None else before.add_(added)

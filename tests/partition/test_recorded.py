@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stagewright.partition.graph.forms import Arguments
 from stagewright.partition.graph.recorded.recorded_units import RecordedUnits
-from stagewright.partition.graph.recorded.recorder import RecordingError
+from stagewright.partition.graph.recorded.recording import RecordingError
 
 X = torch.zeros(2, models.WIDTH)
 

@@ -10,7 +10,8 @@ values     of a forward that is being recorded, by number
 owners     who made which tensor, and what units work on that nobody passed to them
 draws      under which number each call is seeded
 carried    what a forward leaves behind in attributes and buffers
-recorder   makes one
+recorder   listens, and makes one
+recording  the forward it listens to, on fake tensors, and its errors with the user's line
 flow       what needs what in it, and where a cut may stand
 program    a stage of it, compiled to Python
 """

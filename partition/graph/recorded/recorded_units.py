@@ -23,7 +23,7 @@ from .calls import Record, UnitCall
 from .flow import Flow
 from .like import stages_like
 from .program import Program
-from .recorder import RecordingError, record
+from .recording import RecordingError, record
 from .templates import Constant, Ref, Slot, State, Template
 from .which import Roles, has_parts, roles_of
 

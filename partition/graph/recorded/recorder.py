@@ -1,30 +1,25 @@
-"""One forward of a model on fake tensors, recorded: calls of units, and of torch's public functions between them."""
+"""The listener that records a forward: calls of units, and of torch's public functions between them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ..forms import Arguments, Form
+from ..forms import Form
 from ..made_up import call_for_shapes
 from ..memory import memory_of
-from ..modes import uncompiled
-from ..source_line import first_line, line_now, module_at, users_line
-from ..stand_ins import stand_ins
-from ..untouched import untouched
+from ..source_line import line_now, module_at
 from .attributes import Attributes
 from .calls import Call, Context, GlueCall, Guard, Modes, Record, Region, Store, UnitCall
 from .carried import CarriedError, around_writes, follows, plain_attributes
 from .decisions import READS, calls_behind, samples_of
 from .draws import Draws
-from .intercept import listening
 from .owners import Owners
 from .templates import Parts, Ref, Slot, Template
 from .values import RefusedError, Values
@@ -36,61 +31,9 @@ _HOOKED = {
     torch.Tensor.retain_grad,
 }
 _SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
-_OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class RecordingError(ValueError):
-    """A forward does what cannot be recorded.
-
-    Arguments:
-        inside: path of the module that was opened and whose code does it.
-        is_in_graph: whether a traced graph would do it.
-    """
-
-    def __init__(self, message: str, *, inside: str, is_in_graph: bool = True) -> None:
-        super().__init__(message)
-        self.inside = inside
-        self.is_in_graph = is_in_graph
-
-
-def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
-    """Run the model once, on fake tensors, in the mode in which its modules stand; it stays as it was.
-
-    Arguments:
-        example: arguments, of whose tensors shapes and types count.
-        training: whether a graph is built.
-
-    Raises RecordingError, with the user's source line, for what cannot be recorded.
-    """
-    for path, module in roles.opened.items():
-        hooks = next((kind for kind in _OWN_HOOKS if vars(module)[kind]), None)
-        if hooks is not None:
-            raise RecordingError(f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})", inside=path)
-    grad = torch.enable_grad() if training else torch.no_grad()
-    with ExitStack() as stack:
-        stack.enter_context(untouched(model, device=device))
-        stack.enter_context(uncompiled())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(grad)
-        given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
-        stack.enter_context(stand_ins(model, device))
-        recorder = _Recorder(model, roles, given.tensors)
-        try:
-            with listening(recorder, {id(each): each for each in (*roles.opened.values(), *roles.units.values())}):
-                with recorder.watching():
-                    output: object = given.call(model)
-                return recorder.finish(output)
-        except Exception as error:
-            inside = recorder.inside
-            reason = str(error) if isinstance(error, RefusedError) else first_line(error)
-            line = recorder.line if isinstance(error, RefusedError) and not users_line(error) else users_line(error)
-            is_in_graph = not isinstance(error, CarriedError)
-            raise RecordingError(f"{reason}{line}", inside=inside, is_in_graph=is_in_graph) from error
-
-
-class _Recorder:
+class Recorder:
     """Listens to one forward; see `Listener`."""
 
     def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
