@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..jobs.figure import Figure, How
-from .vtrain import FAR, LEAST_MEAN, LEAST_WORST, MEAN, OFF, OFF_ALL, ROWS, WORST
+from .vtrain import APART_MEAN, APART_WORST, FAR, LEAST_MEAN, LEAST_WORST, MEAN, OFF, OFF_ALL, ROWS, WORST
 
 _NEAR = 0.06  # off: rows that the model explains
 _KEYS = ("gpus", "hidden", "layers", "batch", "tensor", "data", "pipeline", "microbatch")
@@ -78,7 +78,6 @@ def findings(figures: Sequence[Figure]) -> list[str]:
         if far and rest:
             said.append(f"The other {len(rest)}: {_mean_and_worst(rest)}.")
         said += [_why(row, found, least) for row in far]
-        said += _side_by_side(far)
     return said + [_block(block, figures_) for block, figures_ in least.items() if figures_[LEAST_WORST] > _NEAR]
 
 
@@ -121,7 +120,7 @@ def _agreement(figures: Sequence[Figure]) -> dict[tuple[int, ...], dict[str, flo
     """Figures of each block of rows that are compared, by name."""
     found: dict[tuple[int, ...], dict[str, float]] = {}
     for figure in figures:
-        if figure.name in (ROWS, LEAST_MEAN, LEAST_WORST):
+        if figure.name in (ROWS, LEAST_MEAN, LEAST_WORST, APART_MEAN, APART_WORST):
             block = tuple(figure.case.count(key) for key in _KEYS[:5])
             found.setdefault(block, {})[figure.name] = figure.value
     return found
@@ -132,7 +131,9 @@ def _block(block: tuple[int, ...], of: Mapping[str, float]) -> str:
     return (
         f"The {of[ROWS]:.0f} rows of h = {hidden} with T = {tensor} on {gpus} GPUs contradict each other: whatever "
         "seconds a layer takes by microbatch, messages, sums of gradients, update, embedding and head, they are off by "
-        f"{of[LEAST_MEAN]:.1%} on average at least, and one of them by {of[LEAST_WORST]:.1%}, with nothing held out."
+        f"{of[LEAST_MEAN]:.1%} on average at least, and one of them by {of[LEAST_WORST]:.1%}, with nothing held out. "
+        "Where each layout (replicas and P) may have a step, a microbatch and a sequence of its own beside the layers, "
+        f"as links, cards or nodes would make it, {of[APART_MEAN]:.1%} and {of[APART_WORST]:.1%} are left."
     )
 
 
@@ -217,24 +218,6 @@ def _missing(row: _Row, found: Sequence[_Row]) -> str:
     each = " and ".join(f"{(row_.seconds - row_.predicted) / times(row_):.2g}" for row_ in same)
     rows = " and ".join(str(row_.number) for row_ in same)
     return f"one cause for all runs of this layout: rows {rows} lack {each} s for {what}"
-
-
-def _side_by_side(far: Sequence[_Row]) -> list[str]:
-    """Rows that are off and follow each other in the file."""
-    numbers = sorted(row.number for row in far if row.ratio < 1 and abs(row.of_all - 1) >= _NEAR)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    longest = max(runs, key=len, default=[])
-    if len(longest) < 3:
-        return []
-    return [
-        f"{len(longest)} of the {len(numbers)} rows that no constant makes long enough follow each other in the file, "
-        f"{longest[0]} to {longest[-1]}: if they ran one after the other, one cause would do for them."
-    ]
 
 
 def _mean_and_worst(errors: Sequence[float]) -> str:

@@ -12,7 +12,8 @@ A step of 1F1B with M microbatches is then a sum of
     1                               whatever a step costs
 
 each times seconds that are the same in all of them. Here they may be any: what is least off then is less off than by
-any model of that form. It is a linear program; no constant is fitted, and no device known.
+any model of that form. It is a linear program; no constant is fitted, and no device known. With `layouts_apart`
+messages, sums and update may differ from layout (D, P) to layout, as links, cards and places in a cluster do.
 """
 
 from __future__ import annotations
@@ -42,23 +43,31 @@ class LeastErrors:
     worst: float
 
 
-def least_errors(trainings: Sequence[MeasuredTraining]) -> LeastErrors:
+def least_errors(trainings: Sequence[MeasuredTraining], *, layouts_apart: bool = False) -> LeastErrors:
     """The least average and the least worst error, each by the seconds that are best for it.
+
+    Arguments:
+        trainings: which are compared.
+        layouts_apart: whether each layout (D, P) has seconds of its own for a step, a microbatch in a stage, and a
+            sequence of one; only layers, embedding and head then take the same in all of them.
 
     Raises ValueError for no trainings, for trainings that differ in more than D, P and b, and for chunks.
     """
     if not trainings:
         fail("trainings", 0, "at least one")
-    first, *others = trainings
+    first, *rest = trainings
     for name in _ALIKE:
-        for each in others:
+        for each in rest:
             if getattr(each, name) != getattr(first, name):
                 fail(f"trainings: {name}", getattr(each, name), f"{getattr(first, name)}, as in the others")
     if first.chunks != 1:
         fail("trainings: chunks", first.chunks, "1")
     sizes = sorted({each.microbatch_size for each in trainings})
     seconds = np.array([each.seconds for each in trainings])
-    relative = np.array([_counts(each, sizes) for each in trainings]) / seconds[:, None]
+    layouts = sorted({(each.data, each.pipeline) for each in trainings})
+    others = [_others_apart(each, layouts) if layouts_apart else _others(each) for each in trainings]
+    counts = [[*_layers(each, sizes), *_ends(each), *costs] for each, costs in zip(trainings, others, strict=True)]
+    relative = np.array(counts) / seconds[:, None]
     rows, columns = relative.shape
     order = _order(sizes, columns)
     return LeastErrors(
@@ -67,18 +76,40 @@ def least_errors(trainings: Sequence[MeasuredTraining]) -> LeastErrors:
     )
 
 
-def _counts(training: MeasuredTraining, sizes: Sequence[int]) -> list[float]:
-    """How often a step has each cost: the layers of each microbatch size, then the others."""
-    P, D, b, M = training.pipeline, training.data, training.microbatch_size, training.num_microbatches
-    slots, sends = M + P - 1, float(P > 1)
+def _layers(training: MeasuredTraining, sizes: Sequence[int]) -> list[float]:
+    """How often a step has the layers on a microbatch of each size."""
+    return [_slots(training) / training.pipeline * (training.microbatch_size == size) for size in sizes]
+
+
+def _ends(training: MeasuredTraining) -> list[float]:
+    """How often a step has a sequence's embedding and head, in the first and the last stage and in their fill."""
+    size = training.microbatch_size
+    return [float(training.num_microbatches * size), float(size * (training.pipeline > 1))]
+
+
+def _others(training: MeasuredTraining) -> list[float]:
+    """How often a step has each other cost."""
+    P, D, sends = training.pipeline, training.data, float(training.pipeline > 1)
+    slots = sends * _slots(training)
     nodes = max(1.0, D * training.tensor / NODE)
     return [
-        *(slots / P * (b == size) for size in sizes),
-        *(sends * slots, sends * slots * b),
-        *(M * b, sends * b),
+        *(slots, slots * training.microbatch_size),
         *(1 / P, (1 - 1 / D) / P, (1 - 1 / nodes) / P, 1 - 1 / D),
         1.0,
     ]
+
+
+def _others_apart(training: MeasuredTraining, layouts: Sequence[tuple[int, int]]) -> list[float]:
+    """The same where each layout has its own seconds of a step, a microbatch and a sequence."""
+    slots = float(_slots(training))
+    costs = (1.0, slots, slots * training.microbatch_size)
+    own = (training.data, training.pipeline)
+    return [cost * (layout == own) for layout in layouts for cost in costs]
+
+
+def _slots(training: MeasuredTraining) -> int:
+    """Microbatches that pass the last stage, the fill included."""
+    return training.num_microbatches + training.pipeline - 1
 
 
 def _order(sizes: Sequence[int], columns: int) -> Floats:
