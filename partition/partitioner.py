@@ -16,7 +16,7 @@ from .planner.evaluate import Evaluator, MisfitError
 from .planner.evaluated import Ends
 from .planner.model import Model
 from .planner.plan import plan
-from .planner.result import Found, as_plan
+from .planner.result import Found, as_plan, distinct
 from .planner.simulated import num_actions
 from .planner.space import Configuration
 from .plans.plan import Plan
@@ -142,7 +142,7 @@ def partition(
     # So it does on unequal devices, whose order was chosen.
     by_work = bool(model.cuts.notes) or not topology.is_uniform
     return as_plan(
-        found,
+        distinct(found),
         topology,
         order=order,
         bound=model.seconds / topology.total_speed if by_work else options.bound,

@@ -28,7 +28,7 @@ from .candidates import TooLargeError, candidates
 from .evaluate import Evaluator
 from .evaluated import Ends
 from .model import Model
-from .result import Found, as_plan, label
+from .result import Found, as_plan, distinct, label
 from .search import Brought, Progress, Search
 from .source import ProfileSource, as_source
 from .source import microbatch_sizes as sizes_to_try
@@ -190,6 +190,7 @@ def plan(
         found = search.run(_in_all_orders(replace(space, all_layouts=True), topology.cluster), [])
     if not found:
         raise ValueError(_why_nothing(search, space))
+    found = distinct(found)
     says_size = one.microbatch_size is not None
 
     def plan_of(number: int) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...schedules.registry import family
@@ -32,6 +32,16 @@ class Found:
     def seconds(self) -> float:
         """Simulated seconds of a step; infinite where it was not simulated."""
         return math.inf if self.simulated is None else self.simulated.seconds
+
+
+def distinct(found: Iterable[Found]) -> list[Found]:
+    """Each of them once: of those that differ in nothing but which of the devices their stages stand on, the first."""
+    seen: dict[object, Found] = {}
+    for each in found:
+        e = each.evaluated
+        figures = (e.bottleneck, each.seconds, e.memory_bytes)
+        seen.setdefault((label(e), e.configuration.counts, e.ends, *(f"{figure:.9g}" for figure in figures)), each)
+    return list(seen.values())
 
 
 def as_plan(

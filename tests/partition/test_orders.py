@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition
+from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
 from stagewright.partition.planner import candidates as candidates_module
 from stagewright.partition.solver.orders import node_orders, total_speed
 
@@ -48,6 +48,24 @@ def test_a_slow_node_gets_less() -> None:
     assert work == {(0,): 3, (1,): 6}
     assert (plan.predicted_step_time, plan.gap) == (9.0, 0.0)
     assert {stage.ranks: stage.forward_seconds for stage in plan.stages} == {(0,): 3.0, (1,): 3.0}
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, None])
+def test_runners_up_that_differ_in_the_devices_alone_are_named_once(pipeline: int | None) -> None:
+    """Mirrored on nodes of two kinds stages take the same; of two or three such rows one says it all."""
+    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=1e6) for n in "abcdef"]
+    others: list[Plan] = []
+    found = plan(
+        Profile(nodes=nodes),
+        cluster_of((1.0, 0.5, 0.5), size=2, bandwidth=1e9),
+        global_batch=24,
+        schedules=("1f1b",),
+        pipeline_sizes=None if pipeline is None else (pipeline,),
+        on_runners_up=others.extend,
+    )
+    rows = [(each.label, each.replicas, each.num_nodes, each.simulated_step_time) for each in found.runners_up]
+    assert len(set(rows)) == len(rows) == len(others) >= 3
+    assert (found.replicas, found.simulated_step_time) not in [(row[1], row[3]) for row in rows]
 
 
 def test_memory_of_each_kind() -> None:
