@@ -38,6 +38,8 @@ class SimulateOptions(LimitedOptions):
     spread: str | None = None
     """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
     Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
+    following: int = 0
+    """Of the N steps behind the last that the run of --spread measured, not of steps like those: the pace wanders."""
     json: bool = False
     """Print one JSON object."""
 
@@ -81,8 +83,12 @@ def run(argv: Sequence[str]) -> int:
     costs = options.costs()
     answer = summarise(schedule, costs, simulate(schedule, costs))
     if options.spread is not None:
-        sampled = simulate_spread(schedule, costs, read_spread(options.spread, schedule))
+        spread = read_spread(options.spread, schedule)
+        _check_following(options, spread)
+        sampled = simulate_spread(schedule, costs, spread, following=options.following)
         answer = replace(answer, sampled_seconds=sampled.median, sampled_range=sampled.range())
+    elif options.following:
+        raise ValueError(f"--following {options.following}: expected --spread and a run that measured steps, too")
     if options.json:
         # not asdict: its deep copies are of no use here
         print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
@@ -139,6 +145,14 @@ def read_spread(text: str, schedule: Schedule) -> Spread:
     if found is None:
         raise ValueError(f"--spread {text}: the run measured fewer than ten steps: expected one that measured more")
     return found
+
+
+def _check_following(options: SimulateOptions, spread: Spread) -> None:
+    if options.following and not spread.steps:
+        raise ValueError(
+            f"--following {options.following}: --spread {options.spread} knows nothing of how steps differ: expected a "
+            f"run that measured them"
+        )
 
 
 def _schedule(options: SimulateOptions) -> Schedule:

@@ -1,9 +1,9 @@
 """How many steps lie within the range that was predicted for 90% of them.
 
-Each repetition runs two halves of as many steps in a row. The first tells costs, and how durations vary around them; of
-these the range is simulated, and the steps of the second are counted that lie within it. A machine that changes its
-pace between the two (PACE) is beyond any range that the first could tell; the steps of the first half themselves, of
-whose lengths the range knows nothing but the durations of their actions, say how good it is where the pace is the same.
+Blocks of as many steps run one after the other. Each tells costs, and how durations vary around them; of these two
+ranges are simulated. That for the steps that follow is judged by the next block, whatever the machine did meanwhile.
+That for steps like those of the block is judged by the block itself, of whose lengths it knows nothing but the
+durations of actions, and by the next block, too: there it holds 90% where the machine keeps its pace (PACE).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from .equal_stages import schedule_of
 
 if TYPE_CHECKING:
     from ...pipe import PipelineModule, StepResult
+    from ...schedules import StepSamples
 
 WITHIN = "share of steps within the 90% range"
+ALIKE = "share within the range of steps like those before"
 BEFORE = "share of the steps that told it"
-PACE = "median step, second half / first"
+PACE = "median step, block / block before"
 OF_MEDIANS = "median step, measured / simulated of medians"
 OF_SAMPLES = "median step, measured / predicted"
 WIDTH = "90% range / median"
+WIDTH_ALIKE = "90% range / median, steps like those before"
 _WARM_UP = 3  # steps
 
 
@@ -65,55 +68,52 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 def figures_of(
     case: Case, pipe: PipelineModule, step: Callable[[], StepResult], how: How, *, repetitions: int
 ) -> Iterator[Figure]:
-    """Figures of a pipeline whose batches `step` runs; the case says how many `steps` a half has."""
-    half = case.count("steps")
+    """Figures of a pipeline whose batches `step` runs; the case says how many `steps` a block has."""
+    size = case.count("steps")
 
-    def seconds(number: int) -> list[float]:
-        return [step().timeline().batch_seconds for _ in range(number)]
-
-    seconds(_WARM_UP)
-    for repetition in range(repetitions):
+    def run() -> list[float]:
         pipe.forget_measurements()
-        before = seconds(half)
+        return [step().timeline().batch_seconds for _ in range(size)]
+
+    for _ in range(_WARM_UP):
+        step()
+    before = run()
+    for repetition in range(repetitions):
         costs, spread = pipe.measured_costs(), pipe.measured_spread()
         if spread is None:
             raise ValueError(f"case {case}: steps: expected at least 10, of which a spread is known")
-        taken = simulate_spread(pipe.schedule, costs, spread, seed=repetition)
-        found = seconds(half)
-        low, high = taken.range()
+        alike = simulate_spread(pipe.schedule, costs, spread, seed=repetition)
+        taken = simulate_spread(pipe.schedule, costs, spread, following=size, seed=repetition)
+        found = run()
         for name, value, unit in (
             (WITHIN, taken.holds(found), "fraction"),
-            (BEFORE, taken.holds(before), "fraction"),
+            (ALIKE, alike.holds(found), "fraction"),
+            (BEFORE, alike.holds(before), "fraction"),
             (PACE, median(found) / median(before), "ratio"),
             (OF_SAMPLES, median(found) / taken.median, "ratio"),
             (OF_MEDIANS, median(found) / simulate(pipe.schedule, costs).batch_seconds, "ratio"),
-            (WIDTH, (high - low) / taken.median, "ratio"),
+            (WIDTH, _width(taken), "ratio"),
+            (WIDTH_ALIKE, _width(alike), "ratio"),
         ):
             yield Figure(case=case, name=name, value=value, unit=unit, how=how, repetition=repetition)
+        before = found
+
+
+def _width(taken: StepSamples) -> float:
+    low, high = taken.range()
+    return (high - low) / taken.median
 
 
 def findings(figures: Sequence[Figure]) -> Iterator[str]:
     """Sentences for the report."""
-    shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    paces = {(f.case, f.how, f.repetition): f.value for f in figures if f.name == PACE}
+    shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
-        if figure.name == WITHIN:
-            pace = paces[figure.case, figure.how, figure.repetition]
-            shares[figure.how.value].append((figure.value, pace))
+        shares[figure.how.value][figure.name].append(figure.value)
     for how, values in sorted(shares.items()):
-        alike = [share for share, pace in values if is_alike(pace)]
-        every = fmean(share for share, _ in values)
+        within = values[WITHIN]
         yield (
-            f"{how.capitalize()}: {every:.1%} of all steps lie within the range of 90% that as many steps before them "
-            f"told, over {len(values)} pairs of halves (the worst has {min(values)[0]:.1%})."
+            f"{how.capitalize()}: {fmean(within):.1%} of all steps lie within the range of 90% that as many steps "
+            f"before them told for those that follow, over {len(within)} pairs of blocks (the worst has "
+            f"{min(within):.1%}); within the range of steps like those before {fmean(values[ALIKE]):.1%} (the worst "
+            f"{min(values[ALIKE]):.1%}), and {fmean(values[BEFORE]):.1%} of those before themselves."
         )
-        if 0 < len(alike) < len(values):
-            yield (
-                f"{how.capitalize()}: of the {len(alike)} pairs whose medians lie within 10% of each other, "
-                f"{fmean(alike):.1%}."
-            )
-
-
-def is_alike(pace: float) -> bool:
-    """Whether the machine kept its pace from one half to the other: medians within 10%."""
-    return 1 / 1.1 <= pace <= 1.1

@@ -27,6 +27,7 @@ from .spread import Ratios, Spread
 from .timeline import Timeline
 
 LEAST_STEPS = 10  # below, what differs between steps is anybody's guess
+_MOST_CHANCE = 0.9999  # of the variance of rows that is told
 _MOST_RATIOS = 256  # kept of a list; more of them are put together
 
 
@@ -55,7 +56,7 @@ def estimate_spread(
     if number < LEAST_STEPS:
         return None
     logs = [[_logs(ran, table) for ran in steps] for steps in ranks]
-    shared = _shared(logs, number)
+    shared, scale = _shared(logs, number)
     actions: dict[Op, list[list[float]]] = {}
     for own, factors in zip(logs, shared, strict=True):
         for ran, factor in zip(own, factors[number - len(own) :], strict=True):
@@ -65,6 +66,7 @@ def estimate_spread(
     return Spread(
         actions={op: [_as_ratios(own) for own in stages] for op, stages in actions.items()},
         steps=[[float(f"{exp(each):.4g}") for each in row] for row in zip(*shared, strict=True)],
+        chance=round(min(1 - scale**2, _MOST_CHANCE), 4),
         **_beside(timelines, table),
     )
 
@@ -88,15 +90,16 @@ def _cost(kind: str, stages: tuple[int, ...], table: CostTable) -> float | None:
     return table.reduce_grad[stages[0]] if len(stages) == 1 else table.tied.get(stages)
 
 
-def _shared(logs: Sequence[Sequence[Logs]], number: int) -> list[list[float]]:
-    """[P][N] logarithms of the ratios that all actions of a rank share in a step, around 0."""
+def _shared(logs: Sequence[Sequence[Logs]], number: int) -> tuple[list[list[float]], float]:
+    """[P][N] logarithms of the ratios that all actions of a rank share in a step, around 0, and by what those that were
+    measured were drawn together to them."""
     whole = [own if len(own) == number and all(own) else () for own in logs]
     middles = [[_middle(ran) for ran in own] for own in whole]
     halves = [([_middle(ran[::2]) for ran in own], [_middle(ran[1::2]) for ran in own]) for own in whole if own]
     variance = sum(_covariance(own, own) for own in middles if own)
     common = sum(_covariance(one, other) for one, other in halves)
     scale = sqrt(min(1.0, max(0.0, common / variance))) if variance > 0 else 0.0
-    return [[scale * (each - fmean(own)) for each in own] if own else [0.0] * number for own in middles]
+    return [[scale * (each - fmean(own)) for each in own] if own else [0.0] * number for own in middles], scale
 
 
 def _logs(ran: Sequence[Ran], table: CostTable) -> Logs:

@@ -17,6 +17,7 @@ from ..ir import Op, Schedule
 from ..wording import count, duration
 from .costs import Costs, CostTable
 from .links import Links
+from .pace import Pace, paces_of, steady_pace
 from .simulate import Beside, run_once
 from .spread import Spread
 from .wiring import OPS, Wiring
@@ -115,10 +116,16 @@ def simulate_spread(
     spread: Spread,
     links: Links | None = None,
     *,
+    following: int = 0,
     samples: int | None = None,
     seed: int = 0,
 ) -> StepSamples:
     """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
+
+    They are steps like those that told the spread; or `following=N`, any of the N steps behind the last of these. The
+    machine's pace wanders between steps, so a range for those that follow is about the pace that the last steps had,
+    and the wider the larger N is and the more alike neighbours were (`pace`): 90% of N following steps are in their 90%
+    range, over many runs together. In a single run all may be outside, since they share a pace.
 
     Each is what `simulate` says for its durations; of ratios of 1 alone, for these costs. Of an asynchronous schedule a
     sample is a whole program: what is drawn once a step (ranks, sums, the norm) is drawn once for all of its batches.
@@ -126,6 +133,7 @@ def simulate_spread(
 
     Arguments:
         costs, links: see `simulate`.
+        following: steps behind the measured ones (of an asynchronous schedule, batches) of which any may be meant.
         samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 19.
 
     Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
@@ -141,10 +149,12 @@ def simulate_spread(
         samples = samples_of(sum(map(len, schedule.programs)))
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r}: expected a number of simulated steps, at least 1")
+    if not isinstance(following, int) or following < 0:
+        raise ValueError(f"following={following!r}: expected a number of steps, or 0 for steps like the measured ones")
     table = costs.table_for(schedule)
     wiring = Wiring(schedule, table, links)
     seconds, bubbles = [], []
-    draws = _Draws(schedule, table, spread, seed)
+    draws = _Draws(schedule, table, spread, seed, following)
     for _ in range(samples):
         timeline = run_once(wiring, draws.table(), messages=False, beside=draws.beside)
         seconds.append(timeline.batch_seconds)
@@ -166,12 +176,13 @@ class _Draws:
 
     Arguments:
         table: of the schedule, what ratios of 1 leave.
+        following: see `simulate_spread`.
     """
 
-    def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
+    def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int, following: int) -> None:
         import numpy as np  # simulating one step needs none
 
-        self._table, self._steps, self._norm = table, spread.steps, spread.norm
+        self._table, self._norm, self._following = table, spread.norm, following
         self._random = np.random.default_rng(seed)
         self.beside = Beside(
             messages=partial(self._some_of, np.array(spread.messages)) if spread.messages else None,
@@ -191,6 +202,7 @@ class _Draws:
             raise ValueError(
                 f"a spread of {count(len(spread.steps[0]), 'rank')} for a schedule of {schedule.num_ranks}"
             )
+        self._paces, self._shares = _paces(spread, following) if spread.steps else ([], [])
         rows = [(op, stage) for op in self._ops for stage in range(num_stages)]
         self._shape = len(rows), num_indices
         self._seconds = np.array([np.resize(table.row(op, stage), num_indices) for op, stage in rows])
@@ -224,13 +236,18 @@ class _Draws:
         return found
 
     def _of_ranks(self) -> NDArray[np.float64]:
-        """[P] ratios of one step: those of a measured one, wider as there are fewer of them."""
+        """[P] ratios of one step: of one like those that were measured, or of one that follows."""
         import numpy as np
 
-        number = len(self._steps)
-        if not number:
+        if not self._paces:
             return np.ones(self._num_ranks)
-        drawn = np.asarray(self._steps[int(self._random.integers(number))])
-        if number > 1:
-            drawn = drawn ** np.sqrt((number + 1) / self._random.chisquare(number - 1))
-        return drawn
+        ahead = int(self._random.integers(self._following)) + 1 if self._following else 0
+        at = int(self._random.choice(len(self._paces), p=self._shares)) if ahead else 0
+        return self._paces[at].draw(self._random, ahead)
+
+
+def _paces(spread: Spread, following: int) -> tuple[list[Pace], list[float]]:
+    """Paces of steps like the measured ones, or of those that follow, and how probable each is."""
+    if following:
+        return paces_of(spread.steps, spread.chance)
+    return [steady_pace(spread.steps, spread.chance)], [1.0]

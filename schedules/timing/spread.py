@@ -6,7 +6,8 @@
     seconds of a message, of a sum, of the norm  =  its cost  *  a ratio of its own
 
 Ranks of one host share its load: what slows one may slow all of them, or give the others more. So the ratios of a step
-are kept as a row. `simulate_spread` draws from both; `estimate_spread` finds them in measured steps.
+are kept as a row, and rows in the order of steps: neighbours are alike where the machine's pace wanders (`pace`).
+`simulate_spread` draws from both; `estimate_spread` finds them in measured steps.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class Spread:
         actions: by op, for each stage, of an action by itself; of an op without them, and of an empty one: none varies.
         steps: [N][P] of all actions of each rank in one step, a row a measured step; none or one: steps are alike.
             The fewer rows, the wider they are drawn, as Student's distribution is wider than the normal one: two or
-            three would be drawn from one without a variance.
+            three would be drawn from one without a variance. In the order in which they ran: of that it is told how
+            far the pace may be in steps that follow (`pace`).
+        chance: part of the variance of measured rows that was chance of a rank's few actions. `steps` are free of it:
+            their logarithms are as many times less than those that were measured as sqrt(1 - chance) says.
         messages, sums, norm: of each message, of a sum (or gather) in one step, of the global norm; empty: they do not
             vary.
 
     Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
-    another, rows of unequal length, and two or three rows.
+    another, rows of unequal length, two or three rows, and a `chance` that is no part.
 
     >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]], Op.B: [[1.0, 1.1]]}, steps=[[0.95], [0.98], [1.02], [1.05]])
     >>> Spread.from_json(noise.to_json()) == noise
@@ -49,6 +53,7 @@ class Spread:
 
     actions: Mapping[Op, Sequence[Sequence[float]]]
     steps: Sequence[Sequence[float]] = ()
+    chance: float = 0.0
     messages: Sequence[float] = ()
     sums: Sequence[float] = ()
     norm: Sequence[float] = ()
@@ -72,6 +77,8 @@ class Spread:
                 f"a spread of {len(steps)} measured steps: expected at least {LEAST_ROWS}, which tell how far steps "
                 f"vary, or steps=() for steps that are alike"
             )
+        if not isinstance(self.chance, Real) or not 0 <= float(self.chance) < 1:
+            raise ValueError(f"chance={self.chance!r}: expected a number of at least 0 and below 1")
         for name in _BESIDE:
             object.__setattr__(self, name, _ratios(name, getattr(self, name)))
         object.__setattr__(self, "actions", actions)
@@ -98,7 +105,7 @@ class Spread:
         """One JSON object."""
         actions = {op.value: stages for op, stages in self.actions.items()}
         beside = {name: getattr(self, name) for name in _BESIDE}
-        return json.dumps({"actions": actions, "steps": self.steps, **beside})
+        return json.dumps({"actions": actions, "steps": self.steps, "chance": self.chance, **beside})
 
     @classmethod
     def from_json(cls, text: str) -> Spread:

@@ -127,6 +127,22 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
     assert "--spread abc: expected a number such as 0.1, a Spread's JSON file, or a run" in capsys.readouterr().err
 
 
+def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--following", "50"]
+    spread = Spread(actions={}, steps=[[1.0 + 0.01 * n] * 2 for n in range(20)])
+    (tmp_path / "noise.json").write_text(spread.to_json())
+    assert main([*words, "--spread", str(tmp_path / "noise.json"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
+    assert tuple(answer["sampled_range"]) == simulate_spread(schedule, costs, spread, following=50).range()
+    for given, why in [
+        ([], "--following 50: expected --spread and a run"),
+        (["--spread", "0.1"], "--following 50: --spread 0.1 knows nothing of how steps differ"),
+    ]:
+        assert main([*words, *given]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("gpipe", "--ranks", "2", "--microbatches", "1")
     assert simulated(capsys, *words, "--forward", "1", "2", "--backward", "3", "4")["makespan"] == 10.0

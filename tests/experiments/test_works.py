@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from support.small import X, Y, make
@@ -129,7 +130,7 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
     shares = [figure.value for figure in figures if figure.name == ranges.WITHIN]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
-    said = next(iter(ranges.findings(figures)))  # another one follows where the pace changed
+    (said,) = ranges.findings(figures)
     assert said.startswith("Measured: ")
     assert "over 2 pairs" in said
     short = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 9})
@@ -140,8 +141,8 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
 @pytest.mark.nightly
 @pytest.mark.gloo
 def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> None:
-    """A GPT on two processes: as many of 6 x 30 steps as chance leaves of 90%, in the halves that told the range and in
-    those behind them that had the same pace."""
+    """A GPT on two processes: of 6 x 30 steps as many as chance leaves of 90% lie in the range that they told; of
+    those behind them 80% in the range for steps that follow, since they share a pace: in or out together."""
     (tmp_path / "job.json").write_text(
         '{"work": "stagewright.experiments.works.ranges:measured", "repetitions": 6, "cases": [{"schedule": "1f1b", '
         '"ranks": 2, "microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}]}'
@@ -152,14 +153,9 @@ def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> 
     outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
     assert outcome.status == 0, outcome.report
     figures = read_figures(tmp_path / "figures.jsonl")
-    told, behind, paces = (
-        [f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN, ranges.PACE)
-    )
+    told, behind = ([f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN))
     assert _holds(told)
-    alike = [share for share, pace in zip(behind, paces, strict=True) if ranges.is_alike(pace)]
-    if not alike:
-        pytest.skip("the machine changed its pace all the time")
-    assert _holds(alike)
+    assert fmean(behind) > 0.8
 
 
 def _holds(shares: Sequence[float]) -> bool:

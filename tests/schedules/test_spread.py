@@ -9,6 +9,7 @@ from random import Random
 from statistics import covariance, fmean, pvariance
 
 import pytest
+from support.noisy_machine import Machine
 from support.replay_cases import cases
 
 from stagewright.schedules import (
@@ -17,7 +18,6 @@ from stagewright.schedules import (
     Costs,
     Message,
     Op,
-    Schedule,
     Span,
     Spread,
     Timeline,
@@ -142,38 +142,6 @@ def test_the_same_seed_gives_the_same_samples() -> None:
 
 
 # --- from measured steps ---
-
-Step = dict[int, list[Ran]]
-
-
-class Machine:
-    """Steps of a schedule on a machine whose noise is known: it slows steps, ranks and actions, and seldom one much."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, seed: int, *, step: float, rank: float, action: float) -> None:
-        self.schedule, self.costs, self.table = schedule, costs, costs.table_for(schedule)
-        self.step, self.rank, self.action = step, rank, action
-        self.random = Random(seed)
-
-    def draw(self) -> tuple[Step, float]:
-        """Actions that each rank ran in one step, and the seconds from batch to batch."""
-        gauss = self.random.gauss
-        common, ran = exp(gauss(0, self.step)), Step()
-        rows = {op: [[0.0] * self.schedule.total_indices for _ in self.table.latency] for op in (Op.F, Op.B)}
-        for rank, program in enumerate(self.schedule.programs):
-            own = common * exp(gauss(0, self.rank))
-            for stage, op, k in program:
-                tail = 3.0 if self.random.random() < 0.02 else 1.0
-                seconds = self.table.of(op, stage, k) * own * exp(gauss(0, self.action)) * tail
-                ran.setdefault(rank, []).append(Ran(stage, op, seconds))
-                rows[op][stage][k] = seconds
-        taken = simulate(self.schedule, replace(self.costs, forward=rows[Op.F], backward=rows[Op.B]))
-        return ran, taken.batch_seconds
-
-    def ranks(self, number: int) -> list[list[list[Ran]]]:
-        """Actions that each rank ran in so many steps."""
-        steps = [self.draw()[0] for _ in range(number)]
-        return [[step[rank] for step in steps] for rank in range(self.schedule.num_ranks)]
-
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
 COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)

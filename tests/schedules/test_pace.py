@@ -1,0 +1,185 @@
+"""The pace of a machine: its filter against dense algebra, and ranges for steps that follow a pace that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log, sqrt
+from random import Random
+from statistics import fmean
+
+import numpy as np
+import pytest
+from support.noisy_machine import Machine
+
+from stagewright.schedules import Costs, Op, Spread, build, estimate_spread, simulate_spread
+from stagewright.schedules.timing.pace import paces_of, steady_pace
+
+ONE = build("gpipe", num_ranks=1, num_microbatches=1)  # F of 1 s, B of 2 s
+
+
+def test_a_pace_is_what_dense_algebra_says() -> None:
+    """Gaussian processes with a level and a scale that are not known (Rasmussen and Williams, 2.7): the likelihood, the
+    mean and the variance of a step that follows, from the whole matrix of covariances."""
+    random = np.random.default_rng(1)
+    logs = np.cumsum(random.normal(0, 0.05, (9, 3)), axis=0) + random.normal(0, 0.05, (9, 3))
+    paces, shares = paces_of(np.exp(logs).tolist())
+    ones, offsets = np.ones(9), []
+    for pace in paces:
+        wanders = pace.drive / (1 - pace.kept**2)
+        apart = np.abs(np.subtract.outer(np.arange(9), np.arange(9)))
+        inverse = np.linalg.inv(np.eye(9) + wanders * pace.kept**apart)
+        told = ones @ inverse @ ones
+        level = ones @ inverse @ logs / told
+        squares = np.einsum("np,nm,mp->p", logs - level, inverse, logs - level)
+        assert (pace.surprises**2).sum(axis=0) == pytest.approx(squares)
+        known = 0.5 * np.linalg.slogdet(inverse)[1] - 0.5 * log(told) - 4 * log(squares.mean())
+        offsets.append(pace.likelihood - known)
+        for ahead in (1, 7):
+            between = wanders * pace.kept ** (ahead + np.arange(8, -1, -1))
+            assert pace.middle(ahead) == pytest.approx(level + between @ inverse @ (logs - level))
+            variance = 1 + wanders - between @ inverse @ between + (1 - ones @ inverse @ between) ** 2 / told
+            assert pace.variance(ahead) == pytest.approx(variance)
+    assert offsets == pytest.approx([offsets[0]] * len(offsets))  # up to a constant
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_ranks_that_vary_together_tell_no_more_than_one() -> None:
+    random = Random(2)
+    walk = [0.0]
+    for _ in range(29):
+        walk.append(walk[-1] + random.gauss(0, 0.02))
+    noisy = [exp(each + random.gauss(0, 0.02)) for each in walk]
+    alone, twice = (paces_of([[each] * number for each in noisy])[1] for number in (1, 2))
+    assert twice == pytest.approx(alone)
+    others = [exp(each + random.gauss(0, 0.02)) for each in walk]
+    assert paces_of(list(zip(noisy, others, strict=True)))[1][0] < alone[0]  # steadiness is less probable
+
+
+def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
+    """Rows of which three quarters of the variance were chance: drawn together by half, but not their wander."""
+    rows = [[exp(0.1 * each)] for each in (-3, -2, -2, -1, 0, 0, 1, 2, 2, 3)]
+    whole, half = steady_pace(rows), steady_pace([[sqrt(each)] for (each,) in rows], chance=0.75)
+    assert half.surprises == pytest.approx(whole.surprises)
+    assert (whole.own_variance, half.own_variance) == pytest.approx((1.0, 0.25))
+    walks, halves = paces_of(rows)[0][-1], paces_of([[sqrt(each)] for (each,) in rows], chance=0.75)[0][-1]
+    assert halves.middle(3) == pytest.approx(walks.middle(3))
+    assert halves.variance(3) < walks.variance(3) < halves.variance(3) + 1.0001
+    assert halves.own_variance == 0.0  # of little surprise in so even a walk all may be chance
+
+
+def test_rows_that_do_not_vary_are_drawn_as_they_are() -> None:
+    assert simulate_spread(ONE, Costs(), Spread(actions={}), following=9, samples=3).range() == (3.0, 3.0)
+    alike = Spread(actions={}, steps=[[0.5]] * 12)
+    for following in (0, 9):
+        assert simulate_spread(ONE, Costs(), alike, following=following, samples=3).range() == pytest.approx((1.5, 1.5))
+
+
+def test_steps_that_follow_begin_at_the_pace_of_the_last() -> None:
+    """A machine that slowed down to twice its seconds stays there a while, and may be anywhere later."""
+    random = Random(3)
+    rows = [[(1.0 if n < 25 else 2.0) * exp(random.gauss(0, 0.02))] for n in range(50)]
+    spread = Spread(actions={}, steps=rows)
+
+    def ends(following: int) -> tuple[float, float]:
+        return simulate_spread(ONE, Costs(), spread, following=following, samples=600).range()
+
+    assert ends(0) == pytest.approx((2.8, 6.4), rel=0.1)
+    low, high = ends(1)
+    assert 4.0 < low < 5.9
+    assert 6.1 < high < 8.0
+    widths = [log(high / low) for low, high in map(ends, (1, 10, 50))]
+    assert widths == sorted(widths)
+    assert widths[-1] > 1.3 * widths[0]
+    # the order of steps is what tells that: in another one the same steps are independent
+    random.shuffle(rows)
+    low, high = simulate_spread(ONE, Costs(), Spread(actions={}, steps=rows), following=50, samples=600).range()
+    assert (low, high) == pytest.approx(ends(0), rel=0.25)
+
+
+Steps = Callable[[Random, int], list[float]]  # logarithms of so many steps
+
+
+def _independent(random: Random, number: int) -> list[float]:
+    return [random.gauss(0, 1) for _ in range(number)]
+
+
+def _walk(push: float, kept: float = 1.0) -> Steps:
+    """A random walk, or where less is kept an autoregression from its own distribution, and noise of deviation 1."""
+
+    def steps(random: Random, number: int) -> list[float]:
+        pace, found = 0.0 if kept == 1 else random.gauss(0, push / sqrt(1 - kept**2)), []
+        for _ in range(number):
+            pace = kept * pace + random.gauss(0, push)
+            found.append(pace + random.gauss(0, 1))
+        return found
+
+    return steps
+
+
+def _change(random: Random, number: int) -> list[float]:
+    """Of four deviations at once, somewhere in the first half."""
+    at = random.randrange(number // 2)
+    return [random.gauss(0, 1) + 4 * (n >= at) for n in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "least", "most", "without"),
+    [
+        (_independent, 0.87, 0.94, 0.88),
+        (_walk(0.6, kept=0.8), 0.87, 0.96, 0.88),
+        (_walk(0.6, kept=0.95), 0.85, 0.95, 0.80),
+        (_walk(0.2), 0.82, 0.95, 0.80),
+        (_walk(1.0), 0.80, 0.95, 0.65),
+        (_change, 0.87, 1.00, 0.90),
+    ],
+    ids=["independent", "soon-back", "late-back", "slow-walk", "walk", "change"],
+)
+def test_90_percent_ranges_hold_following_steps(steps: Steps, least: float, most: float, without: float) -> None:
+    """50 steps tell, 50 follow, 60 times: the share that the range holds, and what the range of the first 50 would hold
+    at the most. A walk's steps are all in or all out, so the share itself varies by some 3%."""
+    drawn, alike = [], []
+    for seed in range(60):
+        random, generator = Random(seed), np.random.default_rng(seed)
+        logs = [0.03 * each for each in steps(random, 100)]
+        paces, shares = paces_of([[exp(each)] for each in logs[:50]])
+        picked = generator.choice(len(paces), size=300, p=shares)
+        samples = [log(paces[at].draw(generator, 1 + n % 50)[0]) for n, at in enumerate(picked)]
+        drawn.append(_within(samples, logs[50:]))
+        alike.append(_within([log(paces[0].draw(generator, 0)[0]) for _ in range(300)], logs[50:]))
+    assert least < fmean(drawn) < most
+    assert fmean(alike) < (most if steps is _independent else without)
+
+
+def _within(samples: list[float], following: list[float]) -> float:
+    low, high = np.quantile(samples, [0.05, 0.95])
+    return fmean(low <= each <= high for each in following)
+
+
+@pytest.mark.parametrize(("step", "kept", "without"), [(0.03, 0.0, 0.95), (0.03, 1.0, 0.7)])
+def test_ranges_of_a_pipeline_hold_the_steps_that_follow(step: float, kept: float, without: float) -> None:
+    """From the seconds of actions on two ranks, which vary by themselves, too, to the seconds of steps."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
+    shares, alike = [], []
+    for seed in range(14):
+        machine = Machine(schedule, costs, seed, step=step, rank=0.01, action=0.05, kept=kept)
+        spread = estimate_spread(machine.ranks(50), machine.table)
+        assert spread is not None
+        assert Spread.from_json(spread.to_json()) == spread
+        found = [machine.draw()[1] for _ in range(50)]
+        shares.append(simulate_spread(schedule, costs, spread, following=50, samples=150, seed=seed).holds(found))
+        alike.append(simulate_spread(schedule, costs, spread, samples=150, seed=seed).holds(found))
+    assert 0.84 < fmean(shares) < 0.96
+    assert fmean(alike) < without
+
+
+def test_a_spread_of_before_chance_was_told_is_read() -> None:
+    old = '{"actions": {"F": [[1.0, 1.1]]}, "steps": [[0.9], [1.0], [1.1], [1.0]], "norm": [1.0]}'
+    spread = Spread.from_json(old)
+    assert spread == Spread(actions={Op.F: [[1.0, 1.1]]}, steps=[[0.9], [1.0], [1.1], [1.0]], norm=[1.0])
+    assert spread.chance == 0.0
+    for wrong in (1.0, -0.1, "much"):
+        with pytest.raises(ValueError, match=r"chance=.*expected a number of at least 0 and below 1"):
+            Spread(actions={}, chance=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"following=-1: expected a number of steps, or 0"):
+        simulate_spread(ONE, Costs(), spread, following=-1)
