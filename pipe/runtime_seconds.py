@@ -180,10 +180,6 @@ def _pipeline(
     settings = Settings(
         loss_fn=F.mse_loss,
         optimizer=optimizer,
-        lr_scheduler=None,
-        max_grad_norm=None,
-        grad_scaler=None,
-        seed=0,
         device=torch.device("cpu"),
         timeout=_TIMEOUT,
     )

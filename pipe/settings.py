@@ -26,12 +26,12 @@ class Settings:
 
     loss_fn: Callable[[Any, Any], Any] | None  # of a model that returns its own: a ModelLoss
     optimizer: OptimizerFactory | None
-    lr_scheduler: SchedulerFactory | None
-    max_grad_norm: float | None
-    grad_scaler: GradScaler | None
-    seed: int
     device: torch.device
     timeout: float
+    lr_scheduler: SchedulerFactory | None = None
+    max_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
+    seed: int = 0
     sequence: SequenceOptions = NO_SEQUENCE
     compile: Mapping[str, Any] | None = None
     post_validation: bool = False

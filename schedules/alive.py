@@ -5,7 +5,7 @@ The checker, the simulator's timelines and the planner count with these, and nob
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .ir import COMING_OPS, LAST_USES, LEAVING_OPS, Action, Op
@@ -139,16 +139,3 @@ def message_changes(program: RankProgram) -> Iterator[MessageChange]:
         removed = [message for message in dict.fromkeys([*through, *over.get(step, ())]) if message in held]
         held.difference_update(removed)
         yield MessageChange(step, added, removed)
-
-
-def messages_held(program: RankProgram) -> Iterator[tuple[Step, Collection[Message]]]:
-    """Each step of a rank with the messages whose tensors it holds then, see `message_changes`.
-
-    The collection is one and the same, and holds until the next step of the iteration.
-    """
-    held: dict[Message, None] = {}  # in the order in which they came
-    for step, added, removed in message_changes(program):
-        held.update(dict.fromkeys(added))
-        yield step, held
-        for message in removed:
-            del held[message]

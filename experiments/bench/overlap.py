@@ -31,7 +31,6 @@ from .timing import in_turn, timed
 from .workloads import OVERLAP
 
 NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
-NUM_RANKS = NUM_PIPE * NUM_DATA
 FORWARD, BACKWARD = 0.010, 0.020  # of one stage action [s]
 STAGE_BYTES = 1_000_000  # of gradients
 BANDWIDTH = 25e6  # of the wire [bytes/s]: 200 Mbit/s

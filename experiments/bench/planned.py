@@ -41,10 +41,6 @@ def plan_by_measuring(problem: WholeProblem, *, num_microbatches: int, **restric
     settings = Settings(
         loss_fn=problem.loss_fn,
         optimizer=problem.optimizer,
-        lr_scheduler=None,
-        max_grad_norm=None,
-        grad_scaler=None,
-        seed=0,
         device=device,
         timeout=TIMEOUT,
     )

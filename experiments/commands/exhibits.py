@@ -59,7 +59,7 @@ def read_exhibits(sources: Sequence[str], options: CostOptions | None = None, *,
             exhibits.append(_of_group(group, options))
         else:
             exhibits.append(read_exhibit(group[0], options, root=root))
-    surplus = set(given(options)).difference(*(takes_options(source, root=root) for source in sources))
+    surplus = set(given(options)).difference(*(takes_options(source) for source in sources))
     if surplus:
         raise ValueError(
             f"{', '.join(sorted(surplus))} beside {', '.join(sources)}: expected options for a schedule only, since a "
@@ -141,12 +141,12 @@ _ALL_OPTIONS = frozenset(_typed(each.name) for each in fields(CostOptions))
 _OF_TRACES = frozenset({"--chunks"})
 
 
-def takes_options(source: str, *, root: Path = RUNS) -> frozenset[str]:
+def takes_options(source: str) -> frozenset[str]:
     """Options that say something about it."""
     path = Path(source)
     if path.is_file():
-        text, data = _load(path)
-        kind = _kind(path, text, data)
+        _, data = _load(path)
+        kind = _kind(path, data)
         if kind == "plan" and data.get("num_microbatches") is None:
             return frozenset({"--microbatches"})
         return {"schedule": _ALL_OPTIONS, "trace": _OF_TRACES}.get(kind, frozenset())
@@ -219,7 +219,7 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit:
         return read_run(path.parent)
     text, data = _load(path)
     name = path.name.split(".")[0]
-    match _kind(path, text, data):
+    match _kind(path, data):
         case "trace":
             return exhibit_of_traces([path], name=name, num_chunks=options.chunks or 1)
         case "own trace":
@@ -253,7 +253,7 @@ def _load(path: Path) -> tuple[str, Any]:
         raise ValueError(f"{path}: {error}: expected JSON") from None
 
 
-def _kind(path: Path, text: str, data: Any) -> str:
+def _kind(path: Path, data: Any) -> str:
     """Kind of a file, by its keys."""
     if data is None:
         return "schedule"

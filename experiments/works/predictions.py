@@ -133,10 +133,7 @@ def _planned(
     settings = Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,
-        lr_scheduler=None,
         max_grad_norm=max_grad_norm,
-        grad_scaler=None,
-        seed=0,
         device=device,
         timeout=TIMEOUT,
     )

@@ -158,7 +158,7 @@ class Checkpointer:
         if self.is_due:
             self._wait()
             self._clock.stalled()  # by the one before
-            self._decide(step)
+            self._decide()
             if self.is_due:
                 self._begin(step)
                 self._last, self._due = step, step + self.every
@@ -293,7 +293,7 @@ class Checkpointer:
         if text and self._state.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
-    def _decide(self, step: int) -> None:
+    def _decide(self) -> None:
         """Whether one is due now, after what the last one has cost."""
         if self._interval is None or not self.records:
             return

@@ -74,13 +74,6 @@ class AsDTensors(Style):
         """Torch's name."""
         return type(self._style).__name__
 
-    def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For a module that torch's style has been applied to."""
-
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None more: the parameters are local ones already."""
-        return {}
-
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         """The plain forward with DTensors, which stand before the parameters of their names."""
         for name, (mesh, placements, shape, stride) in self._specs.items():

@@ -11,7 +11,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..patterns import matches
 from .attention import Experts
-from .share import Share
 from .style import Style, StyleError
 from .styles import Column, Row, Sequence, SummedGradients
 from .tensor_group import TensorGroup, enter, leave
@@ -38,13 +37,6 @@ _PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1)
 class Summed(Style):
     """A module whose outputs are one summand each: their sum goes on."""
 
-    def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For any module."""
-
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None: its children are cut."""
-        return {}
-
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         """The plain forward, summed."""
         return leave(plain.forward(module, *args, **kwargs), group)
@@ -64,13 +56,6 @@ class SharedKey(Style):
     def describe(self) -> str:
         """The style in words."""
         return "whole, shared key"
-
-    def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For any module."""
-
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None: each member holds all."""
-        return {}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         """The plain forward; the gradient of the key is the sum of all members'."""

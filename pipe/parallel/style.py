@@ -5,7 +5,6 @@ The module gets a class derived from its class (its hooks, names and copies stay
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -43,13 +42,16 @@ class Style(ParallelStyle):
         of `cut` and `check`: the module's name, for errors.
     """
 
-    @abstractmethod
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """StyleError for a module that `count` members cannot hold so."""
+        """StyleError for a module that `count` members cannot hold so; here they can hold any."""
 
-    @abstractmethod
     def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """A member's shares of each of the module's own parameters that is cut, by name; of an uncut module."""
+        """A member's shares of each of the module's own parameters that is cut, by name; here each holds all of them.
+
+        Arguments:
+            module: uncut.
+        """
+        return {}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         """The module's attributes while it is cut, where they change."""

@@ -179,10 +179,6 @@ class Sequence(Style):
                 f"each position by itself, such as a LayerNorm, RMSNorm or Dropout"
             )
 
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None: each member holds all."""
-        return {}
-
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         """The plain forward of the own positions."""
         args, kwargs = _first(args, kwargs, lambda x: split(x, group, dim=self.dim))
@@ -197,13 +193,6 @@ class SummedGradients(Style):
     def describe(self) -> str:
         """The style in words."""
         return "whole, gradients summed"
-
-    def check(self, name: str, module: nn.Module, count: int) -> None:
-        """For any module."""
-
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None: each member holds all."""
-        return {}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         """The plain forward, with weights whose gradients are summed."""
@@ -237,10 +226,6 @@ class Local(Style):
                 raise StyleError(f"module {name!r} has {attribute}={value!r}: expected a whole number of its own")
             if value % count:
                 raise StyleError(not_divided(name, attribute, value, count, count))
-
-    def shares(self, module: nn.Module, *, index: int, count: int) -> dict[str, Share]:
-        """None: the children have their own styles."""
-        return {}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         """The local sizes."""

@@ -40,7 +40,7 @@ class Divided:
         """The sums over `ranks` of the gradients of these parameters."""
         return DividedSum(ranks, rank, self.divisions, [self.parts[name] for name in names], collectives)
 
-    def counted(self, ownership: Ownership, rank: int) -> list[Part]:
+    def counted(self, ownership: Ownership) -> list[Part]:
         """Parts that count in the gradient norm here: each element on one rank, with the first stage that holds it."""
         return [
             part

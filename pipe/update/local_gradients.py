@@ -42,7 +42,7 @@ class LocalGradients:
         self._divided, self._collectives, self._device = divided, collectives, device
         self._tensor_group = ownership.group
         self._wholes = {id(part.whole) for part in divided.parts.values()}
-        self._counted_parts = divided.counted(ownership, local[0])
+        self._counted_parts = divided.counted(ownership)
         self._before: list[torch.Tensor | None] = []
 
     def name_of(self, parameter: object) -> str | None:

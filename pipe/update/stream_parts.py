@@ -165,7 +165,7 @@ def _shared_and_counted(
     ranks_of = dict(ownership.tied())
     places = {name: ParameterPlace(stage, i) for stage, one in weights.items() for i, name in enumerate(one.names)}
     shared = [SharedGradient(places[name], ranks) for name, ranks in ranks_of.items() if name in places]
-    parts = {part.name for part in divided.counted(ownership, rank)}
+    parts = {part.name for part in divided.counted(ownership)}
     counted = [
         place
         for name, place in places.items()

@@ -73,7 +73,7 @@ class Order:
 
     def __init__(self, ground: Ground, rules: Sequence[GroundRule]) -> None:
         self.ground = ground
-        chains = _chains(ground, rules)
+        chains = _chains(rules)
         self.actions = [a for program in ground.schedule.programs for a in _with_chains(program, chains)]
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.rank = [ground.rank[action] for action in self.actions]
@@ -210,7 +210,7 @@ def _without_detours(facts: Sequence[Fact]) -> list[str]:
     return [str(fact) for fact in dict.fromkeys(shown)]
 
 
-def _chains(ground: Ground, rules: Sequence[GroundRule]) -> dict[Action, list[Action]]:
+def _chains(rules: Sequence[GroundRule]) -> dict[Action, list[Action]]:
     """Actions that stand side by side, by each of them; ClashError where two are to be next to the same one."""
     next_of: dict[Action, tuple[Action, str]] = {}
     previous_of: dict[Action, tuple[Action, str]] = {}

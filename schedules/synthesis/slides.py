@@ -169,10 +169,10 @@ class OrderSearch:
             if waits < 0 or before >= start - 1e-9 * (1.0 + start):
                 at -= 1
                 continue
-            rank, at = self._maker(orders, ends, waits, code)
+            rank, at = self._maker(orders, waits)
         return path
 
-    def _maker(self, orders: Orders, ends: list[list[float]], slot: int, code: int) -> tuple[int, int]:
+    def _maker(self, orders: Orders, slot: int) -> tuple[int, int]:
         """Rank and position of the action that fills a slot, the input of another."""
         S, M = self.problem.num_stages, self.problem.num_microbatches
         rank = self.problem.rank_of[slot // M % S]

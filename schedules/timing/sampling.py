@@ -81,10 +81,6 @@ class StepSamples:
         low, high = self.range(share)
         return fmean(low <= seconds <= high for seconds in steps)
 
-    def bubble_range(self, share: float = SHARE) -> tuple[float, float]:
-        """Bubbles between which this share of steps lies."""
-        return _quantile(self.bubbles, (1 - share) / 2), _quantile(self.bubbles, (1 + share) / 2)
-
     def __str__(self) -> str:
         """The median and the range, for people."""
         return with_range(self.median, self.range())

@@ -16,8 +16,6 @@ import stagewright
 from stagewright.experiments.cli import main
 from stagewright.pipe import PipelineModule
 
-Exporter = Callable[[Path, Path], None]
-
 
 class Tied(nn.Module):
     """A model of tied weights, with a buffer, numbers of several types, and one that is complex."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
 
@@ -11,8 +12,9 @@ from hypothesis import given
 
 from stagewright.partition.in_flight import InFlight, count_in_flight, in_flight_of_turns
 from stagewright.schedules import Action, Costs, Edge, Message, MessageKind, Op, Schedule, build, check, lower, simulate
-from stagewright.schedules.alive import activations, messages_held, peak_activations
+from stagewright.schedules.alive import activations, message_changes, peak_activations
 from stagewright.schedules.messages import Transfer
+from stagewright.schedules.program import RankProgram, Step
 from stagewright.schedules.registry import FAMILIES
 
 from .random_schedules import by_hand, schedules, steady
@@ -89,6 +91,15 @@ def test_the_corners_among_the_moments_are_the_fullest_whatever_a_microbatch_tak
                 peak = count_in_flight(schedule)[rank].peak(kept, again, weights, summing)
                 found = peak.held @ kept + peak.anew @ again + peak.graded @ weights + peak.summed @ summing
                 assert found == pytest.approx(most, rel=1e-12)
+
+
+def messages_held(program: RankProgram) -> Iterator[tuple[Step, set[Message]]]:
+    """Each step of a rank with the messages that it holds then."""
+    held: set[Message] = set()
+    for step, added, removed in message_changes(program):
+        held |= set(added)
+        yield step, set(held)
+        held -= set(removed)
 
 
 def test_messages_are_held_from_posting_to_use_and_from_sending_to_proof() -> None:

@@ -167,10 +167,9 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One forward of a model in one mode, for inputs of one form.
+    """One forward of a model in one mode, for inputs of one form, which are values 0, 1, ...
 
     Arguments:
-        num_inputs: the model's inputs are values 0, 1, ...
         calls: in order.
         results: flat outputs that are tensors.
         output_form: of the model.
@@ -179,7 +178,6 @@ class Record:
         opened: the modules that were recorded.
     """
 
-    num_inputs: int
     calls: tuple[UnitCall | GlueCall, ...]
     results: tuple[Template, ...]
     output_form: Form

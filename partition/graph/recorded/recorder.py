@@ -379,7 +379,6 @@ class Recorder:
                 raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
             self._stack.pop()
         return Record(
-            num_inputs=self._values.made_by.count(-1),
             calls=tuple(self._calls),
             results=tuple(results),
             output_form=form,

@@ -12,10 +12,6 @@ from stagewright.schedules.constraints.notation import InOrder
 from stagewright.schedules.ir import Op
 
 
-def all_forwards_first(orders: Callable[[Op], InOrder], last: Rule) -> list[Rule]:
-    return [orders(F), orders(B), last]
-
-
 def one_and_one(orders: Callable[[Op], InOrder], warmup: Callable[[int], int]) -> list[Rule]:
     """1F1B."""
     return [in_turns(orders(F), orders(B), ahead=warmup)]
